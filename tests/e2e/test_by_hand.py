@@ -113,7 +113,7 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
 
         # Idle from here on: every byte is compared, and both processes know the hashes of the same files.
         def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
-            return [each.weights for each in status.workers] == [cluster_pb2.WEIGHTS_CHECK_FULL]
+            return [worker.weights for worker in status.workers] == [cluster_pb2.WEIGHTS_CHECK_FULL]
 
         await wait_for_status(address, is_compared, timeout_s=START_TIMEOUT_S)
         kept = Path(ENVIRONMENT["XDG_CACHE_HOME"], "stageline", "weights")

@@ -53,7 +53,7 @@ class _Stream:
     def add(self, output: GenerateOutput) -> None:
         self.tokens.setdefault(output.choice, []).extend(output.token_ids)
         scores = (*(output.prompt_logprobs or ()), *(output.logprobs or ()))
-        self.scores += [each.logprob for each in scores if each.logprob is not None]
+        self.scores += [score.logprob for score in scores if score.logprob is not None]
         if output.usage is not None:
             self.restarts.append(output.usage.restarts)
 

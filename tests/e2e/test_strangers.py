@@ -61,7 +61,7 @@ async def status_of(cluster: LocalCluster) -> cluster_pb2.GetStatusResponse:
 
 def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> forward_pb2.HopHello:
     """With everything that a stranger can ask for."""
-    ends = {each.stage: each.layer_end for each in status.workers if each.HasField("stage")}
+    ends = {worker.stage: worker.layer_end for worker in status.workers if worker.HasField("stage")}
     return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=bytes(16),
@@ -133,7 +133,7 @@ async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -> None:
     status = await status_of(cluster)
-    (address,) = (each.address for each in status.workers if each.stage == stage)
+    (address,) = (worker.address for worker in status.workers if worker.stage == stage)
     hello = hello_of(status, sender_stage=stage - 1)
     refusals: list[grpc.aio.AioRpcError | None] = []
     async with client_channel(address) as channel:
@@ -192,7 +192,9 @@ async def test_an_id_is_not_enough_to_take_a_request_over_or_to_end_it(cluster: 
 async def _shown_request(client: Client) -> str:
     """The id of the one that runs, as everybody can ask for it."""
     async with asyncio.timeout(DEADLINE_S):
-        while not (live := [each for each in (await client.activity()).requests if not each.ended_us]):
+        while not (
+            live := [request for request in (await client.activity()).requests if not request.ended_us]
+        ):
             await asyncio.sleep(0.01)
     return live[0].request_id
 

@@ -40,13 +40,13 @@ async def test_three_workers_and_their_coordinator_tell_one_story(tmp_path: Path
     tree.check_connected()
     tree.check_nested(slack_us=2)
     assert tree.root.span.parent_span_id.hex() == CALLER
-    processes = {(each.resource["service.name"], each.resource["service.instance.id"]) for each in tree.spans}
+    processes = {(span.resource["service.name"], span.resource["service.instance.id"]) for span in tree.spans}
     workers = {instance for name, instance in processes if name == "stageline-worker"}
     assert workers == {"worker-0", "worker-1", "worker-2"}
     assert len(processes) == 4
     assert tree.num_generated == num_tokens == tree.root.attributes[Attr.COMPLETION_TOKENS]
     for work in tree.named(SpanName.PREFILL_CHUNK, SpanName.DECODE):
-        assert {each.attributes[Attr.WORKER] for each in tree.children(work)} == workers
+        assert {span.attributes[Attr.WORKER] for span in tree.children(work)} == workers
         assert tree.unexplained_share(work) < 0.05
 
 
@@ -67,7 +67,7 @@ async def _tree(collecting: Collector, *, num_steps: int) -> Tree:
     def tells_everything(_: object) -> bool:
         tree = Tree.of(collecting.spans, TRACE_ID)
         stages = tree.named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
-        traced = sum(each.attributes[Attr.NUM_STEPS] for each in stages)
+        traced = sum(span.attributes[Attr.NUM_STEPS] for span in stages)
         return bool(tree.named(SpanName.GENERATE)) and traced >= 3 * num_steps
 
     await collecting.wait_until(tells_everything)

@@ -50,7 +50,7 @@ async def test_a_cluster_across_two_hosts_generates(
             ids = ",".join(map(str, llama.prompts[4]))
             generate = ("generate", "--token-ids", ids, "--max-tokens", str(NUM_NEW_TOKENS))
             output = await _run_on(client, *generate, "--coordinator", address)
-            assert [int(each) for each in output.split(",")] == llama.expected[4]
+            assert [int(token) for token in output.split(",")] == llama.expected[4]
     for host in hosts:
         assert await _pids_on(host) == []
 

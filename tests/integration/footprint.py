@@ -32,12 +32,12 @@ class Footprint:
         """After a collection of what nobody holds; takes a moment."""
         gc.collect()
         types = Counter(map(type, gc.get_objects()))
-        names = Counter({each.__name__: count for each, count in types.items() if each.__name__ in _CALLS})
+        names = Counter({kind.__name__: count for kind, count in types.items() if kind.__name__ in _CALLS})
         return cls(
             tasks=len(asyncio.all_tasks()),
             calls=names.total(),
             descriptors=psutil.Process().num_fds(),
-            requests=sum(types[each] for each in _REQUESTS),
+            requests=sum(types[kind] for kind in _REQUESTS),
         )
 
     def is_within(self, other: "Footprint") -> bool:

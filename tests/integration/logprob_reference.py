@@ -35,14 +35,14 @@ class LogprobReference:
         """`reported` are those of tokens[first:], with so many of the most likely ones each; that of the
         first token of all has none.
         """
-        assert [each.token_id for each in reported] == list(tokens[first:])
+        assert [token.token_id for token in reported] == list(tokens[first:])
         if first == 0 and reported:
             nothing = TokenLogprobs(token_id=tokens[0], logprob=None, rank=0, top=[])
             assert reported[0] == nothing, "nothing precedes the first token of a prompt"
             reported, first = reported[1:], 1
         wanted = self.logits(tokens).log_softmax(dim=-1)[first - 1 : len(tokens) - 1]
-        for position, (each, row) in enumerate(zip(reported, wanted, strict=True), start=first):
-            _check_one(each, row, num_top, f"position {position}")
+        for position, (token, row) in enumerate(zip(reported, wanted, strict=True), start=first):
+            _check_one(token, row, num_top, f"position {position}")
 
 
 def _check_one(reported: TokenLogprobs, row: Tensor, num_top: int, where: str) -> None:

@@ -23,7 +23,7 @@ def count_ends_twice() -> None:
 
     def doubled(self: Scheduler, result: StepResult, now_s: float) -> Sequence[SequenceUpdate]:
         progress = complete(self, result, now_s)
-        return [each for one in progress for each in [one] * (1 if one.finish_reason is None else 2)]
+        return [update for one in progress for update in [one] * (1 if one.finish_reason is None else 2)]
 
     Scheduler.complete = doubled  # type: ignore[method-assign, assignment]
 

@@ -173,7 +173,7 @@ class HopProxy(StreamProxy):
             frame = _assembled(pending)
             altered = await self._altered(frame, stream, pending.copy())
             pending.clear()
-            return [each.SerializeToString() for each in altered]
+            return [request.SerializeToString() for request in altered]
 
         return relay
 

@@ -116,7 +116,7 @@ async def test_a_cancel_meets_a_preemption(varied_llama: Path, solo: SoloRuns) -
 
         def preempted() -> list[bytes]:
             live = cluster.server.engine.live_sequences
-            return [each.key.request_id for each in live if each.state is SequenceState.PREEMPTED]
+            return [sequence.key.request_id for sequence in live if sequence.state is SequenceState.PREEMPTED]
 
         cancelled = []
         for _ in range(4):
@@ -124,7 +124,7 @@ async def test_a_cancel_meets_a_preemption(varied_llama: Path, solo: SoloRuns) -
             cancelled.append(preempted()[-1])
             assert await caller.cancel(id_text(cancelled[-1])) is StatusCode.OK
         codes = dict(zip(readers, await asyncio.gather(*ends), strict=True))
-        assert [each for each in codes if codes[each] is StatusCode.CANCELLED] == sorted(cancelled)
+        assert [index for index in codes if codes[index] is StatusCode.CANCELLED] == sorted(cancelled)
         for ask in asks:
             tokens, expected = readers[ask.request_id].received.tokens, solo.tokens(ask)
             if ask.request_id in cancelled:
@@ -189,7 +189,7 @@ async def test_a_cancel_ends_the_choices_that_are_left(varied_llama: Path) -> No
         free = await caller.run(message([3, 1, 4], 40, seed=9, n=3))
         # A token that one choice has early, and the others have not.
         choices = [choice.tokens for _, choice in sorted(free.choices.items())]
-        early = next(each for each in choices[0][:10] if each not in choices[1] + choices[2])
+        early = next(token for token in choices[0][:10] if token not in choices[1] + choices[2])
         reader = caller.generate(message([3, 1, 4], 400, seed=9, n=3, stop_token_ids=[early]))
         while not reader.received.choices[0].is_ended:
             await reader.next()

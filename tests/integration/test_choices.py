@@ -39,10 +39,15 @@ async def test_choices_differ_and_each_is_its_own_alone_and_in_a_batch(
         # Fewer choices are the first of more; others change nothing.
         async with cluster.generating(mixed_asks(12, max_tokens=40)) as others:
             fewer = [again(request) for _ in range(3)]
-            for num_choices, each in enumerate(fewer, 1):
-                each.sampling.n = num_choices
+            for num_choices, variant in enumerate(fewer, 1):
+                variant.sampling.n = num_choices
             received = await asyncio.gather(*map(caller.run, [again(request), *fewer]))
-        assert [tokens_of(each) for each in received] == [choices, choices[:1], choices[:2], choices[:3]]
+        assert [tokens_of(completion) for completion in received] == [
+            choices,
+            choices[:1],
+            choices[:2],
+            choices[:3],
+        ]
         solo.check(others)
         assert {choice.usage.seed for choice in alone.choices.values()} == {3}
         status = await cluster.wait_drained()

@@ -24,7 +24,7 @@ FAIL_WITHIN_S = 2.0
 QUICK = ("dropped", "repeated", "without-hidden-states", "slice-of-nobody", "flipped-byte")
 """Faults that the default tests put into every stage; the others go into MIDDLE only."""
 
-FLIPPED = next(each for each in FRAME_FAULTS if each.name == "flipped-byte")
+FLIPPED = next(fault for fault in FRAME_FAULTS if fault.name == "flipped-byte")
 
 FAULTS_OF_STAGES = [
     pytest.param(

@@ -128,7 +128,9 @@ async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
     async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, policy=IMPATIENT) as cluster:
         await cluster.start_worker("w2", model_directory=other)
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
-        (failed,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+        (failed,) = [
+            worker for worker in status.workers if worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
+        ]
         assert failed.name == "w2"
         got, expected = re.findall(r"(?:has the fingerprint|expected) ([0-9a-f-]+)", failed.detail)
         assert expected == status.fingerprint != got

@@ -238,7 +238,7 @@ class Footprint:
         return cls(
             num_tasks=len(asyncio.all_tasks()),
             num_files=len(os.listdir("/proc/self/fd")),
-            num_epoch_objects=sum(type(each) in kinds for each in gc.get_objects()),
+            num_epoch_objects=sum(type(obj) in kinds for obj in gc.get_objects()),
         )
 
     def is_within(self, other: "Footprint") -> bool:

@@ -53,12 +53,14 @@ async def test_what_was_done_is_told_to_the_last_token() -> None:
         check(await cluster.generate_all(asks))
         await cluster.wait_drained()
         activity = await cluster.client.activity()
-        assert sum(each.generated_tokens for each in activity.seconds) == 8 * 40
+        assert sum(second.generated_tokens for second in activity.seconds) == 8 * 40
         prompt_tokens = sum(len(ask.prompt) for ask in asks)
         cached_tokens = (await cluster.client.status()).requests.cached_tokens
-        assert sum(each.prefill_tokens for each in activity.seconds) == prompt_tokens - cached_tokens
-        assert {each.request_id for each in activity.requests} == {id_text(ask.request_id) for ask in asks}
-        assert {each.phase for each in activity.requests} == {telemetry_pb2.REQUEST_PHASE_FINISHED}
+        assert sum(second.prefill_tokens for second in activity.seconds) == prompt_tokens - cached_tokens
+        assert {request.request_id for request in activity.requests} == {
+            id_text(ask.request_id) for ask in asks
+        }
+        assert {request.phase for request in activity.requests} == {telemetry_pb2.REQUEST_PHASE_FINISHED}
         assert activity.rates.first_token.count == 8
         assert activity.rates.inter_token.count == 8 * 39
         assert not activity.in_flight
@@ -75,7 +77,7 @@ async def test_stages_compute_within_the_time_of_their_step_and_one_step_at_a_ti
             ends_us = 0
             for step in steps:
                 begin_us, end_us = (
-                    step.sent_us + each for each in step.computed_us[2 * stage : 2 * stage + 2]
+                    step.sent_us + offset_us for offset_us in step.computed_us[2 * stage : 2 * stage + 2]
                 )
                 assert step.sent_us <= begin_us + slack_us
                 assert end_us <= step.answered_us + slack_us
@@ -104,9 +106,9 @@ async def test_a_request_has_its_trace_with_all_stages_and_the_slow_one_named() 
     async with served(3, *SLOW_LAST) as cluster:
         asks = mixed_asks(4, max_tokens=40)
         check(await cluster.generate_all(asks))
-        wanted = {id_text(each.request_id) for each in asks}
+        wanted = {id_text(request.request_id) for request in asks}
         async with asyncio.timeout(DEADLINE_S):
-            while {each["request_id"] for each in (await get(cluster, "api/traces"))["traces"]} != wanted:
+            while {entry["request_id"] for entry in (await get(cluster, "api/traces"))["traces"]} != wanted:
                 await asyncio.sleep(0.05)
             path = f"api/traces/{id_text(asks[0].request_id)}"
             while len((trace := await get(cluster, path))["stages"]) < 3 or not trace["slowest_stage"]:
@@ -161,7 +163,7 @@ async def test_a_drain_over_http_lets_the_worker_leave() -> None:
     async with served(2, num_workers=3) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 3)
         assert await post(cluster, "api/workers/w0/drain") == 202
-        await cluster.wait_status(lambda status: "w0" not in [each.name for each in status.workers])
+        await cluster.wait_status(lambda status: "w0" not in [worker.name for worker in status.workers])
 
 
 async def test_without_http_there_is_no_server() -> None:

@@ -64,7 +64,7 @@ async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIt
     await watched.page.goto(url(cluster, ""))
     yield watched
     assert watched.complaints == []
-    assert {re.match(r"https?://[^/]*/", each)[0] for each in watched.asked} == {url(cluster, "")}  # type: ignore[index]
+    assert {re.match(r"https?://[^/]*/", address)[0] for address in watched.asked} == {url(cluster, "")}  # type: ignore[index]
     await context.close()
 
 

@@ -42,7 +42,7 @@ async def until_health(address: str, wanted: int, service: str = "") -> None:
 
 def places(status: cluster_pb2.GetStatusResponse) -> list[str]:
     """The workers of the plan, in stage order."""
-    return [each.name for each in status.workers if each.HasField("stage")]
+    return [worker.name for worker in status.workers if worker.HasField("stage")]
 
 
 async def drain(cluster: Cluster, name: str) -> None:
@@ -154,11 +154,13 @@ async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_th
                 cluster_pb2.CLUSTER_STATE_SERVING,
                 cluster_pb2.HEALTH_DRAINING,
             )
-            assert not all(len(each.tokens) == 60 for each in answers), "it was over too soon to see"
+            assert not all(len(completion.tokens) == 60 for completion in answers), (
+                "it was over too soon to see"
+            )
             late = Ask(prompt=(5, 6, 7), max_tokens=9)
             waiting = asyncio.create_task(cluster.generate(late))
             await leaving
-            assert all(len(each.tokens) == 60 for each in answers)
+            assert all(len(completion.tokens) == 60 for completion in answers)
         check(answers)
         assert not waiting.done()
         await cluster.start_worker("w1")

@@ -43,7 +43,7 @@ async def test_a_hostile_message_is_refused_within_20_ms_of_the_loop(
         assert answer == ("INVALID_ARGUMENT", hostile.reason)
         if loop_s[-1] <= MAX_LOOP_S:
             break
-    assert min(loop_s) <= MAX_LOOP_S, [f"{each * 1000:.1f} ms" for each in loop_s]
+    assert min(loop_s) <= MAX_LOOP_S, [f"{seconds * 1000:.1f} ms" for seconds in loop_s]
 
 
 async def test_a_message_above_the_limit_is_refused_with_both_numbers(channel: grpc.Channel) -> None:

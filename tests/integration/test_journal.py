@@ -118,9 +118,9 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
             other.finish_reason,
         )
         for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
-            assert [each.token_id for each in mine or ()] == [each.token_id for each in theirs or ()]
-            assert [each.logprob or 0.0 for each in mine or ()] == pytest.approx(
-                [each.logprob or 0.0 for each in theirs or ()], abs=1e-3
+            assert [token.token_id for token in mine or ()] == [token.token_id for token in theirs or ()]
+            assert [token.logprob or 0.0 for token in mine or ()] == pytest.approx(
+                [token.logprob or 0.0 for token in theirs or ()], abs=1e-3
             )
 
 

@@ -146,7 +146,7 @@ def test_cancels_at_any_time_leave_the_others_their_tokens(
     pipeline = LocalPipeline(model, LAYERS, num_blocks=num_blocks, max_step_tokens=40)
     for first in range(0, 36, 5):
         cancels = {0: first, 3: first + 3, 4: first + 9}
-        requests = [replace(each, cancelled_at=cancels.get(i)) for i, each in enumerate(load())]
+        requests = [replace(request, cancelled_at=cancels.get(i)) for i, request in enumerate(load())]
         for index, tokens in enumerate(pipeline.serve(requests).tokens):
             if index in cancels:
                 assert tokens == expected[index][: len(tokens)]

@@ -63,11 +63,11 @@ def give_a_page_an_owner(pool: BlockPool) -> None:
 async def test_idle_accounting_is_checked_and_status_says_so(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
         await cluster.generate_all(mixed_asks(3))
-        status = await cluster.wait_status(lambda status: all(each.num_checks for each in checks(status)))
-        assert {each.verdict for each in checks(status)} == {cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT}
+        status = await cluster.wait_status(lambda status: all(check.num_checks for check in checks(status)))
+        assert {check.verdict for check in checks(status)} == {cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT}
         assert status.kv.integrity == cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT
-        assert [each.detail for each in checks(status)] == ["", "", ""]
-        assert all(each.checked_at.seconds > 1_700_000_000 for each in checks(status))
+        assert [check.detail for check in checks(status)] == ["", "", ""]
+        assert all(check.checked_at.seconds > 1_700_000_000 for check in checks(status))
         assert cluster.epoch == status.epoch
 
 
@@ -107,7 +107,7 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
         assert again.succeeded
         assert again.tokens == first.tokens
         status = await cluster.wait_status(
-            lambda status: all(each.num_checks and not each.detail for each in checks(status))
+            lambda status: all(check.num_checks and not check.detail for check in checks(status))
         )
         assert status.epoch == epoch + 1
 

@@ -87,8 +87,8 @@ async def test_a_client_has_so_many_requests_and_no_other_one_is_held_up(varied_
         ]
         ends = [asyncio.create_task(reader.end()) for reader in here]
         await until(lambda: len(cluster.server.engine.registry.live) == 4)
-        for each in (caller, other_connection):
-            refused = each.generate(message([5], 4), metadata=fox)
+        for stub in (caller, other_connection):
+            refused = stub.generate(message([5], 4), metadata=fox)
             assert await refused.end() is StatusCode.RESOURCE_EXHAUSTED
             assert "client fox has 4 active sequences, the limit is 4" in refused.details
             assert retry_after_s(refused) > 0

@@ -98,7 +98,7 @@ class Call:
         reference.check(choice.logprobs, tokens, first=len(self.prompt), num_top=self.logprobs)
 
 
-def call(prompt: Sequence[int], **more: Any) -> Call:
+def call_of(prompt: Sequence[int], **more: Any) -> Call:
     """With whatever fields a Call has, and other keywords as options of the request; a seed draws."""
     fields = {name: more.pop(name) for name in ("max_tokens", "logprobs", "prompt_logprobs") if name in more}
     if "seed" in more:
@@ -108,13 +108,15 @@ def call(prompt: Sequence[int], **more: Any) -> Call:
 
 async def run_all(cluster: Cluster, calls: Sequence[Call]) -> list[Outputs]:
     """At once."""
-    return await asyncio.gather(*(each.run(cluster) for each in calls))
+    return await asyncio.gather(*(call.run(cluster) for call in calls))
 
 
 def assert_close(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> None:
     """The same numbers, up to the order of sums."""
-    assert [(each.token_id, each.rank) for each in some] == [(each.token_id, each.rank) for each in others]
-    numbers = [[each.logprob or 0.0 for each in side] for side in (some, others)]
+    assert [(token.token_id, token.rank) for token in some] == [
+        (token.token_id, token.rank) for token in others
+    ]
+    numbers = [[token.logprob or 0.0 for token in side] for side in (some, others)]
     assert numbers[0] == pytest.approx(numbers[1], rel=0, abs=1e-5)
 
 
@@ -126,8 +128,8 @@ async def test_every_cut_reports_the_log_probabilities_of_transformers(
     lengths = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * chunk + 5)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     calls = [
-        *(call(prompt) for prompt in prompts),
-        *(call(prompt, seed=index) for index, prompt in enumerate(prompts)),
+        *(call_of(prompt) for prompt in prompts),
+        *(call_of(prompt, seed=index) for index, prompt in enumerate(prompts)),
     ]
     async with Cluster(
         llama,
@@ -136,8 +138,8 @@ async def test_every_cut_reports_the_log_probabilities_of_transformers(
         block_size=BLOCK_SIZE,
         max_kv_tokens=4096,
     ) as cluster:
-        for each, outputs in zip(calls, await run_all(cluster, calls), strict=True):
-            each.check(outputs, reference)
+        for call, outputs in zip(calls, await run_all(cluster, calls), strict=True):
+            call.check(outputs, reference)
             assert outputs.only.cached_tokens == 0
         await cluster.wait_drained()
 
@@ -150,21 +152,21 @@ async def test_a_trained_model_reports_the_log_probabilities_of_transformers(lay
     prompt = [*expected["prompt_token_ids"], *expected["generated_token_ids"][:100]]
     reference = LogprobReference(STORIES260K)
     calls = [
-        call(expected["prompt_token_ids"], max_tokens=40),
-        call(prompt, max_tokens=24),
-        call(prompt, max_tokens=24, seed=5, top_p=0.9),
+        call_of(expected["prompt_token_ids"], max_tokens=40),
+        call_of(prompt, max_tokens=24),
+        call_of(prompt, max_tokens=24, seed=5, top_p=0.9),
     ]
     async with Cluster(STORIES260K, layers=layers, max_step_tokens=32) as cluster:
         answers = await run_all(cluster, calls)
-    for each, outputs in zip(calls, answers, strict=True):
-        each.check(outputs, reference)
+    for call, outputs in zip(calls, answers, strict=True):
+        call.check(outputs, reference)
     assert answers[0].only.tokens == expected["generated_token_ids"][:40]
 
 
 async def test_penalties_and_filters_change_tokens_and_no_log_probability(
     llama: Path, reference: LogprobReference
 ) -> None:
-    each = call(
+    call = call_of(
         prompt_of(20),
         seed=2,
         temperature=2.0,
@@ -176,9 +178,9 @@ async def test_penalties_and_filters_change_tokens_and_no_log_probability(
         bad_word_ids=[[5], [3, 3]],
     )
     async with Cluster(llama, layers=LAYERS[2]) as cluster:
-        outputs = await each.run(cluster)
-    each.check(outputs, reference)
-    assert any(each.rank > 1 for each in outputs.only.logprobs), "these are the model's most likely tokens"
+        outputs = await call.run(cluster)
+    call.check(outputs, reference)
+    assert any(token.rank > 1 for token in outputs.only.logprobs), "these are the model's most likely tokens"
 
 
 @pytest.mark.parametrize("length", [1, 2, 3 * 16 + 5])
@@ -187,9 +189,9 @@ async def test_an_echo_without_new_tokens_scores_the_prompt(
 ) -> None:
     prompt = prompt_of(length)
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16) as cluster:
-        scored = await call(prompt, logprobs=None, max_tokens=0).run(cluster)
-        echoed = await call(prompt, prompt_logprobs=None, max_tokens=0, echo=True).run(cluster)
-        both = await call(prompt, logprobs=3, prompt_logprobs=5, max_tokens=4, echo=True).run(cluster)
+        scored = await call_of(prompt, logprobs=None, max_tokens=0).run(cluster)
+        echoed = await call_of(prompt, prompt_logprobs=None, max_tokens=0, echo=True).run(cluster)
+        both = await call_of(prompt, logprobs=3, prompt_logprobs=5, max_tokens=4, echo=True).run(cluster)
         await cluster.wait_drained()
     assert scored.only.tokens == []
     assert scored.only.logprobs == []
@@ -209,13 +211,13 @@ async def test_scoring_takes_nothing_from_the_cache_and_disturbs_nothing_in_it(
     llama: Path, reference: LogprobReference
 ) -> None:
     prompt = prompt_of(4 * BLOCK_SIZE + 3)
-    plain = call(prompt, logprobs=5, prompt_logprobs=None)
+    plain = call_of(prompt, logprobs=5, prompt_logprobs=None)
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16) as cluster:
         assert (await plain.run(cluster)).only.cached_tokens == 0
         again = await plain.run(cluster)
         assert again.only.cached_tokens == 4 * BLOCK_SIZE, "the prompt is cached"
-        scored = await call(prompt).run(cluster)
-        call(prompt).check(scored, reference)
+        scored = await call_of(prompt).run(cluster)
+        call_of(prompt).check(scored, reference)
         assert scored.only.cached_tokens == 0
         after = await plain.run(cluster)
         assert after.only.cached_tokens == 4 * BLOCK_SIZE
@@ -224,15 +226,15 @@ async def test_scoring_takes_nothing_from_the_cache_and_disturbs_nothing_in_it(
 
 
 async def test_choices_of_a_scored_prompt_share_one_score(llama: Path, reference: LogprobReference) -> None:
-    calls = [call(prompt_of(length), seed=4, n=2) for length in (1, 2 * BLOCK_SIZE, 37)]
-    echo = call(prompt_of(21), seed=4, n=3, echo=True, prompt_logprobs=None, max_tokens=6)
+    calls = [call_of(prompt_of(length), seed=4, n=2) for length in (1, 2 * BLOCK_SIZE, 37)]
+    echo = call_of(prompt_of(21), seed=4, n=3, echo=True, prompt_logprobs=None, max_tokens=6)
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16) as cluster:
         answers = await run_all(cluster, calls)
         echoed = await echo.run(cluster)
         await cluster.wait_drained()
-    for each, outputs in zip(calls, answers, strict=True):
+    for call, outputs in zip(calls, answers, strict=True):
         assert len(outputs.choices) == 2
-        each.check(outputs, reference)
+        call.check(outputs, reference)
     assert len(set(map(tuple, answers[2].tokens))) == 2
     assert len(echoed.choices) == 3
     assert [echoed.choices[index].cached_tokens for index in range(3)] == [0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
@@ -249,23 +251,23 @@ async def test_requests_with_and_without_log_probabilities_keep_to_themselves(
         (None, None), (0, None), (5, None), (None, 0), (None, 2), (20, 20), (1, 7), (0, 0),
     ]  # fmt: skip
     calls = [
-        call(prompt_of(3 + 9 * index, seed=index), logprobs=own, prompt_logprobs=of_prompt, seed=index)
+        call_of(prompt_of(3 + 9 * index, seed=index), logprobs=own, prompt_logprobs=of_prompt, seed=index)
         for index, (own, of_prompt) in enumerate(asked * 2)
     ]
     async with Cluster(llama, layers=LAYERS[4], max_step_tokens=32, max_kv_tokens=4096) as cluster:
-        for each, outputs in zip(calls, await run_all(cluster, calls), strict=True):
-            each.check(outputs, reference)
+        for call, outputs in zip(calls, await run_all(cluster, calls), strict=True):
+            call.check(outputs, reference)
         await cluster.wait_drained()
 
 
 @pytest.mark.full
 async def test_preempted_requests_report_each_once(llama: Path, reference: LogprobReference) -> None:
-    calls = [call(prompt_of(20 + 5 * index, seed=index), max_tokens=40, seed=index) for index in range(8)]
+    calls = [call_of(prompt_of(20 + 5 * index, seed=index), max_tokens=40, seed=index) for index in range(8)]
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=8, max_kv_tokens=128) as cluster:
         answers = await run_all(cluster, calls)
         await cluster.wait_drained()
-    for each, outputs in zip(calls, answers, strict=True):
-        each.check(outputs, reference)
+    for call, outputs in zip(calls, answers, strict=True):
+        call.check(outputs, reference)
     assert sum(outputs.only.restarts for outputs in answers) > 2
 
 
@@ -280,8 +282,8 @@ def reaches(position: int, frame: Frame) -> bool:
 async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
     llama: Path, reference: LogprobReference, stage: int
 ) -> None:
-    scored = call(prompt_of(150), max_tokens=8)
-    echoed = call(prompt_of(12, seed=1), max_tokens=40, seed=3, echo=True, prompt_logprobs=None)
+    scored = call_of(prompt_of(150), max_tokens=8)
+    echoed = call_of(prompt_of(12, seed=1), max_tokens=40, seed=3, echo=True, prompt_logprobs=None)
     first, second = Outputs(), Outputs()
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16, hop_proxies=[0]) as cluster:
         gate = Gate(cluster, stops=lambda frame: reaches(80, frame))
@@ -307,8 +309,8 @@ async def test_chunks_that_are_cut_elsewhere_after_a_restart_repeat_nothing(
     llama: Path, reference: LogprobReference
 ) -> None:
     """Before it the chunks begin at 0, 16, 32, ...; after it at 0, 8, 24, ..."""
-    scored = call(prompt_of(150), max_tokens=4)
-    ahead = call(prompt_of(8, seed=1), max_tokens=1, logprobs=None, prompt_logprobs=None, priority="high")
+    scored = call_of(prompt_of(150), max_tokens=4)
+    ahead = call_of(prompt_of(8, seed=1), max_tokens=1, logprobs=None, prompt_logprobs=None, priority="high")
     outputs = Outputs()
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16, hop_proxies=[0]) as cluster:
         gate = Gate(cluster, stops=lambda frame: reaches(80, frame))
@@ -337,7 +339,7 @@ async def test_scores_that_are_not_finite_fail_their_request_alone_and_say_where
     save_file(tensors, path, metadata={"format": "pt"})
     poisoned = prompt_of(40)
     poisoned[25] = POISON
-    bad, fine = call(poisoned), call(prompt_of(30, seed=1), prompt_logprobs=None)
+    bad, fine = call_of(poisoned), call_of(prompt_of(30, seed=1), prompt_logprobs=None)
     async with Cluster(directory, layers=LAYERS[2], max_step_tokens=16) as cluster:
         epoch = cluster.epoch
         async with cluster.generating(mixed_asks(3, tokens_below=POISON)) as others:

@@ -28,18 +28,18 @@ class Lines:
         self._caplog = caplog
 
     def all(self) -> list[logging.LogRecord]:
-        return [each for each in self._caplog.records if each.name.partition(".")[0] in PACKAGES]
+        return [record for record in self._caplog.records if record.name.partition(".")[0] in PACKAGES]
 
     def at_least(self, level: int, *, of: str = "") -> list[logging.LogRecord]:
         """Of the packages that begin with `of`."""
-        return [each for each in self.all() if each.levelno >= level and each.name.startswith(of)]
+        return [record for record in self.all() if record.levelno >= level and record.name.startswith(of)]
 
     def messages(self, *, of: str) -> list[str]:
-        return [each.getMessage() for each in self.at_least(logging.INFO, of=of)]
+        return [record.getMessage() for record in self.at_least(logging.INFO, of=of)]
 
     def the(self, pattern: str) -> Any:
         """The one line that matches; its fields are attributes."""
-        (found,) = (each for each in self.all() if re.match(pattern, each.getMessage()))
+        (found,) = (record for record in self.all() if re.match(pattern, record.getMessage()))
         return found
 
     def clear(self) -> None:
@@ -55,7 +55,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 
 async def test_a_cluster_that_starts_says_each_thing_once(lines: Lines) -> None:
     async with mock_cluster(3):
-        said = sorted(re.sub(r"127\.0\.0\.1:\d+|\d+ ms", "...", each) for each in lines.messages(of="coord"))
+        said = sorted(
+            re.sub(r"127\.0\.0\.1:\d+|\d+ ms", "...", message) for message in lines.messages(of="coord")
+        )
     assert said == [
         "plan 1: layers 0-1 on w0, 2-3 on w1, 4-5 on w2",
         "serving: epoch 1, 3 stages",
@@ -148,8 +150,10 @@ async def test_a_step_fault_names_epoch_step_stage_and_requests(lines: Lines) ->
         stage, coordinator = lines.the("epoch 1 refused: "), lines.the("step fault: ")
         for line in (stage, coordinator):
             assert (line.levelno, line.epoch, line.stage) == (logging.ERROR, 1, 1)
-            assert [line.step] == [each.step_id for each in injection.steps]
-        carried = {id_text(each.sequence.request_id) for step in injection.steps for each in step.slices}
+            assert [line.step] == [step.step_id for step in injection.steps]
+        carried = {
+            id_text(step_slice.sequence.request_id) for step in injection.steps for step_slice in step.slices
+        }
         assert set(coordinator.request_ids) == carried
         assert coordinator.worker == "w1"
         over, again = lines.the("epoch 1 is over: stage 1, step "), lines.the(r"serving: epoch 2, .*, again")

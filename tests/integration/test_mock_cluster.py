@@ -89,7 +89,7 @@ async def test_several_choices_are_each_complete() -> None:
         prompt = [3, 1, 4, 1, 5]
         completions = await cluster.client.complete(prompt, n=3, max_tokens=12, temperature=1.0, seed=5)
         expected = mock_tokens(prompt, 12, vocab_size=VOCAB_SIZE)
-        assert [list(each.token_ids) for each in completions] == [expected] * 3
+        assert [list(completion.token_ids) for completion in completions] == [expected] * 3
         await cluster.wait_drained()
 
 
@@ -277,7 +277,7 @@ async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.Mon
     computed = [result.stage_times for result in results if result.results]
     assert len(computed) > 20
     for times in computed:
-        assert [each.compute_us for each in times] == [1000, 2000, 3000]
+        assert [stage_times.compute_us for stage_times in times] == [1000, 2000, 3000]
     assert all(len(result.stage_times) == 3 for result in results)
     # Steps wait before the slowest stage, and hardly before the others.
     waits = [sorted(times[stage].wait_us for times in computed) for stage in range(3)]
@@ -297,7 +297,7 @@ async def test_records_alone_take_a_mock_no_time(monkeypatch: pytest.MonkeyPatch
         await cluster.wait_drained()
     last = results[-1]
     assert last.results == ()
-    assert [each.compute_us for each in last.stage_times] == [0] * len(last.stage_times)
+    assert [times.compute_us for times in last.stage_times] == [0] * len(last.stage_times)
 
 
 @pytest.mark.parametrize(

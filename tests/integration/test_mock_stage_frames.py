@@ -94,7 +94,7 @@ async def test_a_result_has_the_times_of_all_stages() -> None:
         await predecessor.send(messages_of(step, LAST, BEFORE[:2]))
         result = await bench.coordinator.result()
         assert result.stage_times[:2] == BEFORE[:2]
-        assert [each.compute_us for each in result.stage_times[2:]] == [2000]
+        assert [times.compute_us for times in result.stage_times[2:]] == [2000]
         await predecessor.close()
 
 

@@ -29,7 +29,7 @@ async def scores(cluster: Cluster, prompt: list[int], **options: Any) -> list[fl
     (completion,) = await cluster.client.complete(prompt, max_tokens=1, prompt_logprobs=0, **options)
     assert completion.usage.cached_tokens == 0
     assert completion.prompt_logprobs is not None
-    return [each.logprob for each in completion.prompt_logprobs]
+    return [token.logprob for token in completion.prompt_logprobs]
 
 
 async def test_scored_prompts_share_their_blocks_and_are_computed_in_full(tiny_llama: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_prompt_shares_the_blocks_that_an_earlier_slice_of_the_same_step_compu
     prompt = random_tokens(3 * BLOCK_SIZE, seed=1)
     longer = [*prompt, *random_tokens(5, seed=2)]
     run, seen = slices_of(new_pipeline(llama), [request(prompt), request(prompt), request(longer)])
-    assert [each[0] for each in seen.values()] == [(0, 0), (0, 47), (0, 48)]
+    assert [slices[0] for slices in seen.values()] == [(0, 0), (0, 47), (0, 48)]
     assert run.tokens == [alone(llama, prompt), alone(llama, prompt), alone(llama, longer)]
     assert [sequence.num_cached_tokens for sequence in run.sequences] == [0, 47, 48]
 

@@ -59,7 +59,7 @@ async def test_every_request_of_a_load_has_its_length_with_the_built_in_model() 
     assert [record.status for record in run.records] == [OK] * 20
     assert [record.planned for record in run.records] == list(make_plan(SPEC))
     summary = numbers_of(run)
-    assert summary.output_tokens == sum(each.output_tokens for each in make_plan(SPEC))
+    assert summary.output_tokens == sum(request.output_tokens for request in make_plan(SPEC))
     assert summary.ttft_s is not None
     assert 0 < summary.ttft_s.p50 <= summary.ttft_s.max < run.duration_s
     for record in run.records:

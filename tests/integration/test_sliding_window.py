@@ -78,7 +78,7 @@ def test_tokens_are_the_same_with_and_without_and_held_blocks_stay_within_window
         tokens.append(pipeline.serve(LOAD).tokens)
         watches.append(watch)
     assert tokens[0] == tokens[1]
-    assert all(len(set(each)) > 10 for each in tokens[0])
+    assert all(len(set(output)) > 10 for output in tokens[0])
     bound = KvWindow(WINDOW, CHUNK).num_blocks(BLOCK_SIZE)
     assert bound == 7
     assert max(watches[0].most_held.values()) <= bound

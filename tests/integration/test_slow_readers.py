@@ -133,4 +133,4 @@ async def test_a_client_that_never_reads_again_and_leaves_is_forgotten(
 
 def _num_requests() -> int:
     gc.collect()
-    return sum(type(each) is Request for each in gc.get_objects())
+    return sum(type(obj) is Request for obj in gc.get_objects())

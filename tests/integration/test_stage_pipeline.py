@@ -161,7 +161,7 @@ async def test_non_finite_logits_fail_their_sequence_alone(bad_token_model: Path
         # The pages that held NaN are used again.
         later = [stages.log.add((1, 2, 3), max_tokens=MAX_TOKENS) for _ in range(8)]
         assert not await stages.run(predecessor)
-        assert all(each.generated_tokens == alone for each in later)
+        assert all(sequence.generated_tokens == alone for sequence in later)
         await predecessor.close()
 
 
@@ -174,8 +174,8 @@ async def test_frames_are_taken_while_earlier_ones_are_computed(tiny_llama: Path
         empty = [Step(epoch=1, step_id=step_id, digest=step.digest) for step_id in range(1, 40)]
         messages = [
             message
-            for each in (step, *empty)
-            for message in encode_frame(encode_step(each), each.step_id, None)
+            for sent_step in (step, *empty)
+            for message in encode_frame(encode_step(sent_step), sent_step.step_id, None)
         ]
         sending = asyncio.create_task(predecessor.send(messages))
         answered = [(await stages.coordinator.result()).step_id for _ in range(40)]

@@ -10,7 +10,9 @@ from tests.repository import STORIES260K
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
-    "layers", [(5,), (2, 3), (2, 2, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1)], ids=lambda each: f"{len(each)}-stages"
+    "layers",
+    [(5,), (2, 3), (2, 2, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1)],
+    ids=lambda layers: f"{len(layers)}-stages",
 )
 def test_stories260k_generates_the_expected_tokens(layers: tuple[int, ...]) -> None:
     expected = json.loads((STORIES260K / "expected.json").read_text())

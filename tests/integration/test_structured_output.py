@@ -65,8 +65,8 @@ async def test_the_same_request_gives_the_same_text_alone_and_among_others(clust
     together = await asyncio.gather(
         *(complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=seed) for seed in range(4))
     )
-    assert [each.text for each in together] == [each.text for each in alone]
-    assert all(is_wanted(each.text) for each in alone)
+    assert [output.text for output in together] == [output.text for output in alone]
+    assert all(is_wanted(output.text) for output in alone)
 
 
 @pytest.mark.full
@@ -76,8 +76,8 @@ async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
         options = {"regex": r"([a-z]{3,7} ){10}end", "temperature": 1.0, "max_tokens": 90}
         alone = [await complete(cluster, seed=seed, **options) for seed in range(12)]
         together = await asyncio.gather(*(complete(cluster, seed=seed, **options) for seed in range(12)))
-        assert [each.text for each in together] == [each.text for each in alone]
-        assert all(re.fullmatch(options["regex"], each.text) for each in alone)
+        assert [output.text for output in together] == [output.text for output in alone]
+        assert all(re.fullmatch(options["regex"], output.text) for output in alone)
         assert (await cluster.client.status()).requests.preemptions > 0
 
 

@@ -116,13 +116,13 @@ async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
     for maker in makers:
         coordinator.trace_store.add(maker.spans)
     async with Client(coordinator.address) as client:
-        assert [each.request_id for each in (await client.traces(2)).traces] == [_id(3), _id(2)]
+        assert [trace.request_id for trace in (await client.traces(2)).traces] == [_id(3), _id(2)]
         before = (await client.traces()).traces
         coordinator.trace_store.add([late])
         after = (await client.traces(1)).traces
         again = (await client.traces()).traces
     newest_first = [_id(3), _id(2), _id(1)]
-    assert [each.request_id for each in before] == [each.request_id for each in again] == newest_first
+    assert [trace.request_id for trace in before] == [trace.request_id for trace in again] == newest_first
     assert after[0].spans == again[0].spans == before[0].spans + 1
     assert again[1:] == before[1:]
 
@@ -285,11 +285,11 @@ async def test_pages_go_on_where_the_one_before_ended_whatever_arrives(
         add(number)
     stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
     first = await stub.ListTraces(telemetry_pb2.ListTracesRequest(page_size=2), timeout=DEADLINE_S)
-    assert [each.request_id for each in first.traces] == [_id(3), _id(2)]
+    assert [trace.request_id for trace in first.traces] == [_id(3), _id(2)]
     add(4)
     request = telemetry_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token)
     second = await stub.ListTraces(request, timeout=DEADLINE_S)
-    assert [each.request_id for each in second.traces] == [_id(1)]
+    assert [trace.request_id for trace in second.traces] == [_id(1)]
     assert second.next_page_token == ""
     assert first.traces[0].started_at.ToNanoseconds() == 3 * 10**9
 

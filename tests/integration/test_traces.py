@@ -52,12 +52,12 @@ def mock_cluster(
 
 
 def roots(spans: list[CollectedSpan]) -> list[CollectedSpan]:
-    return [each for each in spans if each.name == SpanName.GENERATE]
+    return [span for span in spans if span.name == SpanName.GENERATE]
 
 
 def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
     stages = Tree.of(spans, trace_id).named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
-    return sum(each.attributes[Attr.NUM_STEPS] for each in stages)
+    return sum(span.attributes[Attr.NUM_STEPS] for span in stages)
 
 
 async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector) -> None:
@@ -76,14 +76,14 @@ async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector)
     tree.check_connected()
     tree.check_nested(slack_us=2)
     assert tree.root.span.parent_span_id.hex() == CALLER
-    assert len({each.process for each in tree.spans}) == 4
+    assert len({span.process for span in tree.spans}) == 4
     assert tree.num_generated == len(answer.tokens) == tree.root.attributes[Attr.COMPLETION_TOKENS] == 50
     chunks = tree.named(SpanName.PREFILL_CHUNK)
-    assert [each.attributes[Attr.TOKENS] for each in chunks] == [32, 32, 11]
+    assert [chunk.attributes[Attr.TOKENS] for chunk in chunks] == [32, 32, 11]
     for work in (*chunks, *tree.named(SpanName.DECODE)):
         stages = tree.children(work)
-        assert {each.attributes[Attr.STAGE_INDEX] for each in stages} == {0, 1, 2}
-        assert sum(each.attributes[Attr.TOKENS] for each in stages) == 3 * work.attributes[Attr.TOKENS]
+        assert {span.attributes[Attr.STAGE_INDEX] for span in stages} == {0, 1, 2}
+        assert sum(span.attributes[Attr.TOKENS] for span in stages) == 3 * work.attributes[Attr.TOKENS]
         assert tree.unexplained_share(work) < 0.05
 
 
@@ -111,7 +111,7 @@ async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sa
         await cluster.generate_all(asks)
         await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
         await collecting.wait_until(
-            lambda spans: any(each.name == SpanName.STAGE_DECODE for each in spans), timeout_s=10
+            lambda spans: any(span.name == SpanName.STAGE_DECODE for span in spans), timeout_s=10
         )
     (root,) = roots(collecting.spans)
     assert root.attributes[Attr.REQUEST_ID] == id_text(asks[1].request_id)
@@ -120,7 +120,7 @@ async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sa
     tree.check_connected()
     assert len(tree.named(SpanName.PREEMPTION)) == root.attributes[Attr.NUM_PREEMPTIONS]
     assert tree.num_generated >= 60
-    restart_counts = {each.attributes[Attr.RESTART_COUNT] for each in tree.named(SpanName.STAGE_DECODE)}
+    restart_counts = {span.attributes[Attr.RESTART_COUNT] for span in tree.named(SpanName.STAGE_DECODE)}
     assert 0 not in restart_counts, "nobody knew yet that this one would be of interest"
 
 
@@ -138,9 +138,9 @@ async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector)
         await collecting.wait_until(
             lambda spans: (
                 {
-                    each.attributes[Attr.STAGE_INDEX]
-                    for each in Tree.of(spans, trace_id).named(SpanName.STAGE_DECODE)
-                    if each.attributes[Attr.RESTART_COUNT] == 1
+                    span.attributes[Attr.STAGE_INDEX]
+                    for span in Tree.of(spans, trace_id).named(SpanName.STAGE_DECODE)
+                    if span.attributes[Attr.RESTART_COUNT] == 1
                 }
                 == {0, 1, 2}
             )
@@ -150,7 +150,7 @@ async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector)
     (recovery,) = tree.named(SpanName.RECOVERY)
     assert "w1" in recovery.attributes[Attr.REASON]
     assert tree.root.attributes[Attr.NUM_RECOVERIES] == 1
-    assert any(each.name == SpanName.CLUSTER_RECOVERY for each in collecting.spans)
+    assert any(span.name == SpanName.CLUSTER_RECOVERY for span in collecting.spans)
 
 
 async def test_a_request_that_is_refused_is_recorded_though_not_sampled(collecting: Collector) -> None:
@@ -198,7 +198,7 @@ async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_count
     async with mock_cluster(collecting) as cluster:
         recorded = names_recorded(cluster, monkeypatch)
         answers = await cluster.generate_all(asks)
-        assert all(each.succeeded for each in answers)
+        assert all(answer.succeeded for answer in answers)
         # Each has an intake, a queue, a chunk, decode work and the request itself.
         assert len(recorded) >= 5 * len(asks)
         assert cluster.server.recorder.num_dropped >= len(recorded) - 16 - 4

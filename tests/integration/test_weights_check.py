@@ -74,10 +74,12 @@ async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_t
             return cluster_pb2.WORKER_STATE_QUARANTINED in (worker.state for worker in status.workers)
 
         status = await cluster.wait_status(is_out)
-        (out,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
-        assert out.name == "w1"
-        assert f"{damaged / 'model.safetensors'}: tensor {TENSOR} has the XXH3-128 " in out.detail
-        assert out.detail.endswith("1 of 9 tensors differ")
+        (worker,) = [
+            worker for worker in status.workers if worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
+        ]
+        assert worker.name == "w1"
+        assert f"{damaged / 'model.safetensors'}: tensor {TENSOR} has the XXH3-128 " in worker.detail
+        assert worker.detail.endswith("1 of 9 tensors differ")
 
         # The others take its layers over, and are right.
         await cluster.wait_status(

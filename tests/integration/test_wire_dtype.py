@@ -80,7 +80,7 @@ async def test_a_bf16_model_in_bf16_says_the_same(bf16_llama: Path) -> None:
 async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, wire_dtype: str) -> None:
     exact = await tokens_of(varied_llama, "f32", None)
     tokens = await tokens_of(varied_llama, "f32", wire_dtype)
-    assert [len(each) for each in tokens] == [len(each) for each in exact]
+    assert [len(output) for output in tokens] == [len(output) for output in exact]
     assert num_equal(tokens, exact) >= {"bf16": 40, "fp8": 8, "int8": 16}[wire_dtype]
 
 

@@ -69,7 +69,10 @@ def _stage_row(stage: int) -> dict[str, Any]:
     for chunk in range(2):
         times = SLOW_PREFILL_S if stage == 2 else PREFILL_S[stage]
         segments += _one_after_another(0.218 + 0.035 * (stage + chunk * (1 + stage)), times)
-    first, rest = [each * 0.27 for each in DECODE_S[stage]], [each * 0.73 for each in DECODE_S[stage]]
+    first, rest = (
+        [share_s * 0.27 for share_s in DECODE_S[stage]],
+        [share_s * 0.73 for share_s in DECODE_S[stage]],
+    )
     segments += _one_after_another(0.502 + 0.03 * stage, first, steps=16)
     segments += _one_after_another(1.8 + 0.03 * stage, rest, steps=41)
     return {"title": f"stage {stage}", "segments": segments}
