@@ -34,7 +34,6 @@ from coordinator.config import CoordinatorConfig
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.durability import Durability
 from coordinator.engine.engine import Engine
-from coordinator.engine.observer import RequestLog
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import JournalUnusable
@@ -42,6 +41,7 @@ from coordinator.model import ServedModel, open_model
 from coordinator.observability.activity import ActivityRecorder
 from coordinator.observability.facts import FactRecorder
 from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.observability.request_log import RequestLog
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import StoreLimits, TraceStore
@@ -123,7 +123,7 @@ class CoordinatorServer:
             limits,
             policy=self._policy,
             durability=Durability(self.journal, config.reattach_timeout_s, policy=self._policy),
-            observers=(FactRecorder((self._traces, *self.metrics.observers, self.activity)), RequestLog()),
+            observer=FactRecorder((self._traces, *self.metrics.observers, self.activity, RequestLog())),
         )
 
     def _new_controller(self, incarnation: Incarnation) -> Controller:

@@ -6,14 +6,14 @@ steps until the scheduler has none.
 
 import logging
 import time
-from collections import abc, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator, plan_limit_error
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
-from coordinator.engine.observer import EndCause, EngineObserver, Observers
+from coordinator.engine.observer import EndCause, EngineObserver
 from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
@@ -72,7 +72,7 @@ class Engine:
         policy: RecoveryPolicy,
         clock: Callable[[], float] = time.monotonic,
         durability: Durability | None = None,
-        observers: abc.Sequence[EngineObserver] = (),
+        observer: EngineObserver | None = None,
     ) -> None:
         self._limits = limits
         self._durability = durability or Durability(policy=policy)
@@ -81,7 +81,7 @@ class Engine:
         self._registry = RequestRegistry()
         self._retry_after = RetryAfterEstimator()
         self.admission = Admission(limits, self._registry, self._retry_after)
-        self._observers = Observers(observers)
+        self._observer = observer or EngineObserver()
         self._send: Callable[[Step], None] | None = None
         self._sent_s = deque[float]()
         self._undelivered = list[SequenceUpdate]()
@@ -193,7 +193,7 @@ class Engine:
         self._registry.add(request)
         stream = self._attach(request, Positions(), deadline_s)
         request.accepted_s = self._clock()
-        self._observers.accepted(request, request.accepted_s)
+        self._observer.accepted(request, request.accepted_s)
         for choice in request.choices:
             self._scheduler.add(choice.sequence)
         self._send_steps()
@@ -228,7 +228,7 @@ class Engine:
             request.end(ended.at_s, ended.error)
             self._registry.end(request)
         else:
-            self._observers.accepted(request, self._clock())
+            self._observer.accepted(request, self._clock())
         for sequence in request.live_sequences:
             self._scheduler.add(sequence)
         self._send_steps()
@@ -284,7 +284,7 @@ class Engine:
                 self.fail(request, error)
         self._scheduler.begin_epoch(epoch, kv, limits, admits_new=admits_new)
         self.kv_events.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
-        self._observers.epoch_started(epoch, self._clock())
+        self._observer.epoch_started(epoch, self._clock())
         self._send = send
         self._send_steps()
 
@@ -322,7 +322,7 @@ class Engine:
         self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_events.end_epoch()
-        self._observers.epoch_stopped(cause, reason, self._clock())
+        self._observer.epoch_stopped(cause, reason, self._clock())
 
     def overdue_step(self, *, unknown_s: float) -> OverdueStep | None:
         """The step whose result is overdue; `unknown_s` is the limit before steps were measured."""
@@ -350,9 +350,9 @@ class Engine:
         """Apply the result of the oldest step; return its number of new tokens. Raises ResultMismatch."""
         now_s = self._clock()
         updates = self._scheduler.complete(result, now_s)
-        self._observers.step_completed(result, updates, self._sent_s.popleft(), now_s)
+        self._observer.step_completed(result, updates, self._sent_s.popleft(), now_s)
         if requeued := self._scheduler.take_requeued():
-            self._observers.requeued(requeued, now_s)
+            self._observer.requeued(requeued, now_s)
         self._undelivered += updates
         if self._durability.add_step(updates):
             self._deliver_undelivered()
@@ -471,7 +471,7 @@ class Engine:
         request.end(now_s, error)
         self._registry.end(request)
         self._durability.end(request)
-        self._observers.ended(request, error, now_s)
+        self._observer.ended(request, error, now_s)
 
     def _count_orphan(self, what: str, request_id: RequestId) -> None:
         log.error(
@@ -491,10 +491,10 @@ class Engine:
             return
         while (step := self._scheduler.next_step(started_s := self._clock())) is not None:
             sent_s = self._clock()
-            self._observers.step_scheduled(sent_s - started_s)
+            self._observer.step_scheduled(sent_s - started_s)
             if preempted := self._scheduler.take_preempted():
-                self._observers.preempted(preempted, sent_s)
-            self._observers.step_sent(step, sent_s)
+                self._observer.preempted(preempted, sent_s)
+            self._observer.step_sent(step, sent_s)
             self._sent_s.append(sent_s)
             self._send(step)
         self.publish_kv_events()

@@ -1,6 +1,5 @@
-"""Facts that the engine publishes to observers, and the request log."""
+"""Facts that the engine publishes to its observer."""
 
-import logging
 from collections import abc
 from enum import Enum
 
@@ -8,12 +7,8 @@ from coordinator.engine.request import Request
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
-from wire.errors import DeadlinePassed, RequestCancelled, RequestPoisoned, RequestSuspended, ServingError
-from wire.ids import id_text
-from wire.log_context import log_context
+from wire.errors import ServingError
 from wire.steps import Step, StepResult
-
-log = logging.getLogger(__name__)
 
 
 class EndCause(Enum):
@@ -74,100 +69,3 @@ class EngineObserver:
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         """A request finished, or ended with `error`."""
-
-
-class Observers(EngineObserver):
-    """Forwards each event to all observers, in order."""
-
-    def __init__(self, observers: abc.Sequence[EngineObserver] = ()) -> None:
-        self._all = tuple(observers)
-
-    def accepted(self, request: Request, now_s: float) -> None:
-        for observer in self._all:
-            observer.accepted(request, now_s)
-
-    def step_scheduled(self, duration_s: float) -> None:
-        for observer in self._all:
-            observer.step_scheduled(duration_s)
-
-    def step_sent(self, step: Step, now_s: float) -> None:
-        for observer in self._all:
-            observer.step_sent(step, now_s)
-
-    def step_completed(
-        self, result: StepResult, updates: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
-    ) -> None:
-        for observer in self._all:
-            observer.step_completed(result, updates, sent_s, now_s)
-
-    def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
-        for observer in self._all:
-            observer.preempted(sequences, now_s)
-
-    def requeued(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
-        for observer in self._all:
-            observer.requeued(sequences, now_s)
-
-    def epoch_started(self, epoch: int, now_s: float) -> None:
-        for observer in self._all:
-            observer.epoch_started(epoch, now_s)
-
-    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
-        for observer in self._all:
-            observer.epoch_stopped(cause, reason, now_s)
-
-    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        for observer in self._all:
-            observer.ended(request, error, now_s)
-
-
-_EXPECTED_ERRORS = (DeadlinePassed, RequestCancelled, RequestSuspended)
-"""Requested by the client, or continued after a restart."""
-
-
-class RequestLog(EngineObserver):
-    """Logs requests: normal events at debug, failures above; steps are not logged."""
-
-    def accepted(self, request: Request, now_s: float) -> None:
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug(
-                "request %s accepted: prompt_tokens=%d max_sequence_tokens=%d choices=%d",
-                id_text(request.id),
-                request.num_prompt_tokens,
-                request.max_sequence_tokens,
-                len(request.choices),
-                extra=self._log_context(request),
-            )
-
-    def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
-        for sequence in sequences:
-            log.debug(
-                "sequence %s preempted: not enough free KV blocks",
-                sequence.key,
-                extra=log_context(request_id=sequence.key[0]),
-            )
-
-    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        level = log_level_of(error)
-        if not log.isEnabledFor(level):
-            return
-        if error is None:
-            num_tokens = sum(len(choice.sequence.generated_tokens) for choice in request.choices)
-            text = f"finished: tokens={num_tokens}"
-        else:
-            text = f"{'ended' if level == logging.DEBUG else 'failed'}: {type(error).__name__}: {error}"
-        log.log(level, "request %s %s", id_text(request.id), text, extra=self._log_context(request))
-
-    def _log_context(self, request: Request) -> dict[str, object]:
-        trace = request.trace
-        return log_context(request_id=request.id, trace_id=None if trace is None else trace.trace_id)
-
-
-def log_level_of(error: ServingError | None) -> int:
-    """Log level for the end of a request.
-
-    ERROR if the request may have crashed workers, DEBUG if it finished or was cancelled, else WARNING.
-    """
-    if isinstance(error, RequestPoisoned):
-        return logging.ERROR
-    return logging.DEBUG if error is None or isinstance(error, _EXPECTED_ERRORS) else logging.WARNING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
 from coordinator.engine.admission import AdmissionLimits
@@ -128,7 +128,7 @@ class EngineModel:
         limits: SchedulerLimits = LIMITS,
         admission: AdmissionLimits | None = None,
         durability: Durability | None = None,
-        observers: Sequence[EngineObserver] = (),
+        observer: EngineObserver | None = None,
     ) -> None:
         self.now_s = 1000.0
         self.engine = Engine(
@@ -136,7 +136,7 @@ class EngineModel:
             policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
             durability=durability,
-            observers=observers,
+            observer=observer,
         )
         self.attribution = FailureAttribution(
             self.engine.scheduler, self.engine.registry, self.engine.fail, policy=DEFAULT_POLICY

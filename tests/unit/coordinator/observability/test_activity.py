@@ -168,7 +168,7 @@ def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
     def phases(model: EngineModel) -> set[RequestPhase]:
         return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
 
-    with closing(EngineModel(num_blocks=8, observers=(FactRecorder((recorder,)),))) as model:
+    with closing(EngineModel(num_blocks=8, observer=FactRecorder((recorder,)))) as model:
         for first in (1, 2):
             model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
         while RequestPhase.PREEMPTED not in seen:

@@ -44,7 +44,7 @@ class Traced:
         self.sink = ListSink()
         self.traces = RequestTraces(recorder_into(self.sink), ratio_sampler(sampled), model="m")
         self.facts = FactRecorder((self.traces,))
-        self.model = EngineModel(limits=LIMITS, num_blocks=num_blocks, observers=(self.facts,))
+        self.model = EngineModel(limits=LIMITS, num_blocks=num_blocks, observer=self.facts)
         self.models.append(self.model)
 
     def run(self, num_steps: int = 1000) -> None:

@@ -36,7 +36,7 @@ class WatchedEngine:
             AdmissionLimits(queue_size=64),
             policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
-            observers=(self.facts,),
+            observer=self.facts,
         )
         self.sent = deque[Step]()
         self.epoch = 0

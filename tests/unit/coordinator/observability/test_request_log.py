@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from coordinator.engine.observer import RequestLog
+from coordinator.observability.facts import RequestRecord
+from coordinator.observability.request_log import RequestLog
 from tests.unit.coordinator.engine.wishes import Wish
 from wire.errors import (
     ClusterUnavailable,
@@ -49,7 +50,7 @@ def test_only_what_we_have_failed_is_told_above_debug(
     caplog.set_level(logging.DEBUG, logger="coordinator")
     request = Wish().request()
     request.trace = SomeTrace()
-    RequestLog().ended(request, error, 0.0)
+    RequestLog().request_ended(RequestRecord(request, 0.0, 0.0, False, ended_s=0.0, error=error))
     (line,) = caplog.records
     assert line.levelno == level
     assert vars(line)["request_id"] == id_text(request.id)
@@ -60,5 +61,5 @@ def test_only_what_we_have_failed_is_told_above_debug(
 
 def test_without_a_trace_there_is_no_trace_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="coordinator")
-    RequestLog().accepted(Wish().request(), 0.0)
+    RequestLog().request_accepted(RequestRecord(Wish().request(), 0.0, 0.0, False))
     assert "trace_id" not in vars(caplog.records[0])
