@@ -21,7 +21,7 @@ _MOST = 1 << 20
 def parse_mock_model(text: str) -> ModelConfig:
     """The shape that "layers=64,hidden=1024,..." describes; only layers has no default.
 
-    Raises ValueError that names what is wrong.
+    Raises ValueError that names the wrong setting.
     """
     sizes = dict[str, int]()
     for part in text.split(","):

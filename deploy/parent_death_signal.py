@@ -26,7 +26,7 @@ def main() -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != launcher_pid:
         # The launcher ended before the request was made, so no signal will come.
-        sys.exit(f"launcher {launcher_pid} is gone")
+        sys.exit(f"launcher {launcher_pid} has exited")
     os.execv(command[0], command)
 
 

@@ -114,7 +114,7 @@ class LocalProcess:
 
     @property
     def has_left(self) -> bool:
-        """The process exited by itself with DONE."""
+        """The process exited with DONE, without a signal."""
         return self._process.returncode == ExitCode.DONE
 
     async def wait(self) -> None:
@@ -151,7 +151,7 @@ class LocalProcess:
             error = last_lines[-1].removeprefix(_PROGRAM)
             return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}, {error}; its log is {self.log}")
         lines = "\n".join(f"  | {line}" for line in last_lines) or "  | (nothing logged)"
-        return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; its log {self.log} says\n{lines}")
+        return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; end of log {self.log}:\n{lines}")
 
     def dashboard_url(self) -> str | None:
         """From the line `dashboard http://...`, which is printed before the process listens."""

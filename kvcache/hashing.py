@@ -184,7 +184,7 @@ class StreamDigest:
         self.value = 0
 
     def begin_use(self, use: Use, keys: list[int]) -> bytes:
-        """`keys` are the sequence hash or id of each block; the outcome words tell them apart."""
+        """`keys` are the sequence hash or id of each block; the outcome words distinguish them."""
         parent, hashes = use.parent, use.block_hashes
         head = (self.value, _USE, parent is not None, parent or 0, len(keys), len(hashes))
         return _pack((*head, *keys, *hashes))

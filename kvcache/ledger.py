@@ -1,4 +1,4 @@
-"""The coordinator's block accounting: a pool without storage that also knows the content of each block."""
+"""The coordinator's block accounting: a pool without storage that also tracks the content of each block."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -188,7 +188,7 @@ class BlockPool:
         keys = [block.sequence_hash if isinstance(block, FullBlock) else block.id for block in use.blocks]
         words = self._digest.begin_use(use, keys)
         revived = self._admit(use)
-        # Revive these first, so that none of them is evicted for an earlier block of the signal.
+        # Revive these first: otherwise an earlier block of the signal could evict them.
         for key in revived:
             self._full[key] = self._inactive.pop(key)
         outcome: list[int] = []

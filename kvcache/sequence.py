@@ -275,7 +275,7 @@ class ActiveSequence:
     def make_private(self, first_block: int) -> None:
         """Rename the full blocks from `first_block` on, and all later ones, to unique private ids.
 
-        Used after a hash collision; ends with the next preemption. Raises ValueError if a pool already knows
+        Used after a hash collision; ends with the next preemption. Raises ValueError if a pool already has
         block `first_block`: it is allocated and its `Promote` is not pending.
         """
         num_known = min(self._num_allocated, len(self._chain))
@@ -284,7 +284,7 @@ class ActiveSequence:
             num_known -= is_sealed or self._room == self.block_size - 1
         if not num_known <= first_block <= len(self._chain):
             raise ValueError(
-                f"block {first_block} cannot be renamed: the pool knows the blocks before {num_known}"
+                f"block {first_block} cannot be renamed: the pool has the blocks before {num_known}"
             )
         self._chain.make_private(first_block)
 

@@ -159,7 +159,7 @@ class Assignment:
         return self._without_place() == other._without_place()
 
     def _without_place(self) -> "Assignment":
-        """This assignment without the fields that do not affect what is loaded."""
+        """This assignment without the fields that do not affect loading."""
         num_stages = 1 if self.role is StageRole.ONLY else 3
         stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
         return replace(
@@ -210,7 +210,7 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
 
 
 def wants(message: join_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None) -> bool:
-    """Whether `message` assigns what is being loaded under the worker's `wire_dtype`; true if undecodable."""
+    """Whether `message` assigns `loading` with the worker's `wire_dtype`; true if undecodable."""
     try:
         return decode_assignment(message, wire_dtype=wire_dtype).loads_like(loading)
     except ValueError:

@@ -45,7 +45,7 @@ class CoordinatorSilent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The coordinator asked this worker to leave."""
+    """The coordinator ordered this worker to leave."""
 
     reason: str
     exit_process: bool
@@ -90,7 +90,7 @@ class CoordinatorClient:
         self._is_leaving = True
 
     async def run(self) -> None:
-        """Join, and rejoin, until the coordinator tells the process to exit. Raises JoinRefused."""
+        """Join, and rejoin, until the coordinator orders the process to exit. Raises JoinRefused."""
         while True:
             try:
                 left = await self._join_once()

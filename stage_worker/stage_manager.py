@@ -104,8 +104,8 @@ class StageManager:
     """Owner of the loaded stage and of the epoch's session.
 
     One task executes orders sequentially and replies on the connection that gave the order. Reports of
-    weights that differ go to the current connection, and again to each later one. An order cancels what the
-    previous order started, except a load, which runs to its end.
+    weights that differ go to the current connection, and again to each later one. An order cancels the
+    work of the previous order, except a load, which runs to its end.
     """
 
     def __init__(

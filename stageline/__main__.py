@@ -10,12 +10,12 @@ from wire.exit_codes import ExitCode
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code (see `stageline.cli.main`)."""
-    # gRPC reads this when it is imported. What it logs by itself are remarks on connections that come and go;
-    # what matters of those our commands say in their own words.
+    # gRPC reads this on import. Its own log lines are about opened and closed connections; commands report
+    # the relevant ones themselves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
-        # Nothing has been started yet that would have to end in order.
+        # Nothing is started yet that needs an orderly end.
         signal.signal(signal.SIGINT, _leave)
     from stageline.cli import main as run
 

@@ -157,7 +157,7 @@ DEFAULT_LOGS = LogSettings()
 def configure(settings: LogSettings, process: str, *, worker: str | None = None) -> None:
     """Configure the log of this process ("coordinator" or "worker"), on stderr.
 
-    Called by entry points, and again when a worker knows its name. Call `logging.shutdown` before `os._exit`.
+    Called by entry points, and again with the name of a worker. Call `logging.shutdown` before `os._exit`.
     """
     handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(_formatter(settings.format, process, worker))

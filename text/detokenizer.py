@@ -110,7 +110,7 @@ class StopMatcher:
 REPLACEMENT = "\ufffd"
 MAX_CHARACTER_BYTES = 4
 _CONTEXT_TOKENS = 8
-"""Enough tokens to start and end a window between characters, whatever the bytes around it."""
+"""Enough tokens to start and end a window between characters, for any bytes around it."""
 
 
 class IncrementalDetokenizer:

@@ -89,7 +89,7 @@ def _reachable(rules: Mapping[str, Sequence[AbstractSet[str]]], start: str) -> I
 def _lark_rules(text: str) -> dict[str, list[set[str]]]:
     """The alternatives of each rule and each group; a group is named by a parenthesis and a number.
 
-    An optional part is an alternative of its own, which nothing needs.
+    An optional part is a separate alternative, which no rule needs.
     """
     tokens = list(_tokens(text))
     headers = list(_headers(tokens))

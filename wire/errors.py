@@ -39,7 +39,7 @@ class WorkerNotFound(ServingError):
 
 
 class ServiceNotFound(ServingError):
-    """The health service does not know this service."""
+    """The health service has no such service."""
 
 
 class MethodNotFound(ServingError):

@@ -37,7 +37,7 @@ class RefusedTries:
 
 SECRET_BYTES = 32
 PAST_EPOCHS = 16
-"""Number of past epochs whose secrets are kept, to tell a late stream that its epoch is over."""
+"""Number of past epochs whose secrets are kept, so that a late stream is rejected as stale."""
 
 
 def new_secret() -> bytes:

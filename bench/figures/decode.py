@@ -21,7 +21,7 @@ from bench.harness.timeline_file import write_timeline
 
 STREAMS = (1, 8, 16, 32)
 MOST_NEW_TOKENS = 2048
-"""Streams are cancelled once all have decoded NEW_TOKENS together, so that none ends before."""
+"""Longer than the window of NEW_TOKENS in which all streams decode; they are cancelled after it."""
 OF_BOUND = {1: 0.8, 8: 0.8, 16: 0.8, 32: 0.75}
 OF_HUGGING_FACE = {8: 1.15, 16: 2.1, 32: 3.3}
 """Relative to batch 8 on two threads."""

@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 
 class NotMeasured(Exception):
-    """A figure could not be measured; the text says why."""
+    """A figure could not be measured; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,6 @@ class Peer:
         except (TimeoutError, OSError) as error:
             raise NotMeasured(f"{self._module} does not answer {question}: {error!r}") from error
         if not line:
-            raise NotMeasured(f"{self._module} ended when it was asked {question}")
+            raise NotMeasured(f"{self._module} ended during question {question}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -25,7 +25,7 @@ MAX_GENERATE_FIELDS = 131_072
 MAX_CONVERSATION_MESSAGES = 4096
 MAX_CHOICE_TEXTS = 16_384
 INLINE_BYTES = 8 * 1024
-"""Messages up to this size are parsed and checked within a few milliseconds, whatever their content."""
+"""Messages up to this size are parsed and checked within a few milliseconds, regardless of content."""
 
 MAX_UNARY_BYTES = 64 * 1024
 MAX_UNARY_FIELDS = 1024

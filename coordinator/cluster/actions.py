@@ -10,7 +10,7 @@ from coordinator.recovery.rejoin import StartTimer
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`; with `force_reload` it discards cached weights."""
+    """Order `worker` to load `stage` of plan `plan_id`; with `force_reload` it discards cached weights."""
 
     worker: WorkerIdentity
     plan_id: int
@@ -66,7 +66,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class DismissWorker:
-    """Tell a drained worker without a stage to exit."""
+    """Order a drained worker without a stage to exit."""
 
     worker: WorkerIdentity
     reason: str

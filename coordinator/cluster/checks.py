@@ -220,7 +220,7 @@ class PlanChecks:
         self._num_lent_steps = 0
 
     def begin(self, action: CheckPlan) -> None:
-        """Check a plan in an epoch of its own."""
+        """Check a plan in a separate epoch."""
         self.check.begin()
         self._task = self._spawn(self._check_plan(action))
 

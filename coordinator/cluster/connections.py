@@ -59,7 +59,7 @@ class WorkerConnection:
             self.send(join_pb2.JoinResponse(heartbeat_answer=answer))
 
     def stage_loaded(self, loaded: join_pb2.StageLoaded) -> None:
-        """Store what the worker reports of its loaded stage."""
+        """Store the worker's report on its loaded stage."""
         self.loads_tokenizer = False
         self.warmup_ms = loaded.warmup_ms
         self.kernels, self.kernels_detail = loaded.kernels, loaded.kernels_detail

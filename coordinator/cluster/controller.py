@@ -83,7 +83,7 @@ class Controller:
         new_secret: Callable[[], bytes] = new_secret,
         refused: RefusedPeers | None = None,
     ) -> None:
-        """`on_serving` is called with whether new requests are served, whenever that may have changed;
+        """`on_serving` receives whether new requests are served, after each possible change;
         `new_secret` creates the secrets with which processes of the cluster authenticate each other;
         `refused` counts and logs result streams with a wrong secret.
         """

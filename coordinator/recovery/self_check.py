@@ -237,7 +237,7 @@ class References:
                 refusals.append(f"worker {source.worker}: {reason}")
             else:
                 return KnownReference(reference, f"the reference of worker {source.worker}", source.worker)
-        raise NoReference("; ".join(refusals) or "no worker can be asked")
+        raise NoReference("; ".join(refusals) or "no worker can compute a reference")
 
     def _rank(self, source: ReferenceSource) -> tuple[object, ...]:
         is_blamed = source.worker in self._blamed.values()

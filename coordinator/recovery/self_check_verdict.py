@@ -134,7 +134,7 @@ class Verdict:
 
 
 class BadAnswer(ValueError):
-    """The pipeline's results do not match the steps that were sent; the text says how."""
+    """The pipeline's results do not match the sent steps; the text has the difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class KnownReference:
 
 
 class NoReference(Exception):
-    """No reference is available; the text says why."""
+    """No reference is available; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

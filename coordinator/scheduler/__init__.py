@@ -1,1 +1,1 @@
-"""What the next step computes: sequences, queue, KV ledger, steps in flight. Pure."""
+"""Contents of the next step: sequences, queue, KV ledger, steps in flight. Pure."""

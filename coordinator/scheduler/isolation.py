@@ -86,7 +86,7 @@ class Isolation:
         return self.is_active
 
     def is_alone(self, sequence: Sequence) -> bool:
-        """Whether `sequence` is a suspect in a group of its own."""
+        """Whether `sequence` is a suspect in a group without others."""
         group = self._suspects.get(sequence)
         return group is not None and group.is_alone
 

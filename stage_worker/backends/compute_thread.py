@@ -12,9 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class StepWatchdog:
-    """Reports a step that still computes `timeout_s` after the coordinator, which knows its cost, gave it
-    up.
-    """
+    """Reports a step that still computes `timeout_s` after the coordinator has given it up."""
 
     def __init__(self, timeout_s: float, on_hung: Callable[[str], None]) -> None:
         self._timeout_s = timeout_s

@@ -124,7 +124,7 @@ MEMORY_BYTES = 1 << 40
 
 
 class MockBackend(StageBackend):
-    """Runs one step at a time, for as long as its spec says. Must be created in an event loop."""
+    """Runs one step at a time, for the time in its spec. Must be created in an event loop."""
 
     device = "mock"
 
@@ -195,7 +195,7 @@ class MockBackend(StageBackend):
         return done
 
     async def _end_of_steps(self) -> None:
-        """Wait until steps have ended; forever if one hangs."""
+        """Wait until steps have ended; does not return if one hangs."""
         if self._device.is_hung:
             never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchdog.expect(never)

@@ -82,7 +82,7 @@ class WeightsVerifier:
         *,
         reply: Callable[[join_pb2.JoinRequest], None],
     ) -> None:
-        """Start to compare the whole checkpoint, whatever is loaded; `reply` is called if it differs."""
+        """Start to compare the whole checkpoint, not only the loaded stage; call `reply` if it differs."""
         if self._checkpoint_task is not None:
             self._checkpoint_task.cancel()
         check = self._check_checkpoint(directory, order, reply)

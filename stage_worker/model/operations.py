@@ -49,7 +49,7 @@ def decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
     """Like `decode_sdpa`, with a float32 mask.
 
     torch has no bfloat16 product with a float32 result on a CPU. Many keys are multiplied twice: the
-    second product is what the first lost by rounding (beta=-1 is added to the unrounded sum).
+    second product is the rounding error of the first (beta=-1 is added to the unrounded sum).
     """
     shape = (*query.shape[:3], keys.shape[2])
     queries, keys = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)

@@ -59,7 +59,7 @@ def load_tensors(
 
     Raises:
         CheckpointNotFound: A file cannot be opened.
-        BadHeader: A file is shorter than its header says.
+        BadHeader: A file is shorter than its header states.
         ValueError: A weight does not fit into the run dtype (float16 ends at 65504).
     """
     by_file: dict[str, list[tuple[TensorEntry, str]]] = {}

@@ -47,7 +47,7 @@ def forget(request_id: str) -> None:
 
 
 def forget_if_over(request_id: str, error: StagelineError) -> None:
-    """Remove the secret file of a request that the coordinator does not know."""
+    """Remove the secret file of a request that the coordinator no longer has."""
     if isinstance(error, RequestNotFound):
         forget(request_id)
 

@@ -90,7 +90,7 @@ class ProcessFlags(TypedDict, total=False):
     ]
     pin: Annotated[
         bool | None,
-        _processes(help="Pin each worker on the CPU to cores of its own, if there are enough (default: on)."),
+        _processes(help="Pin each CPU worker to its own cores, if there are enough (default: on)."),
     ]
     restart: Annotated[
         bool | None,

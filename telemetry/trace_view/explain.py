@@ -207,8 +207,8 @@ class SlowStage:
     """The stage with the highest compute time per step, relative to the other stages.
 
     Attributes:
-        ratio: compute time of the stage over what the median of the other stages would take for as many
-            steps, prefill and decode apart, in the epochs of the stage; None without other stages or times.
+        ratio: compute time of the stage relative to the median of the other stages for the same number of
+            steps, prefill and decode separately, in the stage's epochs; None without other stages or times.
         num_others: number of other stages in the last of these epochs.
     """
 
@@ -235,7 +235,7 @@ class _Computed:
 
 
 _Work: TypeAlias = dict[tuple[int, str], dict[StagePlace, _Computed]]
-"""By epoch and span name, which tells prefill from decode."""
+"""By epoch and span name, which separates prefill and decode."""
 
 
 def slowest_stage(trace: RequestTrace) -> SlowStage | None:

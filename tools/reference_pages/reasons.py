@@ -41,7 +41,7 @@ ACTIONS = {
     "NO_SECRET": "run the command on the host that started the request",
     "NO_TOKEN": "run the command on the coordinator's host, or pass `--token-file`",
     "NO_CHAT_TEMPLATE": "use `stageline generate`",
-    "WARMUP_FAILED": "fix what the text names, then start the load again",
+    "WARMUP_FAILED": "fix the cause in the text, then start the load again",
     "CLUSTER_FAILED": "read the end of the log in the text",
     "PLAN_IMPOSSIBLE": "raise `--memory`, add workers, or lower `--max-model-len`",
     "OS_ERROR": "fix address, path or permission in the text",

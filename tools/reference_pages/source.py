@@ -1,4 +1,4 @@
-"""What the pages read from source files: names, and fields with the docstrings below them."""
+"""Reads source files for the pages: names, and fields with the docstrings below them."""
 
 import ast
 import inspect

@@ -51,7 +51,7 @@ def test_a_command_whose_launcher_is_gone_is_not_run() -> None:
     )
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert "launcher 1 is gone" in ended.stderr
+    assert "launcher 1 has exited" in ended.stderr
 
 
 def test_the_command_keeps_the_process_id_and_the_environment() -> None:

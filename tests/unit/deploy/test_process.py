@@ -23,11 +23,11 @@ def test_failed_devices_and_signals_are_worth_another_process(code: int, is_unex
     ("exit_code", "last_line", "text"),
     [
         (1, "stageline: error[BAD]: no disk", "exit code 1, error[BAD]: no disk; its log is {log}"),
-        (1, "oops", "exit code 1; its log {log} says\n  | before\n  | oops"),
+        (1, "oops", "exit code 1; end of log {log}:\n  | before\n  | oops"),
         (
             3,
             "stageline: error[BAD]: gone",
-            "exit code 3; its log {log} says\n  | before\n  | stageline: error[BAD]: gone",
+            "exit code 3; end of log {log}:\n  | before\n  | stageline: error[BAD]: gone",
         ),
     ],
 )

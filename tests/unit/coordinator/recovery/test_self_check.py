@@ -143,7 +143,7 @@ async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
     Workers(monkeypatch, refusing="large")
     with pytest.raises(NoReference, match=r"^worker large: too large$"):
         await references.get(QUESTION, SOURCES[1:])
-    with pytest.raises(NoReference, match=r"^no worker can be asked$"):
+    with pytest.raises(NoReference, match=r"^no worker can compute a reference$"):
         await references.get(QUESTION, ())
     Workers(monkeypatch)
     assert (await references.get(QUESTION, SOURCES)).origin == "the reference of worker large"
