@@ -25,14 +25,14 @@ BAD_USAGE = {
 }
 
 
-async def test_bad_flags_are_refused_with_exit_code_2() -> None:
+async def test_bad_flags_are_rejected_with_exit_code_2() -> None:
     finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
     for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
         assert run.code == 2, line
         assert text in run.the_error(), line
 
 
-async def test_a_split_that_no_worker_makes_possible_is_refused_at_the_start() -> None:
+async def test_an_impossible_split_is_rejected_at_startup() -> None:
     layers = run_stageline("coordinator", "--stages", "2", "--layers", "1,1", "--no-http")
     stages = run_stageline("coordinator", "--stages", "40", "--no-http")
     length = run_stageline("coordinator", "--stages", "2", "--max-model-len", "2049", "--no-http")
@@ -49,7 +49,7 @@ async def test_a_split_that_no_worker_makes_possible_is_refused_at_the_start() -
         assert f"error[PLAN_IMPOSSIBLE]: {text}" in run.the_error()
 
 
-async def test_a_folder_with_a_gguf_file_says_what_to_do(tmp_path: Path) -> None:
+async def test_a_folder_with_a_gguf_file_is_rejected_with_instructions(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     run = await run_stageline("plan", "--workers", "1GiB", "--model", str(tmp_path))
     assert run.code == 1
@@ -58,7 +58,7 @@ async def test_a_folder_with_a_gguf_file_says_what_to_do(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
+async def test_a_client_without_a_coordinator_fails_soon(free_address: str) -> None:
     start = time.monotonic()
     run = await run_stageline("status", "--coordinator", free_address)
     assert run.code == 1
@@ -66,7 +66,7 @@ async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) ->
     assert time.monotonic() - start < 15
 
 
-async def test_a_folder_that_is_no_checkpoint_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+async def test_a_folder_without_a_checkpoint_is_rejected_with_the_missing_file(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     pickled = make_checkpoint(tmp_path / "pickled", "llama", num_layers=1)

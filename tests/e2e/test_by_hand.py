@@ -30,7 +30,7 @@ SMALL = ("--memory", "256MiB", "--threads", "1")
 START_TIMEOUT_S = 120.0
 
 
-async def test_workers_start_first_in_any_order_and_outlive_their_coordinator(
+async def test_workers_start_in_any_order_and_outlive_their_coordinator(
     llama: Reference, tmp_path: Path, free_address: str
 ) -> None:
     elsewhere = shutil.copytree(llama.directory, tmp_path / "elsewhere")
@@ -82,7 +82,7 @@ async def test_workers_start_first_in_any_order_and_outlive_their_coordinator(
 
 
 @pytest.mark.full
-async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and_bf16_serves(
+async def test_a_worker_with_another_model_is_rejected_with_both_fingerprints(
     llama: Reference, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", num_layers=3)
@@ -121,7 +121,7 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
         assert any(f" {inode}, " in file.read_text() for file in kept.iterdir())
 
 
-async def test_a_worker_with_other_weights_of_the_same_shape_is_refused_and_serves_no_token(
+async def test_a_worker_with_other_weights_of_the_same_shape_serves_no_token(
     llama: Reference, tmp_path: Path
 ) -> None:
     other = shutil.copytree(llama.directory, tmp_path / "other")

@@ -96,7 +96,7 @@ class _Streams:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal(
+async def test_streams_continue_when_the_coordinator_restarts_with_its_journal(
     llama: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:
     journal = tmp_path / "journal.db"
@@ -124,7 +124,7 @@ async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-async def test_without_a_journal_clients_hear_of_it_at_once(
+async def test_without_a_journal_clients_get_an_error_at_once(
     llama: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:
     async with LocalCluster(config(llama.directory, 2, log_directory=tmp_path)) as cluster:
@@ -138,7 +138,7 @@ async def test_without_a_journal_clients_hear_of_it_at_once(
 
 
 @pytest.mark.full
-async def test_a_journal_that_cannot_be_used_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+async def test_an_unusable_journal_is_reported_in_one_line_with_exit_code_1(tmp_path: Path) -> None:
     path, damaged = tmp_path / "journal.db", tmp_path / "damaged.db"
     damaged.write_bytes(b"once upon a time" * 100)
     journal = Journal(path, ServedIdentity("0" * 32, "bf16"))

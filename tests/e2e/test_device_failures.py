@@ -24,7 +24,7 @@ MODEL = f"layers=8,vocab={VOCAB_SIZE}"
 
 
 @pytest.mark.full
-async def test_poisoned_devices_under_load_cost_no_request_a_token(tmp_path: Path) -> None:
+async def test_poisoned_devices_under_load_change_no_token(tmp_path: Path) -> None:
     asks = mixed_asks(8, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=53)
     expected = [list(mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for ask in asks]
     arguments = ("--workers", "3", "--mock", "step=5ms,poison_after=150", "--mock-model", MODEL)
@@ -47,7 +47,7 @@ async def test_poisoned_devices_under_load_cost_no_request_a_token(tmp_path: Pat
     assert re.search(r"worker worker-\d is lost: its device failed", logs)
 
 
-async def test_a_step_that_hangs_ends_its_process_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_a_hung_step_stops_its_process_and_the_other_workers_continue(tmp_path: Path) -> None:
     config = LocalClusterConfig(
         num_workers=2,
         mocks=("step=2ms,hang_after=30", "step=2ms"),

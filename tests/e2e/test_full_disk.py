@@ -122,7 +122,7 @@ def config(disk: Path, logs: Path) -> LocalClusterConfig:
     )
 
 
-async def test_a_full_disk_is_reported_everywhere_and_ends_by_itself_when_there_is_room(
+async def test_a_full_disk_is_reported_and_the_coordinator_recovers_by_itself(
     disk: Path, tmp_path: Path
 ) -> None:
     async with LocalCluster(config(disk, tmp_path / "logs")) as cluster, asyncio.timeout(200):
@@ -145,9 +145,7 @@ async def test_a_full_disk_is_reported_everywhere_and_ends_by_itself_when_there_
             await full.end_rightly()
 
 
-async def test_a_coordinator_that_is_killed_on_a_full_disk_has_lost_nothing(
-    disk: Path, tmp_path: Path
-) -> None:
+async def test_a_coordinator_killed_on_a_full_disk_loses_no_request(disk: Path, tmp_path: Path) -> None:
     async with LocalCluster(config(disk, tmp_path / "logs")) as cluster, asyncio.timeout(200):
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         async with Client(cluster.address) as client:

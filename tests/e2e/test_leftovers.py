@@ -102,7 +102,7 @@ async def test_a_test_run_leaves_no_file(
     ],
     ids=["storm", "chaos", "churn"],
 )
-async def test_a_program_that_is_ended_leaves_no_file(
+async def test_a_terminated_program_leaves_no_file(
     tmp_path: Path, program: tuple[str, ...], number: signal.Signals
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -113,7 +113,7 @@ async def test_a_program_that_is_ended_leaves_no_file(
 
 @pytest.mark.full
 @pytest.mark.parametrize("keeps", [False, True])
-async def test_a_storm_that_fails_leaves_only_the_logs_that_it_was_asked_to_keep(
+async def test_a_failed_storm_leaves_only_the_requested_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_address: str, keeps: bool
 ) -> None:
     async def fail(*_: object) -> None:

@@ -108,7 +108,7 @@ async def loaded(link: WorkerLink, model: Path, begin: int, end: int) -> int:
 
 
 @pytest.mark.usefixtures("other_core")
-async def test_no_silence_comes_near_the_lease(model: Path, link: WorkerLink) -> None:
+async def test_heartbeat_gaps_stay_far_below_the_lease(model: Path, link: WorkerLink) -> None:
     total = await loaded(link, model, 0, LAYERS)
     assert total > 480e6
     assert await loaded(link, model, 6, LAYERS) == 0

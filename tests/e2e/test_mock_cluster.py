@@ -81,14 +81,14 @@ BAD_USAGE = {
 
 
 @pytest.mark.full
-async def test_wrong_mock_flags_are_one_line_and_exit_code_2() -> None:
+async def test_wrong_mock_flags_are_reported_in_one_line_with_exit_code_2() -> None:
     finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
     for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
         assert run.code == 2, line
         assert text in run.the_error(), line
 
 
-async def test_more_mock_stages_than_layers_are_refused_before_anything_starts() -> None:
+async def test_more_mock_stages_than_layers_are_rejected_before_any_start() -> None:
     run = await run_stageline("up", "--workers", "4", "--mock", "step=1ms", "--mock-model", "layers=3")
     assert run.code == 1
     assert "4 stages for a model of 3 layers" in run.the_error()

@@ -19,7 +19,7 @@ LEAST_BYTES = 700
 """A stream opens, and no frame of a prompt passes."""
 
 
-async def test_a_connection_that_breaks_on_every_try_fails_the_requests_in_time(
+async def test_a_connection_that_breaks_on_every_attempt_fails_requests_in_time(
     steady: Path, tmp_path: Path
 ) -> None:
     """That from the coordinator, which nobody can do without."""

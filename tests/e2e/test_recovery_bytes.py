@@ -56,7 +56,7 @@ async def expected(client: Client) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_connection_between_stages_that_is_cut_is_made_again(
+async def test_a_cut_connection_between_stages_is_reestablished(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
 ) -> None:
     line = await _line_into(cluster, role)
@@ -68,7 +68,7 @@ async def test_a_connection_between_stages_that_is_cut_is_made_again(
     figures.record(f"connection into {role} cut: pause", streams.longest_silence_s(since_s=cut_s))
 
 
-async def test_the_connections_of_a_worker_to_the_coordinator_that_are_cut_are_made_again(
+async def test_cut_connections_to_the_coordinator_are_reestablished(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     last = (await cluster.places())["LAST"]
@@ -80,7 +80,7 @@ async def test_the_connections_of_a_worker_to_the_coordinator_that_are_cut_are_m
     figures.record("LAST cut off the coordinator: pause", streams.longest_silence_s(since_s=cut_s))
 
 
-async def test_slow_connections_everywhere_are_no_fault(
+async def test_slow_connections_cause_no_fault(
     cluster: FaultyCluster, client: Client, expected: list[list[int]]
 ) -> None:
     epoch = (await cluster.until()).epoch
@@ -98,7 +98,7 @@ MOST_FLIPS = 4
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_flipped_bit_between_stages_gives_no_wrong_token(
+async def test_a_flipped_bit_between_stages_produces_no_wrong_token(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
 ) -> None:
     line = await _line_into(cluster, role)
@@ -118,7 +118,7 @@ async def test_a_flipped_bit_between_stages_gives_no_wrong_token(
     figures.record(f"bit flipped into {role}: pause", streams.longest_silence_s(since_s=flipped_s))
 
 
-async def test_a_connection_between_stages_that_stalls_is_noticed_by_the_steps_that_are_overdue(
+async def test_a_stalled_connection_between_stages_makes_steps_overdue(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     line = await _line_into(cluster, "LAST")
@@ -135,7 +135,7 @@ async def test_a_connection_between_stages_that_stalls_is_noticed_by_the_steps_t
     figures.record("connection into LAST stalls: pause", streams.longest_silence_s(since_s=stalled_s))
 
 
-async def test_a_worker_that_is_partitioned_for_longer_than_its_lease_comes_back(
+async def test_a_worker_partitioned_beyond_its_lease_rejoins(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     victim = (await cluster.places())["MIDDLE"]

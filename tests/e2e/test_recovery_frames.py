@@ -84,7 +84,7 @@ def generator(request: pytest.FixtureRequest) -> random.Random:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,)) for name in FRAME_FAULTS]
 )
-async def test_faulty_frames_between_stages_give_no_wrong_token(
+async def test_faulty_frames_between_stages_produce_no_wrong_token(
     cluster: FaultyCluster,
     client: Client,
     expected: list[list[int]],
@@ -121,7 +121,7 @@ async def test_faulty_frames_between_stages_give_no_wrong_token(
         pytest.param("delayed", marks=pytest.mark.full),
     ],
 )
-async def test_faulty_results_of_the_last_stage_give_no_wrong_token(
+async def test_faulty_results_of_the_last_stage_produce_no_wrong_token(
     cluster: FaultyCluster,
     client: Client,
     expected: list[list[int]],
@@ -148,7 +148,7 @@ async def test_faulty_results_of_the_last_stage_give_no_wrong_token(
     cluster.heal()
 
 
-async def test_a_lost_frame_that_no_other_follows_is_noticed(
+async def test_a_lost_last_frame_is_detected(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     last = (await cluster.places())["LAST"]

@@ -71,7 +71,7 @@ async def expected(client: Client) -> list[list[int]]:
     return await undisturbed(client, SHORT_PROMPTS)
 
 
-async def test_a_stage_that_the_coordinator_cannot_reach_is_replaced_by_a_spare(
+async def test_a_stage_unreachable_from_the_coordinator_is_replaced_by_a_spare(
     network: Network, cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     victim = (await cluster.places())["MIDDLE"]
@@ -89,7 +89,7 @@ async def test_a_stage_that_the_coordinator_cannot_reach_is_replaced_by_a_spare(
     await cluster.until(cluster.has_all_workers)
 
 
-async def test_a_host_that_nobody_reaches_is_replaced_by_a_spare(
+async def test_an_isolated_host_is_replaced_by_a_spare(
     network: Network, cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     victim = (await cluster.places())["LAST"]
@@ -107,7 +107,7 @@ async def test_a_host_that_nobody_reaches_is_replaced_by_a_spare(
     await serves_as_ever(client, SHORT_PROMPTS, expected, salt="unplugged")
 
 
-async def test_stages_that_do_not_reach_each_other_for_a_while_give_no_wrong_token(
+async def test_a_partition_between_stages_produces_no_wrong_token(
     network: Network, cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
 ) -> None:
     places = await cluster.places()

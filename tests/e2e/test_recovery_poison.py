@@ -25,7 +25,7 @@ ASKS = [
 EXPECTED = [list(mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for ask in ASKS]
 
 
-async def test_a_request_that_kills_its_workers_fails_after_two_deaths_alone_and_no_other_does(
+async def test_a_request_that_kills_its_workers_fails_alone(
     tmp_path: Path,
 ) -> None:
     made = dataclasses.replace(

@@ -23,7 +23,7 @@ from tests.faults.streams import Streams, undisturbed
 pytestmark = pytest.mark.full
 
 
-async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
+async def test_survivors_take_over_when_two_of_four_stages_are_killed(
     steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     async with (
@@ -91,7 +91,7 @@ async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads
         assert (await cluster.until()).requests.failed == 0
 
 
-async def test_without_a_journal_a_killed_coordinator_ends_requests_at_once_and_workers_come_back(
+async def test_without_a_journal_a_killed_coordinator_fails_requests_and_workers_rejoin(
     steady: Path, tmp_path: Path, free_address: str, figures: Figures
 ) -> None:
     made = config(steady, 3, num_stages=3, logs=tmp_path, listen=free_address)

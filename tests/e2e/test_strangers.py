@@ -148,7 +148,7 @@ async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -
     check_refusals(refusals)
 
 
-async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster: LocalCluster) -> None:
+async def test_a_fault_report_for_a_stage_of_another_worker_is_ignored(cluster: LocalCluster) -> None:
     """A stranger that joins as a spare reports one fault after another in the name of FIRST."""
     status = await status_of(cluster)
     async with client_channel(cluster.address) as channel, Client(cluster.address) as client:
@@ -175,7 +175,7 @@ async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster:
     assert (await status_of(cluster)).epoch == status.epoch
 
 
-async def test_an_id_is_not_enough_to_take_a_request_over_or_to_end_it(cluster: LocalCluster) -> None:
+async def test_a_request_id_alone_neither_attaches_nor_cancels(cluster: LocalCluster) -> None:
     async with Client(cluster.address) as client, Client(cluster.address) as stranger:
         answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS, on_disconnect="detach"))
         request_id = await _shown_request(stranger)
@@ -199,7 +199,7 @@ async def _shown_request(client: Client) -> str:
     return live[0].request_id
 
 
-async def test_nobody_drains_without_the_token_and_the_host_s_own_users_need_no_flag(
+async def test_drain_needs_the_operator_token(
     cluster: LocalCluster,
 ) -> None:
     async with Client(cluster.address) as stranger:

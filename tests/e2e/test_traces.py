@@ -24,7 +24,7 @@ NUM_TOKENS = 60
 
 
 @pytest.mark.full
-async def test_three_workers_and_their_coordinator_tell_one_story(tmp_path: Path) -> None:
+async def test_spans_of_all_processes_form_one_trace(tmp_path: Path) -> None:
     """The built-in model, a prompt in four chunks, under the caller's own trace."""
     async with collector() as collecting:
         config = LocalClusterConfig(

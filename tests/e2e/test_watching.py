@@ -38,7 +38,7 @@ async def _generate_forever(client: Client) -> None:
         await tokens_of(client, [1, 2, 3], 60)
 
 
-async def test_top_shows_the_pipeline_until_a_key_ends_it(tmp_path: Path) -> None:
+async def test_top_shows_the_pipeline_until_a_key_is_pressed(tmp_path: Path) -> None:
     async with LocalCluster(config(tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         async with Client(cluster.address) as client:
@@ -61,7 +61,7 @@ async def test_top_shows_the_pipeline_until_a_key_ends_it(tmp_path: Path) -> Non
         assert "no coordinator at 127.0.0.1:1" in nobody.the_error()
 
 
-async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> None:
+async def test_the_dashboard_is_served_at_the_logged_address(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     write_secret(token_file, TOKEN)
     made = config(tmp_path, "--token-file", str(token_file))
@@ -91,7 +91,7 @@ async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> No
         )
 
 
-async def test_a_token_that_is_none_is_bad_usage(tmp_path: Path) -> None:
+async def test_an_invalid_operator_token_is_bad_usage(tmp_path: Path) -> None:
     write_secret(tmp_path / "token", "short")
     line = ("coordinator", "--stages", "1", "--token-file", str(tmp_path / "token"))
     run = await run_stageline(*line)

@@ -31,7 +31,7 @@ CONFIG = {
 }
 
 
-async def test_the_peak_of_a_worker_is_its_weights_and_a_constant(tmp_path: Path) -> None:
+async def test_peak_memory_of_a_worker_is_its_weights_plus_a_constant(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     total = write_zero_checkpoint(directory, CONFIG, num_shards=7)

@@ -45,7 +45,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str], li
     return process.returncode, stdout.decode().splitlines(), stderr.decode().splitlines()
 
 
-async def test_a_worker_says_where_it_listens_and_hands_over_on_sigterm(
+async def test_a_worker_prints_its_address_and_drains_on_sigterm(
     coordinator: CoordinatorDouble, tmp_path: Path
 ) -> None:
     process = await start_worker(coordinator.address, "--name", "w0")
@@ -74,7 +74,7 @@ async def test_a_worker_says_where_it_listens_and_hands_over_on_sigterm(
 
 
 @pytest.mark.full
-async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: CoordinatorDouble) -> None:
+async def test_a_second_sigterm_stops_without_draining(coordinator: CoordinatorDouble) -> None:
     process = await start_worker(coordinator.address)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -94,7 +94,7 @@ async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: Coor
 
 
 @pytest.mark.full
-async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
+async def test_a_draining_worker_stops_when_its_coordinator_stops(
     coordinator: CoordinatorDouble,
 ) -> None:
     """It does not join again."""
@@ -116,7 +116,7 @@ async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_worker_ends_at_once_while_it_waits_for_its_coordinator(
+async def test_a_worker_stops_at_once_while_waiting_for_its_coordinator(
     signal_number: signal.Signals,
 ) -> None:
     process = await start_worker("127.0.0.1:1")
@@ -134,7 +134,7 @@ async def test_a_worker_ends_at_once_while_it_waits_for_its_coordinator(
 
 
 @pytest.mark.full
-async def test_a_port_in_use_is_one_clear_line() -> None:
+async def test_a_port_in_use_is_reported_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         status, stdout, stderr = await ended(await start_worker("127.0.0.1:1", "--listen", address))
@@ -144,7 +144,7 @@ async def test_a_port_in_use_is_one_clear_line() -> None:
 
 
 @pytest.mark.full
-async def test_a_device_that_is_not_here_is_one_clear_line() -> None:
+async def test_a_missing_device_is_reported_in_one_line() -> None:
     status, stdout, stderr = await ended(await start_worker("127.0.0.1:1", "--device", "cuda:63"))
     assert (status, stdout) == (1, [])
     assert len(stderr) == 1
@@ -152,7 +152,7 @@ async def test_a_device_that_is_not_here_is_one_clear_line() -> None:
 
 
 @pytest.mark.full
-async def test_a_refused_handshake_is_one_clear_line(coordinator: CoordinatorDouble) -> None:
+async def test_a_rejected_handshake_is_reported_in_one_line(coordinator: CoordinatorDouble) -> None:
     coordinator.refusal = (
         grpc.StatusCode.FAILED_PRECONDITION,
         "protocol version mismatch: expected 2, got 1",
