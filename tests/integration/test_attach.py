@@ -38,9 +38,7 @@ async def read_all_there_is(cluster: Cluster, gate: Gate, reader: Reader) -> Non
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_call_that_attaches_goes_on_and_the_one_before_gets_nothing_more(
-    worded_llama: Path, shape: str
-) -> None:
+async def test_an_attaching_call_continues_and_the_previous_call_ends(worded_llama: Path, shape: str) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True, hop_proxies=[0]) as cluster,
         Caller(cluster.address) as first,
@@ -65,7 +63,7 @@ async def test_a_call_that_attaches_goes_on_and_the_one_before_gets_nothing_more
 
 
 @pytest.mark.full
-async def test_calls_that_attach_while_another_reads_share_one_stream(worded_llama: Path) -> None:
+async def test_repeated_attaches_read_one_stream_without_gaps(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True) as cluster,
         Caller(cluster.address) as first,
@@ -95,7 +93,7 @@ async def test_calls_that_attach_while_another_reads_share_one_stream(worded_lla
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", ["one choice", "echo", "stop strings"])
-async def test_a_request_that_has_ended_is_read_from_any_token_on(worded_llama: Path, shape: str) -> None:
+async def test_an_ended_request_can_be_read_from_any_token(worded_llama: Path, shape: str) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True) as cluster,
         Caller(cluster.address) as caller,
@@ -113,7 +111,7 @@ async def test_a_request_that_has_ended_is_read_from_any_token_on(worded_llama: 
         assert (await cluster.wait_drained()).requests.kept == 1
 
 
-async def test_what_cannot_be_attached_to_is_refused_and_disturbs_nobody(worded_llama: Path) -> None:
+async def test_an_invalid_attach_is_rejected_and_affects_no_request(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True, hop_proxies=[0]) as cluster,
         Caller(cluster.address) as caller,
@@ -146,7 +144,7 @@ async def test_what_cannot_be_attached_to_is_refused_and_disturbs_nobody(worded_
 
 
 @pytest.mark.full
-async def test_the_deadline_of_the_call_that_attaches_is_the_one_that_counts(worded_llama: Path) -> None:
+async def test_the_deadline_of_the_attaching_call_applies(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True, hop_proxies=[0]) as cluster,
         Caller(cluster.address) as caller,
@@ -175,7 +173,7 @@ async def test_the_deadline_of_the_call_that_attaches_is_the_one_that_counts(wor
         assert (status.requests.finished, status.requests.cancelled) == (2, 2)
 
 
-async def test_a_call_attaches_while_there_is_no_pipeline(worded_llama: Path) -> None:
+async def test_a_call_attaches_without_a_pipeline(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True) as cluster,
         Caller(cluster.address) as caller,

@@ -54,7 +54,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("method", ["attach", "cancel"])
-async def test_a_secret_of_the_coordinator_comes_with_the_initial_metadata_and_is_needed(method: str) -> None:
+async def test_a_generated_attach_secret_is_sent_with_the_initial_metadata(method: str) -> None:
     request = message(PROMPT, NUM_TOKENS, keep_s=60.0)
     async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
         wire = Wire(channel, request.request_id)
@@ -71,7 +71,7 @@ async def test_a_secret_of_the_coordinator_comes_with_the_initial_metadata_and_i
         assert await wire.outcome(method, (ATTACH_SECRET_KEY, secret)) == (StatusCode.OK, "")
 
 
-async def test_the_operator_cancels_any_request_and_attaches_to_none() -> None:
+async def test_the_operator_can_cancel_any_request_and_attach_to_none() -> None:
     request = message(PROMPT, NUM_TOKENS)
     async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
         wire = Wire(channel, request.request_id)
@@ -115,7 +115,7 @@ async def test_wrong_secrets_and_tokens_are_counted_and_logged(caplog: pytest.Lo
     assert TOKEN not in caplog.text
 
 
-async def test_a_secret_that_the_client_brings_is_taken_and_a_short_one_refused() -> None:
+async def test_a_client_secret_is_used_and_a_short_one_rejected() -> None:
     own = client_secret()
     async with mock_cluster(1, "step=5ms") as cluster, Client(cluster.address) as other:
         outputs = cluster.client.generate(
@@ -138,7 +138,7 @@ async def test_a_secret_that_the_client_brings_is_taken_and_a_short_one_refused(
             assert refused.value.code() is StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_secret_survives_the_coordinator_as_a_digest(tmp_path: Path) -> None:
+async def test_the_digest_of_the_secret_survives_a_restart(tmp_path: Path) -> None:
     journal, own = tmp_path / "journal.db", client_secret()
     async with mock_cluster(1, "step=5ms", journal=journal) as cluster:
         outputs = cluster.client.generate(
@@ -160,7 +160,7 @@ async def test_the_secret_survives_the_coordinator_as_a_digest(tmp_path: Path) -
         assert len(tokens) == NUM_TOKENS
 
 
-def test_a_request_without_a_digest_is_nobody_s() -> None:
+def test_a_request_without_a_digest_accepts_no_secret() -> None:
     with pytest.raises(AttachSecretMismatch):
         check_attach_secret("", b"")
     with pytest.raises(AttachSecretMismatch):

@@ -30,7 +30,7 @@ def counts(status: cluster_pb2.GetStatusResponse) -> tuple[int, int, int]:
     return status.requests.finished, status.requests.cancelled, status.requests.failed
 
 
-async def test_a_cancel_meets_the_last_token(varied_llama: Path) -> None:
+async def test_a_cancel_during_the_last_token(varied_llama: Path) -> None:
     def computes_the_last_token(frame: Frame) -> bool:
         return any(part.inference_step == Decode(3 + 10 - 2) for part in frame.step.slices)
 
@@ -54,7 +54,7 @@ async def test_a_cancel_meets_the_last_token(varied_llama: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_cancel_comes_before_the_end_or_after_it(varied_llama: Path) -> None:
+async def test_a_cancel_takes_effect_before_the_end_or_not_at_all(varied_llama: Path) -> None:
     num_requests, num_tokens = 60, 12
 
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
@@ -78,7 +78,7 @@ async def test_a_cancel_comes_before_the_end_or_after_it(varied_llama: Path) -> 
         assert counts(await cluster.wait_drained()) == (num_requests - num_cancelled, num_cancelled, 0)
 
 
-async def test_a_cancel_meets_a_prompt_in_chunks(varied_llama: Path) -> None:
+async def test_a_cancel_between_prompt_chunks(varied_llama: Path) -> None:
     def is_in_the_middle(frame: Frame) -> bool:
         steps = (part.inference_step for part in frame.step.slices)
         return any(isinstance(step, Prefill) and step.start >= 64 for step in steps)
@@ -104,7 +104,7 @@ async def test_a_cancel_meets_a_prompt_in_chunks(varied_llama: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_cancel_meets_a_preemption(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_cancel_of_a_preempted_request(varied_llama: Path, solo: SoloRuns) -> None:
     asks = mixed_asks(16, max_tokens=40)
 
     async with (
@@ -135,7 +135,7 @@ async def test_a_cancel_meets_a_preemption(varied_llama: Path, solo: SoloRuns) -
 
 
 @pytest.mark.parametrize("num_cancels", [2, 8])
-async def test_of_many_cancels_one_counts(varied_llama: Path, num_cancels: int) -> None:
+async def test_concurrent_cancels_count_once(varied_llama: Path, num_cancels: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         reader = caller.generate(message([3, 1, 4], 400, n=2))
         await reader.until(3)
@@ -146,7 +146,7 @@ async def test_of_many_cancels_one_counts(varied_llama: Path, num_cancels: int) 
         assert counts(await cluster.wait_drained()) == (0, 1, 0)
 
 
-async def test_cancel_disconnect_and_deadline_at_once_are_one_end(varied_llama: Path) -> None:
+async def test_concurrent_cancel_disconnect_and_deadline_end_a_request_once(varied_llama: Path) -> None:
     timeout_s = 2.0
     slow = MockSpec(step=0.01)  # no request finishes before its deadline
     async with Cluster(varied_llama, layers=LAYERS, mock=slow) as cluster, Caller(cluster.address) as caller:
@@ -170,7 +170,7 @@ async def test_cancel_disconnect_and_deadline_at_once_are_one_end(varied_llama: 
         assert counts(await cluster.wait_drained()) == (0, 16, 0)
 
 
-async def test_a_cancel_while_there_is_no_pipeline(varied_llama: Path) -> None:
+async def test_a_cancel_without_a_pipeline(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         readers = [caller.generate(message([index, 1, 4], 60)) for index in range(2)]
         for reader in readers:
@@ -184,7 +184,7 @@ async def test_a_cancel_while_there_is_no_pipeline(varied_llama: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_cancel_ends_the_choices_that_are_left(varied_llama: Path) -> None:
+async def test_a_cancel_ends_the_unfinished_choices(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         free = await caller.run(message([3, 1, 4], 40, seed=9, n=3))
         # A token that one choice has early, and the others have not.

@@ -24,9 +24,7 @@ def tokens_of(received: Received) -> list[list[int]]:
     return [choice.tokens for _, choice in sorted(received.choices.items())]
 
 
-async def test_choices_differ_and_each_is_its_own_alone_and_in_a_batch(
-    varied_llama: Path, solo: SoloRuns
-) -> None:
+async def test_choices_differ_and_do_not_depend_on_the_batch(varied_llama: Path, solo: SoloRuns) -> None:
     request = message(PROMPT, 24, seed=3, n=4)
     async with (
         Cluster(varied_llama, layers=LAYERS, max_kv_tokens=4096) as cluster,
@@ -55,7 +53,7 @@ async def test_choices_differ_and_each_is_its_own_alone_and_in_a_batch(
         assert status.requests.finished == 1 + 4 + 12
 
 
-async def test_a_seed_that_the_coordinator_draws_is_told_and_is_the_one_of_all_choices(
+async def test_a_generated_seed_is_returned_and_applies_to_all_choices(
     varied_llama: Path,
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
@@ -75,7 +73,9 @@ async def test_choices_share_the_blocks_of_the_prompt(varied_llama: Path) -> Non
         assert (requests.prompt_tokens, requests.cached_tokens) == (4 * 21, 3 * 16)
 
 
-async def test_choices_that_end_in_one_step_have_all_their_tokens(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_choices_that_end_in_the_same_step_have_all_their_tokens(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
     # More choices than steps in flight: several are in each step, to the last.
     (ask,) = mixed_asks(1, max_tokens=12)
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:

@@ -72,7 +72,7 @@ def blamed(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize(("fault", "stage"), FAULTS_OF_STAGES)
-async def test_a_faulty_step_is_computed_again_and_costs_no_token(
+async def test_a_faulty_step_is_recomputed_and_changes_no_token(
     varied_llama: Path,
     solo: SoloRuns,
     num_loads: mock.Mock,
@@ -95,7 +95,7 @@ async def test_a_faulty_step_is_computed_again_and_costs_no_token(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_faulty_prompt_chunk_costs_no_token(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
+async def test_a_faulty_prompt_chunk_changes_no_token(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage], max_step_tokens=16) as cluster:
         injection = cluster.proxy(stage).inject(FLIPPED.alter, when=is_chunk)
         solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
@@ -103,7 +103,7 @@ async def test_a_faulty_prompt_chunk_costs_no_token(varied_llama: Path, solo: So
         await cluster.wait_drained()
 
 
-async def test_a_request_whose_steps_are_faulty_three_times_fails_and_no_other(
+async def test_a_request_with_three_faulty_steps_fails_alone(
     varied_llama: Path, solo: SoloRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
     asks = mixed_asks(NUM_STREAMS)
@@ -134,7 +134,7 @@ async def test_a_request_whose_steps_are_faulty_three_times_fails_and_no_other(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_stream_that_breaks_fails_nobody(
+async def test_a_broken_stream_fails_no_request(
     varied_llama: Path, solo: SoloRuns, num_loads: mock.Mock, stage: int
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage]) as cluster:
@@ -148,7 +148,7 @@ async def test_a_stream_that_breaks_fails_nobody(
 
 
 @pytest.mark.full
-async def test_a_late_frame_disturbs_nobody(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_late_frame_affects_no_request(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(1).inject(delay(0.3), when=is_decode)

@@ -26,7 +26,7 @@ def solo(varied_llama: Path) -> SoloRuns:
     return SoloRuns(varied_llama)
 
 
-async def test_requests_that_come_before_the_workers_wait_and_are_served(
+async def test_requests_that_arrive_before_the_workers_wait_and_are_served(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
@@ -47,7 +47,7 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
         assert "2 of 3 workers joined" in answer.error.message
 
 
-async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(varied_llama: Path) -> None:
+async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(varied_llama: Path) -> None:
     """One cannot hold what three did, and it is said what is missing and where."""
     policy = replace(TEST_POLICY, recovery_timeout_s=2.0, rejoin_grace_s=0.1)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy, worker_memory_bytes=880_000) as cluster:
@@ -102,7 +102,7 @@ async def test_a_model_that_does_not_fit_blocks_with_the_numbers(varied_llama: P
         assert status.detail in answer.error.message
 
 
-async def test_a_second_worker_of_a_live_name_is_refused(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_second_worker_with_a_live_name_is_rejected(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         epoch, before = cluster.epoch, cluster.incarnations()
         error = await refusal(cluster.address, hello(name="w1"))
@@ -112,7 +112,7 @@ async def test_a_second_worker_of_a_live_name_is_refused(varied_llama: Path, sol
         assert (cluster.epoch, cluster.incarnations()) == (epoch, before)
 
 
-async def test_a_worker_of_another_protocol_version_is_refused(varied_llama: Path) -> None:
+async def test_a_worker_with_another_protocol_version_is_rejected(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
         error = await refusal(cluster.address, hello(protocol_version=PROTOCOL_VERSION + 1))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -175,7 +175,7 @@ def other_block_size(message: forward_pb2.HopHello) -> None:
     ],
     ids=["version", "fingerprint", "dtype", "layers", "block-size"],
 )
-async def test_a_neighbour_that_disagrees_is_refused_with_both_values(
+async def test_a_mismatching_neighbour_is_rejected_with_both_values(
     varied_llama: Path,
     solo: SoloRuns,
     stage: int,
@@ -219,7 +219,7 @@ async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.A
     return caught.value
 
 
-async def test_requests_that_wait_for_a_pipeline_are_bounded_and_counted(varied_llama: Path) -> None:
+async def test_requests_waiting_for_a_pipeline_are_bounded_and_counted(varied_llama: Path) -> None:
     asks = mixed_asks(7)
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, queue_size=4) as cluster:
         async with cluster.generating(asks) as answers:
@@ -234,7 +234,7 @@ async def test_requests_that_wait_for_a_pipeline_are_bounded_and_counted(varied_
         assert [error.message for error in waited] == ["the coordinator is stopping"] * 4
 
 
-async def test_a_join_that_says_nothing_is_refused(varied_llama: Path) -> None:
+async def test_a_join_without_a_hello_is_rejected(varied_llama: Path) -> None:
     policy = replace(TEST_POLICY, hello_timeout_s=0.1)
     async with (
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, policy=policy) as cluster,
@@ -248,7 +248,7 @@ async def test_a_join_that_says_nothing_is_refused(varied_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["Inference/Generate", "Inference/Cancel", "Cluster/GetStatus"])
-async def test_bytes_that_are_no_message_are_an_invalid_request(varied_llama: Path, method: str) -> None:
+async def test_bytes_that_do_not_parse_are_an_invalid_request(varied_llama: Path, method: str) -> None:
     async with (
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
         client_channel(cluster.address) as channel,

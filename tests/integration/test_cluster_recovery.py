@@ -65,7 +65,9 @@ def places(status: cluster_pb2.GetStatusResponse) -> dict[int, str]:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_streams_go_on_when_a_worker_comes_back(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
+async def test_streams_continue_when_a_worker_restarts(
+    varied_llama: Path, solo: SoloRuns, stage: int
+) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         epoch, before = cluster.epoch, cluster.incarnations()
         async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
@@ -81,9 +83,7 @@ async def test_streams_go_on_when_a_worker_comes_back(varied_llama: Path, solo: 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_spare_takes_the_place_of_a_worker_that_leaves(
-    varied_llama: Path, solo: SoloRuns, stage: int
-) -> None:
+async def test_a_spare_replaces_a_lost_worker(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=4) as cluster:
         before = places(await cluster.wait_status(lambda status: len(status.workers) == 4))
         (spare,) = set(cluster.workers) - set(before.values())
@@ -95,7 +95,7 @@ async def test_a_spare_takes_the_place_of_a_worker_that_leaves(
 
 
 @pytest.mark.full
-async def test_all_workers_leave_and_come_back(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_streams_continue_when_all_workers_restart(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
             await until_tokens(answers, 3)
@@ -148,7 +148,7 @@ def token_outside_the_vocabulary(result: step_pb2.StepResult) -> None:
         token_outside_the_vocabulary,
     ],
 )
-async def test_a_nonsensical_answer_of_last_begins_a_new_epoch_and_fails_nobody(
+async def test_an_invalid_result_begins_a_new_epoch_and_fails_no_request(
     varied_llama: Path, solo: SoloRuns, alter: Callable[[step_pb2.StepResult], None]
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, is_coordinator_proxied=True) as cluster:
@@ -206,7 +206,9 @@ def every(number: int) -> Callable[[Frame], bool]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("alter", [cut, flip_byte], ids=["cut", "flipped-byte"])
-async def test_repeated_faults_end(varied_llama: Path, solo: SoloRuns, alter: Alteration) -> None:
+async def test_requests_finish_despite_repeated_faults(
+    varied_llama: Path, solo: SoloRuns, alter: Alteration
+) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(1).inject(alter, when=every(5), times=8)
@@ -247,7 +249,7 @@ class Footprint:
 
 
 @pytest.mark.full
-async def test_many_epochs_leave_no_tasks_files_or_objects(varied_llama: Path) -> None:
+async def test_many_epochs_leak_no_tasks_files_or_objects(varied_llama: Path) -> None:
     # Exporters connect when they first have something to say.
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1], telemetry=DISABLED) as cluster:
 

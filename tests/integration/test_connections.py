@@ -44,7 +44,7 @@ async def open_stream(channel: grpc.aio.Channel) -> Any:
     return call
 
 
-async def test_a_connection_without_a_call_is_closed_and_one_with_a_silent_stream_is_not(
+async def test_an_idle_connection_is_closed_and_one_with_a_silent_stream_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert dict(channels.SERVER_OPTIONS)["grpc.max_connection_idle_ms"] == 300_000
@@ -61,7 +61,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_with_a_silent_strea
             assert await stream.read() == b"y"
 
 
-async def test_connections_are_bounded_and_those_that_are_open_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_bounded_and_open_ones_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "max_connections", lambda: 2)
     async with echo_server() as address, client_channel(address) as first, client_channel(address) as second:
         streams = [await open_stream(first), await open_stream(second)]

@@ -47,7 +47,7 @@ async def post(cluster: Cluster, path: str) -> int:
         return response.status
 
 
-async def test_what_was_done_is_told_to_the_last_token() -> None:
+async def test_activity_accounts_for_every_token() -> None:
     async with served(3, *SLOW_LAST) as cluster:
         asks = mixed_asks(8, max_tokens=40, prompt_lengths=(1, 8, 23, 90))
         check(await cluster.generate_all(asks))
@@ -66,7 +66,7 @@ async def test_what_was_done_is_told_to_the_last_token() -> None:
         assert not activity.in_flight
 
 
-async def test_stages_compute_within_the_time_of_their_step_and_one_step_at_a_time() -> None:
+async def test_stage_times_lie_within_their_step_and_do_not_overlap() -> None:
     async with served(3, "step=20ms", "step=20ms", "step=40ms") as cluster:
         check(await cluster.generate_all(mixed_asks(8, max_tokens=12)))
         activity = await cluster.client.activity()
@@ -85,7 +85,7 @@ async def test_stages_compute_within_the_time_of_their_step_and_one_step_at_a_ti
                 ends_us = end_us
 
 
-async def test_a_stage_made_slow_on_purpose_is_named_everywhere() -> None:
+async def test_a_slow_stage_is_named_in_http_and_top() -> None:
     async with served(3, *SLOW_LAST) as cluster:
         check(await cluster.generate_all(mixed_asks(8, max_tokens=40)))
         over_http = await get(cluster, "api/activity")
@@ -102,7 +102,7 @@ async def test_a_stage_made_slow_on_purpose_is_named_everywhere() -> None:
             assert "…" not in shown
 
 
-async def test_a_request_has_its_trace_with_all_stages_and_the_slow_one_named() -> None:
+async def test_a_trace_has_all_stages_and_names_the_slow_one() -> None:
     async with served(3, *SLOW_LAST) as cluster:
         asks = mixed_asks(4, max_tokens=40)
         check(await cluster.generate_all(asks))
@@ -118,7 +118,7 @@ async def test_a_request_has_its_trace_with_all_stages_and_the_slow_one_named() 
         assert trace["completion_tokens"] == 40
 
 
-async def test_another_epoch_is_told_with_the_pause_before_it() -> None:
+async def test_activity_shows_a_new_epoch_and_the_pause_before_it() -> None:
     async with served(3) as cluster:
         async with cluster.generating(mixed_asks(6, max_tokens=60)) as answers:
             await until(partial(has_tokens, answers, 3))
@@ -159,7 +159,7 @@ async def test_a_cancel_over_http_ends_the_request_for_its_client() -> None:
         await cluster.wait_drained()
 
 
-async def test_a_drain_over_http_lets_the_worker_leave() -> None:
+async def test_a_drain_over_http_removes_the_worker() -> None:
     async with served(2, num_workers=3) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 3)
         assert await post(cluster, "api/workers/w0/drain") == 202

@@ -77,7 +77,7 @@ async def at_work(cluster: Cluster, count: int = 6) -> AsyncIterator[None]:
             cluster.server.engine.cancel(request.id)
 
 
-async def test_the_page_shows_stages_steps_and_who_is_slow(browser: Browser) -> None:
+async def test_the_page_shows_stages_steps_and_the_slow_stage(browser: Browser) -> None:
     async with served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         async with at_work(cluster):
@@ -95,7 +95,7 @@ async def test_the_page_shows_stages_steps_and_who_is_slow(browser: Browser) -> 
         await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=SHOWN)
 
 
-async def test_a_pipeline_with_fewer_stages_says_so_and_why(browser: Browser) -> None:
+async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Browser) -> None:
     async def shrunk(route: Route) -> None:
         response = await route.fetch()
         detail = "with 2 of 3 stages; worker w2 is lost"
@@ -158,7 +158,7 @@ async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:
         await expect(watched.page.locator("#trace .sentence")).to_contain_text("in decode", timeout=SHOWN)
 
 
-async def test_the_pipeline_is_held_and_walked_with_the_keyboard(browser: Browser) -> None:
+async def test_the_pipeline_view_is_paused_and_stepped_with_the_keyboard(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
         opened(browser, cluster) as watched,
@@ -180,7 +180,7 @@ async def test_the_pipeline_is_held_and_walked_with_the_keyboard(browser: Browse
         await expect(page.locator("#pause")).to_have_attribute("aria-pressed", "false")
 
 
-async def test_actions_are_offered_to_whoever_has_the_token(browser: Browser) -> None:
+async def test_actions_need_the_operator_token(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
         opened(browser, cluster) as watched,
@@ -200,7 +200,7 @@ async def test_actions_are_offered_to_whoever_has_the_token(browser: Browser) ->
         assert stored == [[], ["stageline-token"]]
 
 
-async def test_it_goes_on_when_the_coordinator_answers_again(browser: Browser) -> None:
+async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Browser) -> None:
     async with served(2) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
@@ -212,7 +212,7 @@ async def test_it_goes_on_when_the_coordinator_answers_again(browser: Browser) -
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_is_light_or_dark_as_wished_and_can_be_switched(
+async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
     browser: Browser, scheme: Any, tmp_path: Path
 ) -> None:
     async with (
@@ -237,7 +237,7 @@ async def is_dark(page: Page) -> bool:
     return int(red) < 100
 
 
-async def test_it_fits_a_phone(browser: Browser) -> None:
+async def test_the_page_fits_a_phone(browser: Browser) -> None:
     phone = {"width": 375, "height": 780}
     async with (
         served(3, *SLOW_LAST) as cluster,
@@ -248,7 +248,7 @@ async def test_it_fits_a_phone(browser: Browser) -> None:
         assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
-async def test_with_reduced_motion_it_is_drawn_once_per_answer(browser: Browser) -> None:
+async def test_with_reduced_motion_the_page_is_drawn_once_per_response(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
         opened(browser, cluster, reduced_motion="reduce") as watched,

@@ -48,7 +48,7 @@ def has(**wanted: int) -> Callable[[cluster_pb2.GetStatusResponse], bool]:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["call", "connection"])
-async def test_a_detached_request_goes_on_and_is_found_again(varied_llama: Path, how: str) -> None:
+async def test_a_detached_request_continues_and_can_be_attached_to(varied_llama: Path, how: str) -> None:
     async with served(varied_llama) as (cluster, caller):
         request = message([3, 1, 4], 40, seed=5, n=2, keep_s=60.0)
         undisturbed = await caller.run(request)
@@ -76,7 +76,7 @@ async def test_a_detached_request_goes_on_and_is_found_again(varied_llama: Path,
 
 
 @pytest.mark.full
-async def test_a_detached_request_can_be_joined_in_the_middle(varied_llama: Path) -> None:
+async def test_a_detached_request_can_be_attached_to_at_any_token(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         request = message([3, 1, 4], 60, seed=5, keep_s=60.0)
         undisturbed = await caller.run(request)
@@ -90,7 +90,7 @@ async def test_a_detached_request_can_be_joined_in_the_middle(varied_llama: Path
         assert counts(await cluster.wait_drained()) == (2, 0, 0)
 
 
-async def test_output_is_kept_for_the_time_that_was_asked_for(varied_llama: Path) -> None:
+async def test_output_is_kept_for_the_requested_time(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         long, short = (message([3], 10, keep_s=keep_s) for keep_s in (60.0, 2.0))
         received = [await caller.run(request) for request in (long, short)]
@@ -102,7 +102,7 @@ async def test_output_is_kept_for_the_time_that_was_asked_for(varied_llama: Path
         assert await caller.generate(short).end() is StatusCode.OK
 
 
-async def test_cancel_ends_a_detached_request_and_forgets_a_kept_one(varied_llama: Path) -> None:
+async def test_cancel_ends_a_detached_request_and_removes_a_kept_one(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         request = message([3, 1, 4], 400, n=2, keep_s=60.0)
         reader = caller.generate(request)
@@ -128,9 +128,7 @@ async def test_cancel_ends_a_detached_request_and_forgets_a_kept_one(varied_llam
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["call", "connection"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-async def test_whoever_leaves_frees_the_pages_of_all_choices(
-    varied_llama: Path, how: str, stage: str
-) -> None:
+async def test_a_disconnect_frees_the_pages_of_all_choices(varied_llama: Path, how: str, stage: str) -> None:
     async with served(varied_llama) as (cluster, caller):
         gate = Gate(cluster)
         leaver = Caller(cluster.address)
@@ -158,7 +156,7 @@ async def test_whoever_leaves_frees_the_pages_of_all_choices(
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("keep_s", [None, 60.0], ids=["cancel", "detach"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-async def test_a_deadline_cancels_whatever_was_asked_for(
+async def test_a_deadline_cancels_with_any_disconnect_action(
     varied_llama: Path, keep_s: float | None, stage: str
 ) -> None:
     async with served(varied_llama) as (cluster, caller):
@@ -178,7 +176,7 @@ async def test_a_deadline_cancels_whatever_was_asked_for(
         assert await caller.attach(reader.received).end() is expected
 
 
-async def test_a_deadline_comes_to_a_request_that_nobody_reads_any_more(varied_llama: Path) -> None:
+async def test_a_deadline_ends_a_request_without_a_reader(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         gate = Gate(cluster)
         request = message([3, 1, 4], 200, keep_s=60.0)

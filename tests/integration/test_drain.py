@@ -63,7 +63,7 @@ async def start_spare(cluster: Cluster) -> str:
 # Drain
 
 
-async def test_a_worker_that_is_not_here_cannot_leave() -> None:
+async def test_a_drain_of_an_unknown_worker_is_rejected() -> None:
     async with mock_cluster(1) as cluster:
         with pytest.raises(WorkerNotFound, match="worker 'nobody' not found"):
             await cluster.client.drain("nobody", token=TOKEN)
@@ -86,7 +86,7 @@ async def test_a_worker_that_is_not_here_cannot_leave() -> None:
     ],
     ids=["none", "empty", "other-scheme", "wrong"],
 )
-async def test_without_the_operator_token_nobody_drains(
+async def test_drain_needs_the_operator_token(
     metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode, reason: str
 ) -> None:
     async with mock_cluster(1) as cluster, client_channel(cluster.address) as channel:
@@ -98,7 +98,7 @@ async def test_without_the_operator_token_nobody_drains(
         assert not cluster.workers["w0"].task.done()
 
 
-async def test_the_command_says_who_has_left_and_who_is_not_here(
+async def test_the_drain_command_reports_drained_and_unknown_workers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_secret(tmp_path / "token", TOKEN)
@@ -112,7 +112,7 @@ async def test_the_command_says_who_has_left_and_who_is_not_here(
         assert (output.out, "worker 'w1' not found" in output.err) == ("", True)
 
 
-async def test_a_spare_leaves_at_once_and_disturbs_nobody() -> None:
+async def test_a_spare_drains_at_once_without_a_new_epoch() -> None:
     async with mock_cluster(2) as cluster:
         spare, epoch = await start_spare(cluster), cluster.epoch
         await drain(cluster, spare)
@@ -137,7 +137,7 @@ async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -
         assert status.requests.finished == 16
 
 
-async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_the_next() -> None:
+async def test_the_last_worker_finishes_its_requests_and_the_next_serves_the_queue() -> None:
     async with mock_cluster(1, "step=5ms") as cluster:
         running = [replace(ask, max_tokens=60) for ask in mixed_asks(4)]
         async with cluster.generating(running) as answers:
@@ -168,7 +168,7 @@ async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_th
         assert answer.tokens == mock_tokens(late.prompt, 9, vocab_size=VOCAB_SIZE)
 
 
-async def test_the_last_worker_leaves_when_its_time_is_over() -> None:
+async def test_the_last_worker_leaves_at_the_drain_timeout() -> None:
     """What runs then goes on with the next one."""
     policy = replace(TEST_POLICY, drain_timeout_s=0.1)
     async with mock_cluster(1, "step=5ms", policy=policy) as cluster:
@@ -181,7 +181,7 @@ async def test_the_last_worker_leaves_when_its_time_is_over() -> None:
 
 
 @pytest.mark.full
-async def test_every_worker_may_be_replaced_under_load() -> None:
+async def test_every_worker_can_be_replaced_under_load() -> None:
     async with mock_cluster(3) as cluster:
         async with cluster.generating(mixed_asks(32, max_tokens=150)) as answers:
             await until(lambda: has_tokens(answers, 2))
@@ -200,7 +200,7 @@ async def test_every_worker_may_be_replaced_under_load() -> None:
 # Health
 
 
-async def test_the_coordinator_serves_while_tokens_can_be_made_and_at_no_other_time() -> None:
+async def test_coordinator_health_is_serving_only_with_a_pipeline() -> None:
     async with mock_cluster(2, waits=False, num_workers=1) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 1)
         for service in ("", INFERENCE):
@@ -220,7 +220,7 @@ async def test_the_coordinator_serves_while_tokens_can_be_made_and_at_no_other_t
         await until_health(cluster.address, SERVING)
 
 
-async def test_a_worker_serves_while_it_takes_part_in_an_epoch() -> None:
+async def test_worker_health_is_serving_during_an_epoch() -> None:
     async with mock_cluster(1) as cluster:
         await start_spare(cluster)
         first, spare = (cluster.workers[name].worker.listen_address for name in ("w0", "w1"))
@@ -230,7 +230,7 @@ async def test_a_worker_serves_while_it_takes_part_in_an_epoch() -> None:
         await until_health(spare, SERVING, STAGE)
 
 
-async def test_a_coordinator_that_drains_takes_nothing_new_and_finishes_what_is_here() -> None:
+async def test_a_draining_coordinator_rejects_new_requests_and_finishes_the_others() -> None:
     async with mock_cluster(2, "step=2ms") as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=60)) as answers:
             await until(lambda: has_tokens(answers, 2))

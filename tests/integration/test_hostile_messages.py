@@ -32,7 +32,7 @@ def channel(cluster: Cluster) -> grpc.Channel:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_hostile_message_is_refused_within_20_ms_of_the_loop(
+async def test_a_hostile_message_is_rejected_within_20_ms_of_the_loop(
     name: str, channel: grpc.Channel
 ) -> None:
     hostile, loop_s = HOSTILE[name], []
@@ -46,7 +46,7 @@ async def test_a_hostile_message_is_refused_within_20_ms_of_the_loop(
     assert min(loop_s) <= MAX_LOOP_S, [f"{seconds * 1000:.1f} ms" for seconds in loop_s]
 
 
-async def test_a_message_above_the_limit_is_refused_with_both_numbers(channel: grpc.Channel) -> None:
+async def test_a_message_above_the_limit_is_rejected_with_both_numbers(channel: grpc.Channel) -> None:
     hostile = Hostile(data=inside(2, b"a" * GENERATE_LIMIT))
 
     def details() -> str:
@@ -58,7 +58,7 @@ async def test_a_message_above_the_limit_is_refused_with_both_numbers(channel: g
     assert text == f"the request has {len(hostile.data)} bytes, the limit is {GENERATE_LIMIT}"
 
 
-async def test_a_conversation_within_the_counts_is_read_beside_the_loop(channel: grpc.Channel) -> None:
+async def test_a_conversation_within_the_limits_is_parsed_off_the_loop(channel: grpc.Channel) -> None:
     """It is refused for want of a tokenizer, so it has been parsed."""
     message = inside(1, b"user") + inside(2, b"x" * 200)
     hostile = Hostile(data=filled(inside(1, message), 4, size=4000 * 210), reason="INVALID_REQUEST")

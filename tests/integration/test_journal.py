@@ -92,7 +92,7 @@ async def undisturbed(cluster: Cluster, options: dict[str, Any]) -> list[Complet
     return story.completions.in_order()
 
 
-async def test_clients_that_attach_again_get_what_an_undisturbed_run_gives(tmp_path: Path) -> None:
+async def test_clients_that_reattach_get_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     stories = {name: Story(options) for name, options in ASKS.items()}
     async with new_cluster(tmp_path / "j.db") as first:
         alone = {name: await undisturbed(first, options) for name, options in ASKS.items()}
@@ -125,7 +125,7 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.full
-async def test_a_drawn_seed_is_drawn_once(tmp_path: Path) -> None:
+async def test_a_generated_seed_survives_a_restart(tmp_path: Path) -> None:
     story = Story({"temperature": 1.0})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
         await story.read_some(first, stack)
@@ -138,7 +138,7 @@ async def test_a_drawn_seed_is_drawn_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_path: Path) -> None:
+async def test_requests_restored_without_workers_wait_and_then_fail(tmp_path: Path) -> None:
     story = Story({})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
         await story.read_some(first, stack)
@@ -155,7 +155,7 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
 
 
 @pytest.mark.full
-async def test_a_coordinator_that_follows_one_that_served_goes_on_with_fewer_workers(tmp_path: Path) -> None:
+async def test_a_restarted_coordinator_serves_with_fewer_workers(tmp_path: Path) -> None:
     """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
     story = Story({})
     fast = replace(TEST_POLICY, rejoin_grace_s=0.05)

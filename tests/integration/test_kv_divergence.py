@@ -149,7 +149,7 @@ HARMS = [swap_lru, raise_refcount, lower_refcount, forget_cached]
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
-def test_damage_to_a_pool_is_caught_before_it_shows(
+def test_damage_to_a_pool_is_detected_before_a_wrong_token(
     pipeline: Damaged, expected: list[list[int]], stage: int, harm: Callable[[BlockTables], bool]
 ) -> None:
     kinds = []
@@ -188,7 +188,7 @@ def left_out(signal: Signal) -> None:
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("change", [flipped, left_out], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", [Use, Promote, Deref, Destroy])
-def test_a_changed_signal_is_caught_in_its_own_step(
+def test_a_changed_signal_is_detected_in_its_own_step(
     pipeline: Damaged,
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,

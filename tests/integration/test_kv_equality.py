@@ -140,7 +140,7 @@ def test_every_cache_gives_the_same_tokens(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_blocks", [smallest_pool(16), 64])
-def test_cancels_at_any_time_leave_the_others_their_tokens(
+def test_cancels_change_no_token_of_other_requests(
     model: Path, expected: list[list[int]], num_blocks: int
 ) -> None:
     pipeline = LocalPipeline(model, LAYERS, num_blocks=num_blocks, max_step_tokens=40)

@@ -78,7 +78,7 @@ def cached_now(cluster: Cluster) -> set[int]:
     return {block.sequence_hash for block in kv.cached_blocks()}
 
 
-async def test_a_router_knows_what_is_cached_through_load_and_a_new_epoch(tiny_llama: Path) -> None:
+async def test_kv_events_track_the_cache_through_load_and_a_new_epoch(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS, max_kv_tokens=256) as cluster:
         await cluster.generate_all(mixed_asks(6))
         async with client_channel(cluster.address) as channel:
@@ -114,7 +114,7 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
         assert len(cluster.server.engine.kv_events._subscriptions) == 0
 
 
-async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
+async def test_a_disconnected_subscriber_is_removed(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()

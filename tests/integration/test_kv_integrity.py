@@ -60,7 +60,7 @@ def give_a_page_an_owner(pool: BlockPool) -> None:
     pool._freed[0].num_owners += 1
 
 
-async def test_idle_accounting_is_checked_and_status_says_so(tiny_llama: Path) -> None:
+async def test_idle_accounting_is_checked_and_shown_in_status(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
         await cluster.generate_all(mixed_asks(3))
         status = await cluster.wait_status(lambda status: all(check.num_checks for check in checks(status)))
@@ -71,9 +71,7 @@ async def test_idle_accounting_is_checked_and_status_says_so(tiny_llama: Path) -
         assert cluster.epoch == status.epoch
 
 
-async def test_accounting_is_checked_while_steps_follow_each_other(
-    tiny_llama: Path, every_eighth_step: None
-) -> None:
+async def test_accounting_is_checked_between_steps(tiny_llama: Path, every_eighth_step: None) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
         await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=60))
         assert cluster.server.controller.ledger_check.report.num_checks >= 6
@@ -113,7 +111,7 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
 
 
 @pytest.mark.full
-async def test_broken_accounting_ends_the_epoch_between_steps_and_no_request(
+async def test_broken_accounting_between_steps_ends_the_epoch_but_no_request(
     tiny_llama: Path, every_eighth_step: None
 ) -> None:
     ask = Ask(prompt=(1, 2, 3), max_tokens=100)

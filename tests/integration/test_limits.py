@@ -52,7 +52,7 @@ def retry_after_s(reader: Reader) -> float:
     return float(info.retry_delay.ToTimedelta().total_seconds())
 
 
-async def test_a_full_queue_says_when_to_come_again(varied_llama: Path) -> None:
+async def test_a_full_queue_rejects_with_a_retry_after_hint(varied_llama: Path) -> None:
     async with one_slot(varied_llama, queue_size=2) as (cluster, caller, gate):
         here = [caller.generate(big(index)) for index in range(3)]
         ends = [asyncio.create_task(reader.end()) for reader in here]
@@ -68,7 +68,7 @@ async def test_a_full_queue_says_when_to_come_again(varied_llama: Path) -> None:
         assert (await cluster.client.status()).requests.finished == 4
 
 
-async def test_a_client_has_so_many_requests_and_no_other_one_is_held_up(varied_llama: Path) -> None:
+async def test_the_limit_per_client_affects_no_other_client(varied_llama: Path) -> None:
     settings: dict[str, Any] = {"client_key": "x-tenant", "max_client_requests": 4}
     async with (
         Cluster(varied_llama, layers=LAYERS, hop_proxies=[0], **settings) as cluster,
@@ -98,7 +98,7 @@ async def test_a_client_has_so_many_requests_and_no_other_one_is_held_up(varied_
         await cluster.wait_drained()
 
 
-async def test_without_a_key_a_client_is_an_address_whatever_its_connection(varied_llama: Path) -> None:
+async def test_without_a_key_a_client_is_identified_by_its_address(varied_llama: Path) -> None:
     async with (
         Cluster(varied_llama, layers=LAYERS, max_client_requests=1) as cluster,
         Caller(cluster.address) as first,
@@ -116,7 +116,7 @@ async def test_without_a_key_a_client_is_an_address_whatever_its_connection(vari
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("end", ["finish", "cancel", "disconnect", "deadline", "detach", "refusal"])
-async def test_a_request_gives_its_place_back_however_it_ends(varied_llama: Path, end: str) -> None:
+async def test_a_request_frees_its_place_however_it_ends(varied_llama: Path, end: str) -> None:
     async with (
         Cluster(varied_llama, layers=LAYERS, max_client_requests=1) as cluster,
         Caller(cluster.address) as caller,
@@ -164,7 +164,7 @@ async def submit(
     return ends
 
 
-async def test_a_higher_class_goes_first_and_within_one_it_is_first_come_first_served(
+async def test_higher_priorities_start_first_and_equal_ones_in_order(
     varied_llama: Path,
 ) -> None:
     async with one_slot(varied_llama) as (cluster, caller, gate):
@@ -177,7 +177,7 @@ async def test_a_higher_class_goes_first_and_within_one_it_is_first_come_first_s
         assert starts(cluster) == [ids[index] for index in (0, 4, 6, 1, 3, 5, 2)]
 
 
-async def test_waiting_for_an_age_is_worth_a_class(varied_llama: Path) -> None:
+async def test_a_request_gains_one_priority_per_aging_interval(varied_llama: Path) -> None:
     age_s = 0.2
     async with one_slot(varied_llama, priority_age_s=age_s) as (cluster, caller, gate):
         running, low, normal = big(0), big(1, priority=LOW), big(2)
@@ -193,7 +193,7 @@ async def test_waiting_for_an_age_is_worth_a_class(varied_llama: Path) -> None:
         assert starts(cluster) == ids
 
 
-async def test_nobody_is_overtaken_for_ever(varied_llama: Path) -> None:
+async def test_no_request_starves(varied_llama: Path) -> None:
     async with one_slot(varied_llama, priority_age_s=0.1) as (cluster, caller, gate):
         gate.open()
         num_overtaking = 0

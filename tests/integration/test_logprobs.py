@@ -163,7 +163,7 @@ async def test_a_trained_model_reports_the_log_probabilities_of_transformers(lay
     assert answers[0].only.tokens == expected["generated_token_ids"][:40]
 
 
-async def test_penalties_and_filters_change_tokens_and_no_log_probability(
+async def test_penalties_and_filters_change_no_log_probability(
     llama: Path, reference: LogprobReference
 ) -> None:
     call = call_of(
@@ -207,9 +207,7 @@ async def test_an_echo_without_new_tokens_scores_the_prompt(
     assert [outputs.only.cached_tokens for outputs in (scored, echoed, both)] == [0, 0, 0]
 
 
-async def test_scoring_takes_nothing_from_the_cache_and_disturbs_nothing_in_it(
-    llama: Path, reference: LogprobReference
-) -> None:
+async def test_scoring_neither_reads_nor_damages_the_cache(llama: Path, reference: LogprobReference) -> None:
     prompt = prompt_of(4 * BLOCK_SIZE + 3)
     plain = call_of(prompt, logprobs=5, prompt_logprobs=None)
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16) as cluster:
@@ -244,7 +242,7 @@ async def test_choices_of_a_scored_prompt_share_one_score(llama: Path, reference
 
 
 @pytest.mark.full
-async def test_requests_with_and_without_log_probabilities_keep_to_themselves(
+async def test_log_probabilities_are_returned_only_where_requested(
     llama: Path, reference: LogprobReference
 ) -> None:
     asked: list[tuple[int | None, int | None]] = [
@@ -261,7 +259,9 @@ async def test_requests_with_and_without_log_probabilities_keep_to_themselves(
 
 
 @pytest.mark.full
-async def test_preempted_requests_report_each_once(llama: Path, reference: LogprobReference) -> None:
+async def test_preempted_requests_report_each_log_probability_once(
+    llama: Path, reference: LogprobReference
+) -> None:
     calls = [call_of(prompt_of(20 + 5 * index, seed=index), max_tokens=40, seed=index) for index in range(8)]
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=8, max_kv_tokens=128) as cluster:
         answers = await run_all(cluster, calls)
@@ -279,7 +279,7 @@ def reaches(position: int, frame: Frame) -> bool:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
+async def test_a_worker_loss_during_prefill_leaves_no_gap(
     llama: Path, reference: LogprobReference, stage: int
 ) -> None:
     scored = call_of(prompt_of(150), max_tokens=8)
@@ -305,7 +305,7 @@ async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
     reference.check(second.only.logprobs, second.only.tokens, first=0, num_top=5)
 
 
-async def test_chunks_that_are_cut_elsewhere_after_a_restart_repeat_nothing(
+async def test_other_chunk_boundaries_after_a_restart_repeat_nothing(
     llama: Path, reference: LogprobReference
 ) -> None:
     """Before it the chunks begin at 0, 16, 32, ...; after it at 0, 8, 24, ..."""
@@ -329,7 +329,7 @@ async def test_chunks_that_are_cut_elsewhere_after_a_restart_repeat_nothing(
     scored.check(outputs, reference)
 
 
-async def test_scores_that_are_not_finite_fail_their_request_alone_and_say_where(llama: Path) -> None:
+async def test_non_finite_scores_fail_only_their_request_with_the_position(llama: Path) -> None:
     directory = llama.parent / "poisoned"
     make_checkpoint(directory, "llama", num_layers=4, initializer_range=0.2)
     path = directory / "model.safetensors"

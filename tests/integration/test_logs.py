@@ -53,7 +53,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     return Lines(caplog)
 
 
-async def test_a_cluster_that_starts_says_each_thing_once(lines: Lines) -> None:
+async def test_startup_logs_each_event_once(lines: Lines) -> None:
     async with mock_cluster(3):
         said = sorted(
             re.sub(r"127\.0\.0\.1:\d+|\d+ ms", "...", message) for message in lines.messages(of="coord")
@@ -74,7 +74,7 @@ async def test_a_cluster_that_starts_says_each_thing_once(lines: Lines) -> None:
 
 
 @pytest.mark.full
-async def test_requests_that_are_served_are_debug_and_steps_are_nothing(lines: Lines) -> None:
+async def test_served_requests_log_at_debug_and_steps_not_at_all(lines: Lines) -> None:
     num_lines = []
     async with mock_cluster(3) as cluster:
         for max_tokens in (5, 150):
@@ -86,7 +86,7 @@ async def test_requests_that_are_served_are_debug_and_steps_are_nothing(lines: L
     assert num_lines == [16, 16]  # accepted and finished
 
 
-async def test_refused_requests_are_debug(lines: Lines) -> None:
+async def test_rejected_requests_log_at_debug(lines: Lines) -> None:
     async with mock_cluster(2) as cluster:
         lines.clear()
         request_id = id_text(new_request_id())
@@ -97,7 +97,7 @@ async def test_refused_requests_are_debug(lines: Lines) -> None:
         assert refused.request_id == request_id
 
 
-async def test_cancelled_requests_are_debug(lines: Lines) -> None:
+async def test_cancelled_requests_log_at_debug(lines: Lines) -> None:
     async with mock_cluster(2) as cluster:
         lines.clear()
         request_id = id_text(new_request_id())
@@ -109,7 +109,7 @@ async def test_cancelled_requests_are_debug(lines: Lines) -> None:
         assert lines.the(f"request {request_id} ended: RequestCancelled: ").request_id == request_id
 
 
-async def test_a_request_that_fails_is_a_warning_with_its_id(lines: Lines) -> None:
+async def test_a_failed_request_logs_a_warning_with_its_id(lines: Lines) -> None:
     async with mock_cluster(3) as cluster:
         lines.clear()
         request_id = id_text(new_request_id())
@@ -130,7 +130,7 @@ async def test_a_request_that_fails_is_a_warning_with_its_id(lines: Lines) -> No
         assert lines.the(expected).request_id == request_id
 
 
-async def test_a_request_that_finds_no_pipeline_is_a_warning_with_its_id(lines: Lines) -> None:
+async def test_a_request_without_a_pipeline_logs_a_warning_with_its_id(lines: Lines) -> None:
     policy = replace(TEST_POLICY, recovery_timeout_s=0.05)
     async with mock_cluster(2, num_workers=1, waits=False, policy=policy) as cluster:
         request_id = id_text(new_request_id())
@@ -140,7 +140,7 @@ async def test_a_request_that_finds_no_pipeline_is_a_warning_with_its_id(lines: 
         assert (not_taken.levelno, not_taken.request_id) == (logging.WARNING, request_id)
 
 
-async def test_a_step_fault_names_epoch_step_stage_and_requests(lines: Lines) -> None:
+async def test_a_step_fault_logs_epoch_step_stage_and_requests(lines: Lines) -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
         asks = mixed_asks(4, max_tokens=40)
         async with cluster.generating(asks) as answers:
@@ -163,7 +163,7 @@ async def test_a_step_fault_names_epoch_step_stage_and_requests(lines: Lines) ->
         assert lines.messages(of="coordinator").count(over.getMessage()) == 1
 
 
-async def test_a_lost_worker_is_named_and_the_pause_is_told(lines: Lines) -> None:
+async def test_a_lost_worker_and_the_pause_are_logged(lines: Lines) -> None:
     async with mock_cluster(2) as cluster:
         lines.clear()
         async with cluster.generating(mixed_asks(3, max_tokens=60)) as answers:
@@ -179,7 +179,7 @@ async def test_a_lost_worker_is_named_and_the_pause_is_told(lines: Lines) -> Non
         assert again.duration_s > 0
 
 
-async def test_a_drain_is_no_warning(lines: Lines) -> None:
+async def test_a_drain_logs_no_warning(lines: Lines) -> None:
     async with mock_cluster(2, num_workers=3) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 3)
         plan = cluster.server.controller.state.plan

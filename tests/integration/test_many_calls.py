@@ -46,7 +46,7 @@ async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("queue_size", "held_s"), [(32, 1.0), (4096, 1.0), (4096, 32.0)])
-async def test_each_of_2000_calls_at_once_is_served_or_refused_by_us(queue_size: int, held_s: float) -> None:
+async def test_each_of_2000_concurrent_calls_is_served_or_rejected(queue_size: int, held_s: float) -> None:
     async with mock_cluster(1, "step=0us", queue_size=queue_size) as cluster:
         ends = await ends_of_all(cluster, held_s)
         finished = cluster.server.engine.totals.finished

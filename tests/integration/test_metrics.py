@@ -21,7 +21,7 @@ def steps_everywhere(scraped: Scraped, num_steps: float) -> bool:
     )
 
 
-async def test_the_text_has_the_tokens_steps_and_blocks_of_known_requests() -> None:
+async def test_metrics_count_tokens_steps_and_blocks_of_known_requests() -> None:
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
         answers = await cluster.generate_all(mixed_asks(NUM_REQUESTS, max_tokens=MAX_TOKENS))
         assert all(answer.succeeded for answer in answers)
@@ -67,7 +67,7 @@ async def test_the_text_has_the_tokens_steps_and_blocks_of_known_requests() -> N
         assert scraped.get("stageline_metrics_overflows_total") == 0
 
 
-async def test_hidden_states_are_counted_where_they_go() -> None:
+async def test_hidden_states_are_counted_per_hop() -> None:
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
         await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))
         await cluster.wait_drained()
@@ -82,7 +82,7 @@ async def test_hidden_states_are_counted_where_they_go() -> None:
                 assert found == num_bytes * ((stage, direction) in expected)
 
 
-async def test_a_stage_that_takes_twice_as_long_is_the_busy_one() -> None:
+async def test_a_stage_that_takes_twice_as_long_has_twice_the_busy_time() -> None:
     async with MetricsCluster("step=2ms", "step=4ms", "step=2ms", num_stages=NUM_STAGES) as cluster:
         before = await cluster.scrape_until(
             lambda scraped: all(
@@ -140,7 +140,7 @@ async def test_prefix_hits_are_counted_across_epochs() -> None:
         assert scraped.get("stageline_recovery_duration_seconds_count", reason="broken") == 1
 
 
-async def test_requests_are_counted_by_what_they_do_and_how_they_end() -> None:
+async def test_requests_are_counted_by_state_and_outcome() -> None:
     async with MetricsCluster("step=2ms", num_stages=2) as cluster:
         task = asyncio.create_task(cluster.generate(ask := Ask(prompt=(1, 2), max_tokens=4000)))
         await cluster.scrape_until(
@@ -156,7 +156,7 @@ async def test_requests_are_counted_by_what_they_do_and_how_they_end() -> None:
         assert scraped.get("stageline_request_duration_seconds_count", outcome="cancelled") == 1
 
 
-async def test_a_worker_that_was_lost_is_a_recovery() -> None:
+async def test_a_lost_worker_counts_as_a_recovery() -> None:
     async with MetricsCluster("step=1ms", num_stages=2, num_workers=3) as cluster:
         await cluster.scrape_until(
             lambda scraped: all(
@@ -177,7 +177,7 @@ async def test_a_worker_that_was_lost_is_a_recovery() -> None:
         assert scraped.has("stageline_process_resident_memory_bytes", worker=lost)
 
 
-async def test_open_metrics_of_a_whole_cluster_is_sound() -> None:
+async def test_open_metrics_of_a_whole_cluster_is_valid() -> None:
     async with MetricsCluster("step=1ms", num_stages=2) as cluster:
         await cluster.generate_all(mixed_asks(4))
         await cluster.scrape_until(lambda scraped: scraped.has("stageline_stage_busy_time_seconds_total"))

@@ -70,7 +70,7 @@ async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables
         assert total(found[worker], "stageline.stage.step.duration") == num_steps
 
 
-async def test_a_collector_that_hangs_holds_up_no_token(collector_variables: pytest.MonkeyPatch) -> None:
+async def test_a_hung_collector_delays_no_token(collector_variables: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         collector.may_answer.clear()
         collector_variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
@@ -89,7 +89,7 @@ async def test_a_collector_that_hangs_holds_up_no_token(collector_variables: pyt
             assert collector.requests == []
 
 
-async def test_a_worker_tells_the_coordinator_again_and_again() -> None:
+async def test_a_worker_repeats_a_failed_metrics_export() -> None:
     async with MetricsCollector() as coordinator:
         export = CoordinatorExport(coordinator.address, worker_snapshot, RESOURCE, interval_s=0.01)
         task = asyncio.create_task(export.run())
@@ -108,7 +108,7 @@ async def test_a_worker_tells_the_coordinator_again_and_again() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_coordinator_that_does_not_answer_costs_one_export_at_a_time(
+async def test_an_unresponsive_coordinator_blocks_one_export_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("stage_worker.metrics.DEADLINE_S", 0.05)
@@ -122,7 +122,7 @@ async def test_a_coordinator_that_does_not_answer_costs_one_export_at_a_time(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_with_the_sdk_disabled_workers_tell_nobody() -> None:
+async def test_with_the_sdk_disabled_workers_export_no_metrics() -> None:
     off = TelemetrySettings(is_disabled=True)
     async with MetricsCluster("step=1ms", num_stages=2, telemetry=off) as cluster:
         await cluster.generate_all(mixed_asks(2, max_tokens=5))

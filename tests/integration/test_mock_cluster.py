@@ -93,7 +93,7 @@ async def test_several_choices_are_each_complete() -> None:
         await cluster.wait_drained()
 
 
-async def test_cancelled_requests_leave_their_blocks_and_disturb_nobody() -> None:
+async def test_cancelled_requests_free_their_blocks_and_affect_no_other() -> None:
     async with mock_cluster(3) as cluster, asyncio.TaskGroup() as tasks:
         staying = [Answer(ask) for ask in mixed_asks(6, max_tokens=60)]
         for answer in staying:
@@ -129,7 +129,7 @@ async def test_prefixes_are_shared_as_by_real_stages() -> None:
 
 
 @pytest.mark.full
-async def test_a_worker_that_stops_in_the_middle_repeats_and_loses_no_token() -> None:
+async def test_a_worker_loss_neither_repeats_nor_loses_a_token() -> None:
     async with mock_cluster(3) as cluster:
         epoch = cluster.epoch
         async with cluster.generating(mixed_asks(8, max_tokens=60)) as answers:
@@ -141,7 +141,7 @@ async def test_a_worker_that_stops_in_the_middle_repeats_and_loses_no_token() ->
         await cluster.wait_drained()
 
 
-async def test_a_mock_that_computes_for_an_hour_is_replaced() -> None:
+async def test_a_mock_step_of_an_hour_is_overdue_and_its_worker_replaced() -> None:
     async with mock_cluster(2, "step=0ms", "step=3600s") as cluster:
         async with cluster.generating(mixed_asks(3)) as answers:
             await cluster.wait_status(lambda status: status.requests.steps_in_flight > 0)
@@ -150,7 +150,7 @@ async def test_a_mock_that_computes_for_an_hour_is_replaced() -> None:
         check(answers)
 
 
-async def test_a_damaged_frame_costs_no_token() -> None:
+async def test_a_damaged_frame_changes_no_token() -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
         asks = mixed_asks(9, max_tokens=40)
         async with cluster.generating(asks) as answers:
@@ -211,7 +211,7 @@ async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
         ({"frequency_penalty": -0.5}, "frequency_penalty"),
     ],
 )
-async def test_what_needs_logits_is_rejected_before_it_reaches_a_mock(
+async def test_options_that_need_logits_are_rejected_before_a_mock_stage(
     wish: dict[str, Any], named: str
 ) -> None:
     async with mock_cluster(1) as cluster:
@@ -239,7 +239,9 @@ async def test_mock_stages_of_a_model_with_weights_have_no_structured_output() -
         )
 
 
-async def test_out_of_memory_makes_steps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_out_of_memory_makes_steps_smaller_and_fails_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     times = ("step=500us", "step=500us,oom_at=40")
     async with mock_cluster(2, *times, max_step_tokens=128) as cluster:
         asks = mixed_asks(12, max_tokens=20, prompt_lengths=(90, 120))
@@ -256,7 +258,7 @@ async def test_out_of_memory_makes_steps_smaller_and_fails_nobody(caplog: pytest
 
 
 @pytest.mark.full
-async def test_memory_too_small_for_one_block_fails_the_request_and_not_the_cluster() -> None:
+async def test_memory_too_small_for_one_block_fails_only_the_request() -> None:
     async with mock_cluster(1, "step=500us,oom_at=8") as cluster:
         with pytest.raises(StepFailed, match="OUT_OF_MEMORY"):
             await cluster.client.complete(list(range(64)), max_tokens=2)
@@ -284,7 +286,7 @@ async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.Mon
     assert waits[2][-1] > 0
 
 
-async def test_records_alone_take_a_mock_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_of_records_only_takes_a_mock_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[StepResult] = []
     complete = Scheduler.complete
     monkeypatch.setattr(
@@ -342,7 +344,7 @@ def _config(coordinator: str, mock: MockSpec | None) -> WorkerConfig:
     )
 
 
-async def test_status_calls_them_mock() -> None:
+async def test_status_marks_mock_workers() -> None:
     async with mock_cluster(2) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         assert (status.model, status.num_stages) == ("mock", 2)

@@ -76,7 +76,7 @@ def messages_of(step: Step, stage: int, times: Sequence[StageTime] = ()) -> list
 
 
 @pytest.mark.parametrize("stage", [FIRST, MIDDLE])
-async def test_a_stage_adds_its_own_times_to_those_that_came(stage: int) -> None:
+async def test_a_stage_appends_its_times_to_the_received_ones(stage: int) -> None:
     async with mock_bench(stage) as bench:
         step = Steps(bench).step
         predecessor = await bench.predecessor()
@@ -99,7 +99,7 @@ async def test_a_result_has_the_times_of_all_stages() -> None:
 
 
 @pytest.mark.parametrize("stage", [MIDDLE, LAST])
-async def test_times_that_are_not_told_stay_unknown(stage: int) -> None:
+async def test_missing_stage_times_stay_unknown(stage: int) -> None:
     async with mock_bench(stage) as bench:
         predecessor = await bench.predecessor()
         await predecessor.send(messages_of(Steps(bench).step, stage))
@@ -111,7 +111,7 @@ async def test_times_that_are_not_told_stay_unknown(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "num_times"), [(FIRST, 1), (MIDDLE, 2), (LAST, 1), (LAST, 3)])
-async def test_times_of_another_number_of_stages_are_refused(stage: int, num_times: int) -> None:
+async def test_times_of_another_number_of_stages_are_rejected(stage: int, num_times: int) -> None:
     async with mock_bench(stage) as bench:
         step = Steps(bench).step
         predecessor = await bench.predecessor()
@@ -125,7 +125,7 @@ async def test_times_of_another_number_of_stages_are_refused(stage: int, num_tim
         await predecessor.close()
 
 
-async def test_a_step_that_waits_says_so() -> None:
+async def test_a_waiting_step_reports_its_queue_time() -> None:
     """Two frames at once: the second waits for the first, and the times of both add up."""
     async with mock_bench(FIRST, "step=50ms") as bench:
         steps = Steps(bench)
@@ -153,9 +153,7 @@ def _garbled(step: Step, stage: int) -> list[forward_pb2.ForwardRequest]:
         (lambda step, stage: messages_of(replace(step, digest=1), stage), StepFaultKind.KV_DIVERGENCE),
     ],
 )
-async def test_what_is_computed_before_a_faulty_frame_still_goes_on(
-    break_frame: Any, kind: StepFaultKind
-) -> None:
+async def test_steps_before_a_faulty_frame_are_still_forwarded(break_frame: Any, kind: StepFaultKind) -> None:
     async with mock_bench(FIRST, "step=50ms") as bench:
         steps = Steps(bench)
         predecessor = await bench.predecessor()
@@ -190,7 +188,7 @@ class Submissions:
 
 
 @pytest.mark.parametrize("is_second_faulty", [True, False])
-async def test_a_send_that_fails_while_a_step_is_computed_leaves_nothing_behind(
+async def test_a_failed_send_while_a_step_is_computed_leaks_nothing(
     is_second_faulty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors: list[dict[str, Any]] = []

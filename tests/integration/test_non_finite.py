@@ -26,7 +26,7 @@ def spoil(cluster: Cluster, name: str) -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_requests_of_a_stage_that_computes_nothing_finite_go_on_without_it(
+async def test_requests_continue_without_a_stage_that_produces_non_finite_values(
     tiny_llama: Path, stage: int
 ) -> None:
     asks = mixed_asks(8)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 TIMEOUT_S = 90.0
 
 
-async def test_a_token_after_the_end_is_an_error_without_asserts_too() -> None:
+async def test_a_token_after_the_end_is_an_error_without_asserts() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-O", "-m", "tests.integration.optimized_scenario"),
         cwd=ROOT,

@@ -48,9 +48,7 @@ async def first() -> AsyncIterator[tuple[First, str]]:
     await server.stop(None)
 
 
-async def test_links_that_end_leave_no_task_behind(
-    first: tuple[First, str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_ended_links_leave_no_task(first: tuple[First, str], caplog: pytest.LogCaptureFixture) -> None:
     """By this end, by the other one, and before they were accepted."""
     stage, address = first
     before = asyncio.all_tasks()
@@ -78,7 +76,7 @@ async def test_links_that_end_leave_no_task_behind(
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-async def test_a_stage_where_too_many_streams_wait_is_asked_again(first: tuple[First, str]) -> None:
+async def test_a_stream_rejected_for_too_many_waiting_streams_is_retried(first: tuple[First, str]) -> None:
     stage, address = first
     stage.num_overloaded = 2
     link = PipelineLink(

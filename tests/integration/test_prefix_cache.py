@@ -45,7 +45,7 @@ async def test_scored_prompts_share_their_blocks_and_are_computed_in_full(tiny_l
             assert scored == pytest.approx(await scores(cluster, prompt, prefix_cache=False), abs=1e-5)
 
 
-async def test_a_request_without_prefix_cache_reads_and_leaves_no_block(tiny_llama: Path) -> None:
+async def test_a_request_without_prefix_cache_neither_reads_nor_caches_blocks(tiny_llama: Path) -> None:
     async with new_cluster(tiny_llama) as cluster, client_channel(cluster.address) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(
             kv_events_pb2.WatchKvEventsRequest(with_token_ids=True)
@@ -76,9 +76,7 @@ async def test_a_coordinator_without_prefix_cache_shares_nothing(tiny_llama: Pat
 
 
 @pytest.mark.parametrize("num_output_tokens", [15, 16, 17, 18])
-async def test_a_second_turn_hits_every_block_that_the_first_has_computed(
-    tiny_llama: Path, num_output_tokens: int
-) -> None:
+async def test_a_second_turn_hits_every_block_of_the_first(tiny_llama: Path, num_output_tokens: int) -> None:
     async with new_cluster(tiny_llama) as cluster:
         prompt = PREFIX[:16]
         (first,) = await cluster.client.complete(prompt, max_tokens=num_output_tokens, ignore_eos=True)

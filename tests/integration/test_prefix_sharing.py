@@ -58,7 +58,7 @@ def slices_of(pipeline: LocalPipeline, requests: list[Request]) -> tuple[Run, Se
     return pipeline.serve(requests), seen
 
 
-def test_a_prompt_shares_the_blocks_that_an_earlier_slice_of_the_same_step_computes(llama: Path) -> None:
+def test_a_prompt_shares_blocks_computed_earlier_in_the_same_step(llama: Path) -> None:
     prompt = random_tokens(3 * BLOCK_SIZE, seed=1)
     longer = [*prompt, *random_tokens(5, seed=2)]
     run, seen = slices_of(new_pipeline(llama), [request(prompt), request(prompt), request(longer)])
@@ -67,7 +67,7 @@ def test_a_prompt_shares_the_blocks_that_an_earlier_slice_of_the_same_step_compu
     assert [sequence.num_cached_tokens for sequence in run.sequences] == [0, 47, 48]
 
 
-def test_sharing_inside_a_step_needs_all_keys_to_be_written_before_any_slice_attends(
+def test_sharing_inside_a_step_needs_keys_written_before_attention(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The detector: with the writes behind the attention, the sharer reads pages that are not written yet."""
@@ -86,7 +86,7 @@ def test_sharing_inside_a_step_needs_all_keys_to_be_written_before_any_slice_att
     assert run.tokens[1] != alone(llama, prompt)
 
 
-def test_a_prompt_shares_blocks_of_steps_that_are_still_on_their_way(llama: Path) -> None:
+def test_a_prompt_shares_blocks_of_steps_in_flight(llama: Path) -> None:
     prompt = random_tokens(5 * BLOCK_SIZE + 3, seed=3)
     run, seen = slices_of(new_pipeline(llama, chunk=2 * BLOCK_SIZE), [request(prompt), request(prompt)])
     # Chunks of 32, 32 and 19 tokens; the second prompt comes with the third chunk, before any result.
@@ -95,7 +95,7 @@ def test_a_prompt_shares_blocks_of_steps_that_are_still_on_their_way(llama: Path
     assert run.tokens == [alone(llama, prompt)] * 2
 
 
-def test_requests_share_only_with_requests_of_the_same_salt(llama: Path) -> None:
+def test_requests_share_blocks_only_within_the_same_salt(llama: Path) -> None:
     prompt = random_tokens(4 * BLOCK_SIZE, seed=4)
     salts = ["", "tenant a", "tenant b", "tenant a", ""]
     run = new_pipeline(llama).serve(
@@ -105,7 +105,7 @@ def test_requests_share_only_with_requests_of_the_same_salt(llama: Path) -> None
     assert run.tokens == [alone(llama, prompt)] * 5
 
 
-def test_prompts_with_equal_hashes_never_share_and_have_their_own_tokens(
+def test_prompts_with_colliding_hashes_never_share_blocks(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [random_tokens(3 * BLOCK_SIZE + 2, seed=seed) for seed in (5, 6, 7)]

@@ -68,7 +68,7 @@ async def set_in_time(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, DEADLINE_S)
 
 
-async def test_a_worker_with_a_stage_answers(tiny_llama: Path) -> None:
+async def test_a_worker_with_a_stage_returns_a_reference(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         response = await ask(cluster, tiny_llama)
     (text,) = response.texts
@@ -77,7 +77,7 @@ async def test_a_worker_with_a_stage_answers(tiny_llama: Path) -> None:
     assert len(response.layers) == 3
 
 
-async def test_steps_and_heartbeats_do_not_wait_for_a_reference_and_it_ends_when_nobody_waits_for_it(
+async def test_steps_and_heartbeats_continue_during_an_abandoned_reference(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endless = Endless(monkeypatch)
@@ -101,7 +101,7 @@ async def test_another_checkpoint_is_a_failed_precondition(tiny_llama: Path) -> 
 
 
 @pytest.mark.parametrize("secret", [b"", b"\0" * 32, b"short"])
-async def test_nobody_but_the_coordinator_may_ask(tiny_llama: Path, secret: bytes) -> None:
+async def test_only_the_coordinator_gets_a_reference(tiny_llama: Path, secret: bytes) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(cluster, tiny_llama, secret=secret)
@@ -109,7 +109,7 @@ async def test_nobody_but_the_coordinator_may_ask(tiny_llama: Path, secret: byte
     assert caught.value.details() == "reference secret does not match"
 
 
-async def test_refused_tries_are_counted_and_logged_and_the_coordinator_is_answered(
+async def test_rejected_attempts_are_counted_and_logged(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
@@ -127,7 +127,7 @@ async def test_refused_tries_are_counted_and_logged_and_the_coordinator_is_answe
     assert len(response.texts[0].rows) == 3
 
 
-async def test_a_request_that_is_too_large_is_refused_unparsed(tiny_llama: Path) -> None:
+async def test_a_request_that_is_too_large_is_rejected_unparsed(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         request = forward_pb2.ComputeReferenceRequest(secret=b"s" * 70_000)
         with pytest.raises(grpc.aio.AioRpcError, match="the limit is 65536") as caught:
@@ -137,7 +137,7 @@ async def test_a_request_that_is_too_large_is_refused_unparsed(tiny_llama: Path)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Path, tmp_path: Path) -> None:
+async def test_a_directory_named_by_the_request_is_never_opened(tiny_llama: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
     named = str(tmp_path).encode()
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
@@ -151,7 +151,7 @@ async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Pa
     assert len(response.texts[0].rows) == 3
 
 
-async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama: Path) -> None:
+async def test_a_worker_without_free_memory_rejects_with_the_numbers(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         heartbeat = cluster.server.controller.connections["w0"].heartbeat
         backend: Any = cluster.workers["w0"].worker._backend
@@ -161,7 +161,9 @@ async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_worker_that_loads_refuses(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loading_worker_rejects_the_request(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_load = asyncio.Event()
     load = TorchBackend.load
 
@@ -180,7 +182,7 @@ async def test_a_worker_that_loads_refuses(tiny_llama: Path, monkeypatch: pytest
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_mock_stage_has_nothing_to_compute_one_with(tiny_llama: Path) -> None:
+async def test_a_mock_stage_cannot_compute_a_reference(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,), mock=MockSpec.parse("step=1ms")) as cluster:
         with pytest.raises(grpc.aio.AioRpcError, match="a mock stage has no weights") as caught:
             await ask(cluster, tiny_llama)

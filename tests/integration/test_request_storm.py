@@ -65,7 +65,7 @@ def check_counts(before: cluster_pb2.RequestCounts, after: cluster_pb2.RequestCo
     assert (after.failed, after.orphaned, after.detached) == (0, 0, 0)
 
 
-async def test_storms_of_requests_leave_nothing_behind(
+async def test_storms_of_requests_leak_nothing(
     varied_llama: Path, short_memory: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A write that meets the end of its call: grpc tells of it with a traceback, which would hold the request.

@@ -113,7 +113,7 @@ def restarts(answers: Sequence[Outputs]) -> int:
     return sum(choice.restarts for outputs in answers for choice in outputs.choices.values())
 
 
-def test_the_cases_are_worth_comparing(solo: list[Tokens]) -> None:
+def test_the_cases_vary_enough_to_compare(solo: list[Tokens]) -> None:
     """Choices differ; some end early, none too early, and some do not end by themselves."""
     choices = [tuple(tokens) for case in solo for tokens in case]
     assert len(set(choices)) == len(choices)
@@ -155,7 +155,7 @@ def _step_sampling(seed: int) -> StepSampling:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", LAYERS)
-async def test_alone_in_a_batch_and_again_on_any_number_of_stages(
+async def test_tokens_are_the_same_alone_and_batched_on_any_number_of_stages(
     llama: Path, solo: list[Tokens], num_stages: int
 ) -> None:
     async with Cluster(llama, layers=LAYERS[num_stages], max_kv_tokens=4096) as cluster:
@@ -172,7 +172,7 @@ async def test_alone_in_a_batch_and_again_on_any_number_of_stages(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_choices", [1, 2, 5])
-async def test_a_choice_is_the_same_however_many_there_are(
+async def test_a_choice_does_not_depend_on_the_number_of_choices(
     llama: Path, solo: list[Tokens], num_choices: int
 ) -> None:
     async with Cluster(llama, layers=LAYERS[2]) as cluster:
@@ -194,7 +194,7 @@ async def test_a_choice_is_the_same_however_many_there_are(
         pytest.param(5, 256, marks=pytest.mark.full),
     ],
 )
-async def test_in_small_and_large_chunks(
+async def test_tokens_are_the_same_in_small_and_large_chunks(
     llama: Path, solo: list[Tokens], num_stages: int, chunk: int
 ) -> None:
     async with Cluster(llama, layers=LAYERS[num_stages], max_step_tokens=chunk) as cluster:
@@ -203,7 +203,9 @@ async def test_in_small_and_large_chunks(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("block_size", [4, 32])
-async def test_in_small_and_large_blocks(llama: Path, solo: list[Tokens], block_size: int) -> None:
+async def test_tokens_are_the_same_in_small_and_large_blocks(
+    llama: Path, solo: list[Tokens], block_size: int
+) -> None:
     async with Cluster(llama, layers=LAYERS[2], block_size=block_size, max_kv_tokens=1024) as cluster:
         assert tokens_of(await run_all(cluster)) == solo
         assert tokens_of(await run_all(cluster)) == solo
@@ -211,7 +213,9 @@ async def test_in_small_and_large_blocks(llama: Path, solo: list[Tokens], block_
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", [1, 3])
-async def test_after_preemptions(llama: Path, solo: list[Tokens], num_stages: int) -> None:
+async def test_tokens_are_the_same_after_preemptions(
+    llama: Path, solo: list[Tokens], num_stages: int
+) -> None:
     async with Cluster(llama, layers=LAYERS[num_stages], max_kv_tokens=120) as cluster:
         answers = await run_all(cluster)
         await cluster.wait_drained()
@@ -221,7 +225,9 @@ async def test_after_preemptions(llama: Path, solo: list[Tokens], num_stages: in
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_after_a_worker_is_lost_amid_decoding(llama: Path, solo: list[Tokens], stage: int) -> None:
+async def test_tokens_are_the_same_after_a_worker_loss_while_decoding(
+    llama: Path, solo: list[Tokens], stage: int
+) -> None:
     async with Cluster(llama, layers=LAYERS[3], max_kv_tokens=2048) as cluster:
         answers = [Outputs() for _ in CASES]
         async with asyncio.TaskGroup() as tasks:
@@ -236,7 +242,7 @@ async def test_after_a_worker_is_lost_amid_decoding(llama: Path, solo: list[Toke
 
 
 @pytest.mark.full
-async def test_greedy_tokens_with_penalties_are_the_same_too(llama: Path) -> None:
+async def test_greedy_tokens_with_penalties_are_the_same(llama: Path) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "n": 1, "top_k": 0}
     async with Cluster(llama, layers=LAYERS[1], max_step_tokens=256) as cluster:
         alone = [(await case.run(cluster, **greedy)).tokens for case in CASES]

@@ -120,7 +120,7 @@ def test_a_fault_of_any_stage_is_found_there(make_checked: Any, plant: Plant, st
     assert verdict.deviation > (1 if is_subtle else FAR) * verdict.allowed
 
 
-def test_wrong_positions_of_all_stages_deviate_far(make_checked: Any) -> None:
+def test_wrong_positions_in_all_stages_exceed_the_tolerance(make_checked: Any) -> None:
     checked = make_checked()
     for stage in range(len(LAYERS)):
         positions_are_off_by_one_in_decodes(checked.model(stage))

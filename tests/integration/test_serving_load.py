@@ -49,7 +49,7 @@ def numbers_of(run: LoadRun) -> Summary:
     return summarize(run, Limits())
 
 
-async def test_every_request_of_a_load_has_its_length_with_the_built_in_model() -> None:
+async def test_every_request_of_a_load_has_its_planned_length() -> None:
     async with Cluster(None, layers=(6, 6)) as cluster:
         async with load_on(cluster, SPEC, temperature=1.0, num_warmups=3) as load:
             load.check_fits(make_plan(SPEC))
@@ -70,7 +70,7 @@ async def test_every_request_of_a_load_has_its_length_with_the_built_in_model() 
 
 
 @pytest.mark.full
-async def test_prompts_share_what_they_are_told_to_and_nothing_with_a_run_before(tiny_llama: Path) -> None:
+async def test_prompts_share_their_group_prefix_and_nothing_of_a_previous_run(tiny_llama: Path) -> None:
     alone = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf))
     shared = replace(alone, shared_prefix_tokens=16, num_prefix_groups=2)
     async with Cluster(tiny_llama, layers=(2, 1), max_kv_tokens=8192) as cluster:
@@ -83,7 +83,7 @@ async def test_prompts_share_what_they_are_told_to_and_nothing_with_a_run_before
     assert numbers_of(run).cached_tokens == 16 * (20 - 2)
 
 
-async def test_the_limit_of_concurrency_holds_on_the_server(tiny_llama: Path) -> None:
+async def test_the_concurrency_limit_holds_on_the_server(tiny_llama: Path) -> None:
     spec = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf))
     async with (
         Cluster(tiny_llama, layers=(2, 1), max_client_requests=3) as cluster,
@@ -93,7 +93,7 @@ async def test_the_limit_of_concurrency_holds_on_the_server(tiny_llama: Path) ->
     assert (summary.num_completed, summary.max_concurrency) == (20, 3)
 
 
-async def test_refusals_are_counted_by_their_status(tiny_llama: Path) -> None:
+async def test_rejections_are_counted_by_status(tiny_llama: Path) -> None:
     spec = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf), output_lengths=parse_lengths("60"))
     async with Cluster(tiny_llama, layers=(2, 1), max_client_requests=5) as cluster:
         run = await drive(cluster, spec)
@@ -105,13 +105,13 @@ async def test_refusals_are_counted_by_their_status(tiny_llama: Path) -> None:
     assert all("5" in record.error and not record.message_times_s for record in refused)
 
 
-async def test_a_deadline_is_a_failure_of_its_own(tiny_llama: Path) -> None:
+async def test_deadlines_are_counted_as_failures(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(2, 1), num_workers=0, waits=False) as cluster:
         run = await drive(cluster, replace(SPEC, num_requests=2), timeout_s=0.2)
     assert numbers_of(run).failures == {"DEADLINE_EXCEEDED": 2}
 
 
-async def test_a_warm_up_that_fails_says_why(tiny_llama: Path) -> None:
+async def test_a_failed_warm_up_reports_the_reason(tiny_llama: Path) -> None:
     async with (
         Cluster(tiny_llama, layers=(2, 1)) as cluster,
         load_on(cluster, SPEC, num_warmups=2, timeout_s=1e-6) as load,
@@ -120,7 +120,7 @@ async def test_a_warm_up_that_fails_says_why(tiny_llama: Path) -> None:
             await load.warm_up()
 
 
-async def test_what_cannot_fit_is_refused_before_anything_is_sent(tiny_llama: Path) -> None:
+async def test_a_load_that_cannot_fit_is_rejected_before_sending(tiny_llama: Path) -> None:
     async with (
         Cluster(tiny_llama, layers=(2, 1), max_kv_tokens=64) as cluster,
         load_on(cluster, SPEC, num_warmups=1) as load,
@@ -132,7 +132,7 @@ async def test_what_cannot_fit_is_refused_before_anything_is_sent(tiny_llama: Pa
             load.check_fits(too_long)
 
 
-async def test_an_interruption_gives_every_page_back(tiny_llama: Path) -> None:
+async def test_an_interruption_frees_every_page(tiny_llama: Path) -> None:
     spec = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf), output_lengths=parse_lengths("80"))
     async with Cluster(tiny_llama, layers=(2, 1), max_kv_tokens=8192) as cluster:
         async with load_on(cluster, spec) as load:

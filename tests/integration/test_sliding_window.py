@@ -68,7 +68,7 @@ class Watch:
             self.most_held[sequence.order.arrival] = max(held, self.most_held.get(sequence.order.arrival, 0))
 
 
-def test_tokens_are_the_same_with_and_without_and_held_blocks_stay_within_window_and_chunk(
+def test_releasing_blocks_changes_no_token_and_bounds_held_blocks(
     mistral: Path,
 ) -> None:
     watches, tokens = [], []
@@ -85,7 +85,7 @@ def test_tokens_are_the_same_with_and_without_and_held_blocks_stay_within_window
     assert max(watches[1].most_held.values()) == 240 // BLOCK_SIZE
 
 
-def test_the_bound_is_reached_and_kept_for_every_shape() -> None:
+def test_the_bound_of_held_blocks_is_tight_for_every_shape() -> None:
     """The block before the first query is held, also if the window hides it."""
     for window in range(1, 12):
         for chunk in range(1, 9):
@@ -99,7 +99,7 @@ def test_the_bound_is_reached_and_kept_for_every_shape() -> None:
                 assert max(held) == KvWindow(window, chunk).num_blocks(block_size)
 
 
-def test_released_blocks_serve_others(mistral: Path) -> None:
+def test_released_blocks_serve_other_sequences(mistral: Path) -> None:
     """Two sequences of 30 blocks each run side by side in a pool of 32."""
     requests = [Request(prompt=prompt_of(200, seed), max_tokens=40) for seed in (11, 12)]
     alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]
@@ -118,7 +118,7 @@ def test_released_blocks_serve_others(mistral: Path) -> None:
         assert (together > 10) == releases
 
 
-def test_a_hit_needs_the_whole_leading_run_and_gives_back_its_head_at_once(mistral: Path) -> None:
+def test_a_hit_needs_the_whole_prefix_and_releases_its_head_at_once(mistral: Path) -> None:
     prompt = prompt_of(200, 21)
     pipeline = new_pipeline(mistral, num_blocks=60)
     held: list[tuple[int, int]] = []
@@ -138,9 +138,7 @@ def test_a_hit_needs_the_whole_leading_run_and_gives_back_its_head_at_once(mistr
     assert held[0] == (3, 22)
 
 
-def test_releasing_one_block_too_early_is_refused_by_the_stages(
-    mistral: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_reject_a_block_released_too_early(mistral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_late(self: KvWindow, first_query: int) -> int:
         return max(0, first_query - self.num_tokens + 2)
 
@@ -151,7 +149,7 @@ def test_releasing_one_block_too_early_is_refused_by_the_stages(
 
 
 @pytest.mark.full
-def test_preemption_starts_over_from_all_tokens(mistral: Path) -> None:
+def test_preemption_restarts_from_all_tokens(mistral: Path) -> None:
     requests = [Request(prompt=prompt_of(seed, seed), max_tokens=60) for seed in range(3, 13)]
     alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]
     run = new_pipeline(mistral, num_blocks=17).serve(requests)
@@ -159,7 +157,7 @@ def test_preemption_starts_over_from_all_tokens(mistral: Path) -> None:
     assert run.tokens == alone
 
 
-def test_cached_blocks_behind_an_evicted_one_are_not_written_again(
+def test_cached_blocks_after_an_evicted_one_are_not_rewritten(
     mistral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads are released first, so they are evicted first; what follows them may still be there."""
@@ -195,7 +193,7 @@ def test_cached_blocks_behind_an_evicted_one_are_not_written_again(
 @pytest.mark.parametrize(
     ("windows", "widest"), [((5, 9, 7), 9), ((5, None, 7), None), ((None,), None), ((4,), 4)]
 )
-def test_the_widest_window_counts_and_full_attention_hides_nothing(
+def test_the_widest_window_applies_and_full_attention_has_none(
     windows: tuple[int | None, ...], widest: int | None
 ) -> None:
     window = KvWindow.of(windows, 10)
@@ -203,7 +201,7 @@ def test_the_widest_window_counts_and_full_attention_hides_nothing(
 
 
 @pytest.mark.parametrize("num_blocks", [5, 7, 16])
-def test_sequences_longer_than_the_cache_are_computed_through_their_window(
+def test_sequences_longer_than_the_cache_are_computed_within_their_window(
     mistral: Path, num_blocks: int
 ) -> None:
     """They hold 7 blocks at most, and 5 do: chunks are cut to the blocks that are left."""

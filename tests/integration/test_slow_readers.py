@@ -28,7 +28,7 @@ async def until_ended(cluster: Cluster, request_id: str) -> None:
     await until(lambda: live_request(parse_request_id(request_id)) is None)
 
 
-async def test_whoever_falls_too_far_behind_is_cancelled_with_the_reason_and_others_are_not(
+async def test_a_reader_too_far_behind_is_cancelled_with_the_reason(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     async with (
@@ -59,7 +59,7 @@ async def test_whoever_falls_too_far_behind_is_cancelled_with_the_reason_and_oth
 
 
 @pytest.mark.full
-async def test_a_reader_that_comes_back_in_time_gets_all_of_it_in_few_messages(
+async def test_a_reader_that_resumes_in_time_gets_all_tokens_in_few_messages(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     async with (
@@ -78,7 +78,7 @@ async def test_a_reader_that_comes_back_in_time_gets_all_of_it_in_few_messages(
 
 
 @pytest.mark.full
-async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be(
+async def test_the_slow_reader_limit_applies_to_attached_requests_only(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     ask = Ask(prompt=(7,), max_tokens=200)
@@ -111,7 +111,7 @@ async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be
 
 
 @pytest.mark.full
-async def test_a_client_that_never_reads_again_and_leaves_is_forgotten(
+async def test_a_disconnected_client_that_never_reads_leaves_no_request(
     varied_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A message that was waiting to be sent: grpc tells of it with a traceback, which would hold the request.

@@ -16,7 +16,7 @@ PATIENCE_S = 2.0
 """Without anything that holds it back, a sender is done in a fraction of this."""
 
 
-async def test_a_next_stage_that_does_not_read_holds_the_sender_back(tiny_llama: Path) -> None:
+async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Path) -> None:
     """100 MiB are more than all queues and windows on the way take. Once it reads, nothing is missing."""
     async with stage_bench(new_assignment(tiny_llama, stage=0)) as bench:
         bench.next_stage.may_read.clear()

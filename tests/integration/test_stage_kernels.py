@@ -40,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-async def test_status_says_what_each_stage_computes_in_and_with(
+async def test_status_shows_dtype_and_kernels_of_each_stage(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ChoosyCluster(directory, (AUTO, AUTO)) as cluster:
@@ -54,7 +54,7 @@ async def test_status_says_what_each_stage_computes_in_and_with(
     assert "compute differently" not in caplog.text
 
 
-async def test_stages_that_differ_are_warned_of_once(
+async def test_stages_with_different_kernels_log_one_warning(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ChoosyCluster(directory, (PLAIN, COMPILED)) as cluster:
@@ -70,7 +70,7 @@ async def test_stages_that_differ_are_warned_of_once(
 
 
 @pytest.mark.full
-async def test_compiled_kernels_that_cannot_be_fail_the_load_with_the_reason(directory: Path) -> None:
+async def test_unavailable_compiled_kernels_fail_the_load_with_the_reason(directory: Path) -> None:
     async with ChoosyCluster(directory, (AUTO, COMPILED), dtype="f32", waits=False) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         assert "--kernels compiled is not possible: the compiled kernels are for bf16" in status.detail

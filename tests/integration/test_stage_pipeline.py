@@ -165,7 +165,7 @@ async def test_non_finite_logits_fail_their_sequence_alone(bad_token_model: Path
         await predecessor.close()
 
 
-async def test_frames_are_taken_while_earlier_ones_are_computed(tiny_llama: Path) -> None:
+async def test_frames_are_accepted_while_earlier_ones_are_computed(tiny_llama: Path) -> None:
     """Many frames are sent before any answer is read; each is answered, in order."""
     async with pipeline(tiny_llama, 3) as stages:
         predecessor = await stages.begin(1)

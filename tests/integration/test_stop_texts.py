@@ -87,7 +87,7 @@ async def test_generation_ends_before_the_first_stop_string(
     await cluster.wait_drained()
 
 
-async def test_any_part_of_the_text_stops_it(
+async def test_any_part_of_the_text_stops_the_output(
     cluster: Cluster, caller: Caller, story: Received, codec: TextCodec
 ) -> None:
     generator = random.Random(11)
@@ -105,7 +105,7 @@ async def test_any_part_of_the_text_stops_it(
     await cluster.wait_drained()
 
 
-async def test_a_stop_string_in_the_last_token_is_the_reason_and_its_beginning_is_text(
+async def test_a_stop_string_in_the_last_token_is_the_finish_reason(
     cluster: Cluster, caller: Caller, story: Received
 ) -> None:
     stopped = await caller.run(message(PROMPT, NUM_TOKENS, stop=[FALSE_START]))

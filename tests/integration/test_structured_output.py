@@ -42,7 +42,7 @@ def is_wanted(text: str) -> bool:
     return set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 99
 
 
-async def test_each_kind_gives_what_it_says_and_ends_by_itself(cluster: Cluster) -> None:
+async def test_each_kind_of_constraint_holds_and_ends_the_output(cluster: Cluster) -> None:
     by_schema, by_regex, by_choice, by_grammar, free = await asyncio.gather(
         complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=1),
         complete(cluster, regex=r"[a-c]{3}-\d{2}"),
@@ -60,7 +60,7 @@ async def test_each_kind_gives_what_it_says_and_ends_by_itself(cluster: Cluster)
 
 
 @pytest.mark.full
-async def test_the_same_request_gives_the_same_text_alone_and_among_others(cluster: Cluster) -> None:
+async def test_a_request_generates_the_same_text_alone_and_in_a_batch(cluster: Cluster) -> None:
     alone = [await complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=seed) for seed in range(4)]
     together = await asyncio.gather(
         *(complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=seed) for seed in range(4))
@@ -70,7 +70,7 @@ async def test_the_same_request_gives_the_same_text_alone_and_among_others(clust
 
 
 @pytest.mark.full
-async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
+async def test_a_grammar_resumes_after_a_preemption() -> None:
     """A pool for hardly more than one of them at a time."""
     async with Cluster(None, layers=(6, 6), block_size=4, max_kv_tokens=96, has_text=True) as cluster:
         options = {"regex": r"([a-z]{3,7} ){10}end", "temperature": 1.0, "max_tokens": 90}
@@ -92,7 +92,7 @@ async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
         ({"regex": "a+", "ignore_eos": True}, "ignore_eos with regex"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_unsupported_options_are_rejected_by_name(
     cluster: Cluster, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(reason)):

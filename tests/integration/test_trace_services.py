@@ -81,7 +81,7 @@ def read(data: bytes, request_id: str) -> RequestTrace:
     return request_trace(read_spans(TracesData.FromString(data)), request_id)
 
 
-async def test_what_an_exporter_sends_is_what_a_client_gets(
+async def test_exported_spans_are_returned_to_clients(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel
 ) -> None:
     maker = served((0.2, 0.4, 0.2))
@@ -105,7 +105,7 @@ async def test_what_an_exporter_sends_is_what_a_client_gets(
     assert line.duration.ToMicroseconds() / 1e6 == pytest.approx(maker.trace().duration_s)
 
 
-async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
+async def test_the_trace_list_has_the_requested_length_and_order(
     coordinator: CoordinatorServer,
 ) -> None:
     makers = [
@@ -127,7 +127,7 @@ async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
     assert again[1:] == before[1:]
 
 
-async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_refused(
+async def test_an_unknown_trace_is_not_found_and_an_ambiguous_one_rejected(
     coordinator: CoordinatorServer,
 ) -> None:
     for number in (1, 2):
@@ -139,7 +139,7 @@ async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_ref
             await client.trace("01890a5d")
 
 
-async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
+async def test_invalid_spans_are_counted_in_the_response(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel
 ) -> None:
     scope = InstrumentationScope(name="stageline")
@@ -156,7 +156,7 @@ async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
     assert len(coordinator.trace_store.find(REQUEST_ID).spans) == len(served().spans)
 
 
-async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
+async def test_spans_of_an_evicted_trace_are_counted_in_the_response() -> None:
     store = TraceStore(StoreLimits(num_traces=1))
     first, *late = served(trace_id=b"1" * 16).spans
     async with _serving(store) as export:
@@ -167,7 +167,7 @@ async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
     assert "spans of evicted traces" in response.partial_success.error_message
 
 
-async def test_a_batch_that_is_too_large_is_refused_whole(
+async def test_a_batch_that_is_too_large_is_rejected_whole(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry_service, "MAX_EXPORT_BYTES", 1000)
@@ -178,7 +178,7 @@ async def test_a_batch_that_is_too_large_is_refused_whole(
     assert coordinator.trace_store.num_traces == 0
 
 
-async def test_metrics_are_taken_and_handed_on() -> None:
+async def test_metrics_are_accepted_and_passed_on() -> None:
     seen: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
 
     def on_metrics(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
@@ -200,13 +200,13 @@ async def test_metrics_are_taken_and_handed_on() -> None:
     assert response.partial_success.rejected_data_points == 2
 
 
-async def test_where_nobody_keeps_metrics_none_are_refused() -> None:
+async def test_a_server_without_metrics_accepts_and_drops_them() -> None:
     async with _serving_metrics(MetricsService()) as export:
         response = await export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
     assert not response.HasField("partial_success")
 
 
-async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc.aio.Channel) -> None:
+async def test_the_coordinator_rejects_metrics_of_strangers(channel: grpc.aio.Channel) -> None:
     stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
     metric = Metric(name="x", gauge=Gauge(data_points=[NumberDataPoint(as_int=1)] * 7))
     message = ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric, metric])])
@@ -216,7 +216,7 @@ async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc
     assert "14 points" in response.partial_success.error_message
 
 
-async def test_a_stage_that_is_slow_on_purpose_is_named() -> None:
+async def test_a_slow_stage_is_named() -> None:
     ask = Ask(prompt=tuple(range(40)), max_tokens=20)
     async with mock_cluster(4, "step=4ms", "step=4ms", "step=8ms", "step=4ms") as cluster:
         async with cluster.generating([ask, ask.again(), ask.again()]):
@@ -274,7 +274,7 @@ async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
     await server.stop(0)
 
 
-async def test_pages_go_on_where_the_one_before_ended_whatever_arrives(
+async def test_pages_continue_after_the_previous_one_despite_new_traces(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel
 ) -> None:
     def add(number: int) -> None:
@@ -295,7 +295,7 @@ async def test_pages_go_on_where_the_one_before_ended_whatever_arrives(
 
 
 @pytest.mark.parametrize("token", ["x", "1", "-1.x", f"{10**20}.x"])
-async def test_a_page_token_of_no_page_is_rejected(channel: grpc.aio.Channel, token: str) -> None:
+async def test_an_invalid_page_token_is_rejected(channel: grpc.aio.Channel, token: str) -> None:
     stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ListTraces(telemetry_pb2.ListTracesRequest(page_token=token), timeout=DEADLINE_S)

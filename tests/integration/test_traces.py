@@ -60,7 +60,7 @@ def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
     return sum(span.attributes[Attr.NUM_STEPS] for span in stages)
 
 
-async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector) -> None:
+async def test_a_callers_trace_continues_through_all_stages(collecting: Collector) -> None:
     caller = parse_traceparent(f"00-{TRACE_ID}-{CALLER}-01")
     assert caller is not None
     ask = Ask(prompt=tuple(range(1, 76)), max_tokens=50)
@@ -87,7 +87,7 @@ async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector)
         assert tree.unexplained_share(work) < 0.05
 
 
-async def test_the_root_says_who_asked_for_what_and_how_long_it_took(collecting: Collector) -> None:
+async def test_the_root_span_has_parameters_outcome_and_durations(collecting: Collector) -> None:
     ask = Ask(prompt=(1, 2, 3), max_tokens=4, seed=5)
     async with mock_cluster(collecting) as cluster:
         await cluster.generate(ask)
@@ -103,7 +103,7 @@ async def test_the_root_says_who_asked_for_what_and_how_long_it_took(collecting:
     assert attributes[Attr.E2E] == pytest.approx(first_token + attributes[Attr.TIME_IN_DECODE])
 
 
-async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sampled(
+async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
     collecting: Collector,
 ) -> None:
     asks = [Ask(prompt=tuple(range(first, first + 24)), max_tokens=60) for first in (1, 100)]
@@ -124,7 +124,7 @@ async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sa
     assert 0 not in restart_counts, "nobody knew yet that this one would be of interest"
 
 
-async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector) -> None:
+async def test_a_trace_stays_connected_when_a_worker_fails(collecting: Collector) -> None:
     ask = Ask(prompt=tuple(range(1, 40)), max_tokens=80)
     async with mock_cluster(collecting) as cluster:
         async with cluster.generating([ask]) as (answer,):
@@ -153,7 +153,7 @@ async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector)
     assert any(span.name == SpanName.CLUSTER_RECOVERY for span in collecting.spans)
 
 
-async def test_a_request_that_is_refused_is_recorded_though_not_sampled(collecting: Collector) -> None:
+async def test_a_rejected_request_is_recorded_although_unsampled(collecting: Collector) -> None:
     async with mock_cluster(collecting, trace_sample=0.0) as cluster:
         served = await cluster.generate(Ask(prompt=(1, 2), max_tokens=2))
         refused = await cluster.generate(Ask(prompt=(1, 2), max_tokens=10**6))
@@ -179,7 +179,7 @@ def names_recorded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[Sp
     return names
 
 
-async def test_what_nobody_samples_is_not_recorded(
+async def test_unsampled_requests_are_not_recorded(
     collecting: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with mock_cluster(collecting, trace_sample=0.0) as cluster:
@@ -188,7 +188,7 @@ async def test_what_nobody_samples_is_not_recorded(
         assert recorded == []
 
 
-async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
+async def test_a_hung_collector_delays_no_request_and_lost_spans_are_counted(
     collecting: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry.span_sinks, "QUEUED_SPANS", 16)

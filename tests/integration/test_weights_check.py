@@ -48,7 +48,7 @@ def with_one_other_byte(model: Path, directory: Path, tensor: str) -> Path:
     return copy
 
 
-async def test_weights_are_compared_by_samples_first_and_in_full_when_idle(model: Path) -> None:
+async def test_weights_are_compared_by_samples_first_and_fully_when_idle(model: Path) -> None:
     async with Cluster(model, layers=LAYERS, policy=NEVER) as cluster:
         assert levels(await cluster.client.status()) == ["sampled"] * 3
     async with Cluster(model, layers=LAYERS, policy=POLICY) as cluster:
@@ -62,9 +62,7 @@ async def test_weights_are_compared_by_samples_first_and_in_full_when_idle(model
 
 
 @pytest.mark.full
-async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_tensor(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_a_changed_byte_outside_all_samples_quarantines_the_worker(model: Path, tmp_path: Path) -> None:
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
     async with Cluster(model, layers=LAYERS, policy=POLICY, num_workers=1, waits=False) as cluster:
         await cluster.start_worker("w1", model_directory=damaged)
@@ -92,7 +90,7 @@ async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_t
         assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
-async def test_the_same_files_are_refused_when_their_worker_joins_again(model: Path, tmp_path: Path) -> None:
+async def test_the_same_files_are_rejected_when_their_worker_rejoins(model: Path, tmp_path: Path) -> None:
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
     async with Cluster(model, layers=(3,), policy=POLICY, num_workers=0, waits=False) as cluster:
         await cluster.start_worker("w0", model_directory=damaged)
@@ -114,7 +112,7 @@ async def test_the_same_files_are_refused_when_their_worker_joins_again(model: P
         assert controller.state.plan_id <= plan_id + 1, "it was tried once more at most"
 
 
-async def test_another_checkpoint_is_tried_once_and_the_others_are_ready_once(
+async def test_another_checkpoint_is_tried_once_and_the_other_workers_load_once(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", num_layers=3, seed=1)
@@ -131,7 +129,7 @@ async def test_another_checkpoint_is_tried_once_and_the_others_are_ready_once(
 
 
 @pytest.mark.full
-async def test_a_verdict_that_comes_after_the_worker_dialled_again_reaches_the_coordinator(
+async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream on which the worker was asked is gone, and another worker has its stage."""

@@ -71,13 +71,13 @@ def num_equal(tokens: list[list[int]], others: list[list[int]]) -> int:
 
 
 @pytest.mark.full
-async def test_a_bf16_model_in_bf16_says_the_same(bf16_llama: Path) -> None:
+async def test_a_bf16_model_generates_the_same_tokens_over_bf16(bf16_llama: Path) -> None:
     assert await tokens_of(bf16_llama, "bf16", "bf16") == await tokens_of(bf16_llama, "bf16", None)
 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "fp8", "int8"])
-async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, wire_dtype: str) -> None:
+async def test_a_smaller_wire_dtype_changes_few_tokens(varied_llama: Path, wire_dtype: str) -> None:
     exact = await tokens_of(varied_llama, "f32", None)
     tokens = await tokens_of(varied_llama, "f32", wire_dtype)
     assert [len(output) for output in tokens] == [len(output) for output in exact]
@@ -85,7 +85,7 @@ async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, w
 
 
 @pytest.mark.full
-async def test_status_says_what_travels(varied_llama: Path) -> None:
+async def test_status_shows_the_wire_dtype(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS, wire_dtype="int8") as cluster:
         assert (await cluster.client.status()).wire_dtype == cluster_pb2.DTYPE_I8
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
@@ -93,7 +93,7 @@ async def test_status_says_what_travels(varied_llama: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_worker_overrides_it_for_what_it_sends(
+async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
     varied_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stage 1 gets what worker 0 chose, stage 2 what the coordinator did."""
@@ -130,7 +130,7 @@ async def test_mock_stages_send_payloads_of_the_right_size(
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("num_prompts", [1, 6])
-def test_what_arrived_stays_as_it_is(
+def test_received_hidden_states_are_not_modified(
     bf16_llama: Path, dtype: DType, num_prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = StepExecutor.run
@@ -193,7 +193,7 @@ async def send(predecessor: PredecessorDouble, step: Step, hidden: TensorView) -
         (77, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got number 77"),
     ],
 )
-async def test_a_hello_with_an_impossible_wire_dtype_is_refused(
+async def test_a_hello_with_an_unknown_wire_dtype_is_rejected(
     tiny_llama: Path, number: int, says: str
 ) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
@@ -212,7 +212,7 @@ async def test_a_hello_with_an_impossible_wire_dtype_is_refused(
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("declared", [None, DType.BF16, FP8, INT8])
 @pytest.mark.parametrize("sent", [DType.F32, DType.BF16, FP8, INT8])
-async def test_a_frame_in_anything_but_what_was_declared_is_refused(
+async def test_a_frame_in_another_dtype_than_declared_is_rejected(
     tiny_llama: Path, declared: WireDType | None, sent: WireDType
 ) -> None:
     if sent is (declared or DType.F32):
@@ -231,7 +231,7 @@ async def test_a_frame_in_anything_but_what_was_declared_is_refused(
 
 
 @pytest.mark.parametrize(("declared", "most"), [(None, 8192), (DType.BF16, 4096), (FP8, 2176), (INT8, 2176)])
-async def test_a_payload_has_room_for_what_was_declared_and_no_more(
+async def test_a_payload_is_limited_to_the_size_of_the_declared_dtype(
     tiny_llama: Path, declared: WireDType | None, most: int
 ) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
@@ -249,7 +249,7 @@ async def test_a_payload_has_room_for_what_was_declared_and_no_more(
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("taken", [DType.F32, FP8, INT8])
 @pytest.mark.parametrize("given", [DType.BF16, FP8, INT8])
-async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
+async def test_a_stage_receives_the_declared_dtype_and_sends_the_assigned_one(
     tiny_llama: Path, taken: WireDType, given: WireDType
 ) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
@@ -270,7 +270,7 @@ async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
         await predecessor.close()
 
 
-async def test_a_wire_dtype_that_saves_nothing_cannot_be_loaded(tiny_llama: Path) -> None:
+async def test_a_wire_dtype_as_wide_as_the_model_is_rejected(tiny_llama: Path) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
         message = assign_message(replace(bench.assignment, plan_id=2))
         for number, says in ((cluster_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
@@ -283,7 +283,7 @@ async def test_a_wire_dtype_that_saves_nothing_cannot_be_loaded(tiny_llama: Path
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("wire_dtype", [None, DType.BF16, FP8, INT8])
-async def test_what_is_not_finite_fails_its_own_request_only(
+async def test_a_non_finite_hidden_state_fails_only_its_own_request(
     tiny_llama: Path, wire_dtype: WireDType | None, bad: float
 ) -> None:
     hidden = torch.randn(8, HIDDEN_SIZE)

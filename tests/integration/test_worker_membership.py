@@ -83,7 +83,7 @@ async def load(link: WorkerLink, assignment: Assignment) -> join_pb2.StageLoaded
     return loaded
 
 
-async def test_hello_says_who_and_where_the_worker_is(coordinator: CoordinatorDouble) -> None:
+async def test_hello_has_identity_and_address_of_the_worker(coordinator: CoordinatorDouble) -> None:
     async with running_worker(worker_config(coordinator.address)) as worker:
         hello = (await coordinator.link()).hello
         port = worker.listen_address.rpartition(":")[2]
@@ -102,7 +102,7 @@ async def test_hello_says_who_and_where_the_worker_is(coordinator: CoordinatorDo
         assert len(hello.incarnation) == 16
 
 
-async def test_a_wildcard_address_is_advertised_as_the_one_that_the_coordinator_is_reached_from(
+async def test_a_wildcard_address_is_advertised_as_the_outgoing_address(
     coordinator: CoordinatorDouble,
 ) -> None:
     config = replace(worker_config(coordinator.address), listen="0.0.0.0:0")
@@ -118,7 +118,7 @@ async def test_a_given_address_and_name_are_advertised(coordinator: CoordinatorD
         assert (hello.name, hello.address) == ("gpu-a", "gpu-a.example:7481")
 
 
-async def test_heartbeats_go_on_while_a_model_loads(
+async def test_heartbeats_continue_while_a_model_loads(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
@@ -139,7 +139,7 @@ async def test_heartbeats_go_on_while_a_model_loads(
         assert loaded.kv_bytes == assignment.num_blocks * assignment.block_size * 2 * 2 * 16 * 4
 
 
-async def test_loaded_comes_after_the_warm_up(
+async def test_loaded_is_reported_after_the_warm_up(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_loader, "warm_up", gate.wrap(stage_loader.warm_up))
@@ -167,7 +167,7 @@ async def test_loaded_comes_after_the_warm_up(
     ],
     ids=["fingerprint", "path", "layers", "no-embeddings", "no-head", "memory"],
 )
-async def test_what_cannot_be_loaded_is_refused_and_the_worker_stays(
+async def test_an_assignment_that_cannot_be_loaded_is_rejected(
     coordinator: CoordinatorDouble, assignment: Assignment, change: dict[str, Any], says: list[str]
 ) -> None:
     async with running_worker(worker_config(coordinator.address)):
@@ -180,7 +180,7 @@ async def test_what_cannot_be_loaded_is_refused_and_the_worker_stays(
         await load(link, replace(assignment, plan_id=2))
 
 
-async def test_an_assignment_that_contradicts_itself_is_refused(
+async def test_an_inconsistent_assignment_is_rejected(
     coordinator: CoordinatorDouble, assignment: Assignment
 ) -> None:
     async with running_worker(worker_config(coordinator.address)):
@@ -192,7 +192,7 @@ async def test_an_assignment_that_contradicts_itself_is_refused(
         await load(link, assignment)
 
 
-async def test_the_workers_own_model_path_goes_before_the_coordinators(
+async def test_the_model_path_of_the_worker_takes_precedence(
     coordinator: CoordinatorDouble, assignment: Assignment
 ) -> None:
     config = replace(worker_config(coordinator.address), model_directory=Path(assignment.model_directory))
@@ -202,7 +202,7 @@ async def test_the_workers_own_model_path_goes_before_the_coordinators(
 
 
 @pytest.mark.full
-async def test_a_load_gives_way_to_another_assignment(
+async def test_a_load_is_aborted_for_another_assignment(
     coordinator: CoordinatorDouble, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_loaded, cancelled, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
@@ -235,7 +235,7 @@ async def test_a_load_gives_way_to_another_assignment(
 
 
 @pytest.mark.full
-async def test_the_same_stage_is_not_loaded_twice(
+async def test_a_repeated_assignment_is_not_loaded_again(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
@@ -251,7 +251,7 @@ async def test_the_same_stage_is_not_loaded_twice(
         assert gate.num_calls == 4
 
 
-async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
+async def test_a_worker_rejoins_with_its_stage_after_a_broken_stream(
     assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
@@ -271,7 +271,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
         assert_same(await run_scenario(bench), expected)
 
 
-async def test_a_load_that_outlives_its_connection_is_answered_to_nobody_but_kept(
+async def test_a_load_that_outlives_its_connection_is_kept_unreported(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
@@ -301,7 +301,7 @@ class LogWatch(logging.Handler):
             self.came.set()
 
 
-async def test_a_worker_waits_for_its_coordinator_and_says_so_once(assignment: Assignment) -> None:
+async def test_a_worker_waits_for_its_coordinator_and_logs_it_once(assignment: Assignment) -> None:
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -340,7 +340,7 @@ async def test_a_worker_whose_device_failed_does_not_wait_for_the_coordinator(
     assert f"the connection to the coordinator at {coordinator.address} ended" in caplog.text
 
 
-async def test_a_refused_handshake_ends_the_worker(coordinator: CoordinatorDouble) -> None:
+async def test_a_rejected_handshake_stops_the_worker(coordinator: CoordinatorDouble) -> None:
     coordinator.refusal = (
         grpc.StatusCode.FAILED_PRECONDITION,
         "protocol version mismatch: expected 2, got 1",
@@ -352,7 +352,7 @@ async def test_a_refused_handshake_ends_the_worker(coordinator: CoordinatorDoubl
     assert await worker.stop()
 
 
-async def test_leave_ends_the_process_if_it_says_so(coordinator: CoordinatorDouble) -> None:
+async def test_leave_stops_the_process_if_requested(coordinator: CoordinatorDouble) -> None:
     worker = Worker(worker_config(coordinator.address))
     await worker.start()
     task = asyncio.create_task(worker.run())
@@ -365,7 +365,7 @@ async def test_leave_ends_the_process_if_it_says_so(coordinator: CoordinatorDoub
     assert await worker.stop()
 
 
-async def test_a_coordinator_that_answers_nothing_for_its_lease_is_dialled_again(
+async def test_a_coordinator_silent_for_its_lease_is_dialled_again(
     coordinator: CoordinatorDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This one answers no heartbeat, as one behind a partition."""
@@ -377,7 +377,7 @@ async def test_a_coordinator_that_answers_nothing_for_its_lease_is_dialled_again
     assert "(silent for 0.1 s)" in caplog.text
 
 
-async def test_how_long_leaving_may_take_is_for_the_coordinator_to_say(
+async def test_the_coordinator_sets_the_drain_timeout(
     coordinator: CoordinatorDouble,
 ) -> None:
     coordinator.drain_timeout_ms = 600_000
