@@ -154,7 +154,7 @@ class LocalPipeline:
         for stage, executor in enumerate(self.stages):
             executor.begin_epoch(self._epoch, stage=stage)
         handed_on: dict[int, list[TensorView]] = {stage: [] for stage in range(len(self.stages) - 1)}
-        results = [self._compute(each.step, handed_on) for each in script.steps]
+        results = [self._compute(step.step, handed_on) for step in script.steps]
         states = {
             stage: decode_states(handed_on_states(views), sum(view.shape[0] for view in views))
             for stage, views in handed_on.items()

@@ -66,7 +66,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            names = sorted({f"{each.process}: {each.name}" for each in self.spans})
+            names = sorted({f"{span.process}: {span.name}" for span in self.spans})
             raise TimeoutError(f"{len(self.spans)} spans: {names}") from None
 
 

@@ -70,7 +70,7 @@ def results_of(logits: Tensor, rows: Sequence[Row]) -> tuple[SliceResult, ...]:
     keys = [key(index, row.choice) for index, row in enumerate(rows)]
     for sequence, row in zip(keys, rows, strict=True):
         sampler.start(start_record(sequence, row))
-    return sampler.choose([last_token_of_prefill(*each) for each in zip(keys, rows, strict=True)], logits)
+    return sampler.choose([last_token_of_prefill(*pair) for pair in zip(keys, rows, strict=True)], logits)
 
 
 def tokens_of(logits: Tensor, rows: Sequence[Row]) -> list[int]:

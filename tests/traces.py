@@ -20,7 +20,7 @@ class Tree:
 
     @classmethod
     def of(cls, spans: Iterable[CollectedSpan], trace_id: str) -> Tree:
-        return cls(tuple(each for each in spans if each.span.trace_id.hex() == trace_id))
+        return cls(tuple(span for span in spans if span.span.trace_id.hex() == trace_id))
 
     @property
     def root(self) -> CollectedSpan:
@@ -28,24 +28,24 @@ class Tree:
         return root
 
     def named(self, *names: SpanName) -> list[CollectedSpan]:
-        return [each for each in self.spans if each.name in names]
+        return [span for span in self.spans if span.name in names]
 
     def children(self, parent: CollectedSpan) -> list[CollectedSpan]:
-        return [each for each in self.spans if each.span.parent_span_id == parent.span.span_id]
+        return [span for span in self.spans if span.span.parent_span_id == parent.span.span_id]
 
     def check_connected(self) -> None:
         """Every span but the root has a parent here, stages lie below the right work, no id comes twice."""
-        for each in self.spans:
-            unknown = set(each.attributes) - ATTRIBUTES[each.name]
-            assert not unknown, f"{each.name} has {unknown}, which nobody has heard of"
-        by_id = {each.span.span_id: each for each in self.spans}
+        for span in self.spans:
+            unknown = set(span.attributes) - ATTRIBUTES[span.name]
+            assert not unknown, f"{span.name} has {unknown}, which nobody has heard of"
+        by_id = {span.span.span_id: span for span in self.spans}
         assert len(by_id) == len(self.spans), "a span came twice"
-        for each in self.spans:
-            if each is self.root:
+        for span in self.spans:
+            if span is self.root:
                 continue
-            parent = by_id.get(each.span.parent_span_id)
-            assert parent is not None, f"{each.name} of {each.process} has no parent"
-            assert parent.name == WORK.get(SpanName(each.name), SpanName.GENERATE)
+            parent = by_id.get(span.span.parent_span_id)
+            assert parent is not None, f"{span.name} of {span.process} has no parent"
+            assert parent.name == WORK.get(SpanName(span.name), SpanName.GENERATE)
 
     def check_nested(self, *, slack_us: float) -> None:
         """Every child lies inside its parent, but for `slack_us`: times of one clock have microseconds."""
@@ -72,4 +72,4 @@ class Tree:
     def num_generated(self) -> int:
         """Tokens that the spans tell of: one for each prefill that was finished, and those of decode work."""
         decodes = self.named(SpanName.DECODE)
-        return len(decodes) + sum(each.attributes[Attr.TOKENS] for each in decodes)
+        return len(decodes) + sum(decode.attributes[Attr.TOKENS] for decode in decodes)

@@ -51,8 +51,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--logs", type=unused_directory, metavar="DIR", help=LOGS_HELP)
     given = parser.parse_args()
-    if not all(any(text in each.name for each in DISTURBANCES) for text in given.only):
-        parser.error(f"there are only {', '.join(each.name for each in DISTURBANCES)}")
+    if not all(any(text in disturbance.name for disturbance in DISTURBANCES) for text in given.only):
+        parser.error(f"there are only {', '.join(disturbance.name for disturbance in DISTURBANCES)}")
     if given.storm and (given.only or given.no_journal):
         parser.error("--only and --no-journal are not for --storm")
     if given.kill_coordinator and not given.storm:

@@ -50,8 +50,8 @@ class Report:
 
     @staticmethod
     def _row(name: str, width: int, seen: list[Seen]) -> str:
-        pauses_s = [each.pause_s for each in seen] or [0.0]
-        num_epochs = sum(each.has_new_epoch for each in seen)
+        pauses_s = [fault.pause_s for fault in seen] or [0.0]
+        num_epochs = sum(fault.has_new_epoch for fault in seen)
         return (
             f"{name:{width}}  {len(seen):5}  {num_epochs:10}  {median(pauses_s):10.2f} s  "
             f"{max(pauses_s):9.2f} s"

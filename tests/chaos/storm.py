@@ -74,7 +74,9 @@ async def _run_in(directory: Path, storm: StormConfig, free_address: str, report
         LogLine(line.at_s - wall_minus_loop_s, line.message)
         for line in read_log(directory / "logs" / f"{COORDINATOR}.log")
     ]
-    downs = [(each.ended_s, each.listening_s) for each in cluster.restarts if each.name == COORDINATOR]
+    downs = [
+        (restart.ended_s, restart.listening_s) for restart in cluster.restarts if restart.name == COORDINATOR
+    ]
     report.spans = spans_of(lines, downs, end_s=asyncio.get_running_loop().time())
 
 

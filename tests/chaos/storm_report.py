@@ -37,16 +37,17 @@ class StormReport:
     errors: list[str] = field(default_factory=list)
 
     def num(self, outcome: Outcome) -> int:
-        return sum(each.outcome is outcome for each in self.ended)
+        return sum(request.outcome is outcome for request in self.ended)
 
     @property
     def struck(self) -> list[Ended]:
         """Requests with at least one fault between their first and their last token."""
         moments = [at_s for at_s, _ in self.faults]
         return [
-            each
-            for each in self.ended
-            if each.arrived_s and any(each.arrived_s[0] <= at_s <= each.arrived_s[-1] for at_s in moments)
+            request
+            for request in self.ended
+            if request.arrived_s
+            and any(request.arrived_s[0] <= at_s <= request.arrived_s[-1] for at_s in moments)
         ]
 
     @property
@@ -57,7 +58,7 @@ class StormReport:
     @property
     def is_fast(self) -> bool:
         """The pauses of the struck requests keep to the limits."""
-        pauses_s = [each.pause_s for each in self.struck]
+        pauses_s = [request.pause_s for request in self.struck]
         return percentile(pauses_s, 0.5) <= MEDIAN_LIMIT_S and percentile(pauses_s, 0.95) <= P95_LIMIT_S
 
     def lines(self) -> list[str]:
@@ -69,16 +70,16 @@ class StormReport:
             *self._start_lines(),
             "",
             f"{'':26}{'count':>7}{'median':>9}{'p95':>9}{'worst':>9}",
-            _row("pause, struck requests", [each.pause_s for each in struck]),
-            _row("pause, all requests", [each.pause_s for each in self.ended]),
-            _row("first token, all requests", [x for each in self.ended if (x := each.first_token_s)]),
+            _row("pause, struck requests", [request.pause_s for request in struck]),
+            _row("pause, all requests", [request.pause_s for request in self.ended]),
+            _row("first token, all requests", [x for request in self.ended if (x := request.first_token_s)]),
             "",
             *self._phase_lines(struck),
             *self._worst_lines(struck),
             *(
-                f"PROBLEM: {each.outcome.value}: request {each.number}: {each.problem}"
-                for each in self.ended
-                if each.outcome is not Outcome.DONE
+                f"PROBLEM: {request.outcome.value}: request {request.number}: {request.problem}"
+                for request in self.ended
+                if request.outcome is not Outcome.DONE
             ),
             *(f"PROBLEM: {problem}" for problem in (*self.leaks, *self.errors)),
             *self._verdict_lines(struck),
@@ -111,8 +112,8 @@ class StormReport:
         """Of the longest pause of each struck request, the mean time in each phase: of all, and of those
         beyond the 95th percentile.
         """
-        limit_s = percentile([each.pause_s for each in struck], 0.95)
-        worst = [each for each in struck if each.pause_s >= limit_s]
+        limit_s = percentile([request.pause_s for request in struck], 0.95)
+        worst = [request for request in struck if request.pause_s >= limit_s]
         all_parts, worst_parts = self._mean_parts(struck), self._mean_parts(worst)
         rows = [
             f"{phase.value:30}{all_parts.get(phase, 0.0):7.2f} s{worst_parts.get(phase, 0.0):12.2f} s"
@@ -128,19 +129,19 @@ class StormReport:
 
     def _mean_parts(self, requests: Sequence[Ended]) -> dict[Phase, float]:
         sums: dict[Phase, float] = {}
-        for each in requests:
-            for phase, seconds in parts_of(*each.longest_gap, self.spans).items():
+        for request in requests:
+            for phase, seconds in parts_of(*request.longest_gap, self.spans).items():
                 sums[phase] = sums.get(phase, 0.0) + seconds / len(requests)
         return sums
 
     def _mean_epochs(self, requests: Sequence[Ended]) -> float:
-        total = sum(num_recoveries(*each.longest_gap, self.spans) for each in requests)
+        total = sum(num_recoveries(*request.longest_gap, self.spans) for request in requests)
         return total / len(requests) if requests else 0.0
 
     def _worst_lines(self, struck: Sequence[Ended]) -> list[str]:
         lines = []
-        for each in sorted(struck, key=lambda each: -each.pause_s)[:NUM_WORST]:
-            begin_s, end_s = each.longest_gap
+        for request in sorted(struck, key=lambda request: -request.pause_s)[:NUM_WORST]:
+            begin_s, end_s = request.longest_gap
             parts = ", ".join(
                 f"{phase.value} {seconds:.1f}"
                 for phase, seconds in sorted(
@@ -149,11 +150,11 @@ class StormReport:
                 if seconds >= 0.05
             )
             faults = ", ".join(name for at_s, name in self.faults if begin_s - 1 <= at_s <= end_s)
-            lines.append(f"worst: {each.pause_s:.1f} s ({parts}) with {faults}")
+            lines.append(f"worst: {request.pause_s:.1f} s ({parts}) with {faults}")
         return lines
 
     def _verdict_lines(self, struck: Sequence[Ended]) -> list[str]:
-        pauses_s = [each.pause_s for each in struck]
+        pauses_s = [request.pause_s for request in struck]
         median_s, p95_s = percentile(pauses_s, 0.5), percentile(pauses_s, 0.95)
         return [
             f"requests: {self.num(Outcome.DONE)} done, {self.num(Outcome.FAILED)} failed, "

@@ -73,20 +73,20 @@ class Report:
             "growing": self.growing,
             "requests": dict(self.num_requests),
             "problems": self.problems,
-            "counts": [dict(each) for each in self.counts],
-            "allocator": [dict(each) for each in self.allocator],
-            "resident": [[round(each.at_s, 1), each.resident_bytes] for each in self.samples],
+            "counts": [dict(count) for count in self.counts],
+            "allocator": [dict(counters) for counters in self.allocator],
+            "resident": [[round(sample.at_s, 1), sample.resident_bytes] for sample in self.samples],
         }
 
     def _in_window(self, begin: float, end: float) -> list[int]:
         begin_s, end_s = begin * self.seconds, end * self.seconds
-        return [each.resident_bytes for each in self.samples if begin_s <= each.at_s <= end_s]
+        return [sample.resident_bytes for sample in self.samples if begin_s <= sample.at_s <= end_s]
 
 
 def growing_types(counts: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
     """Types that grow from each count to the next by more than noise, with their counts."""
-    names = sorted({name for each in counts for name in each})
-    series = {name: [each.get(name, 0) for each in counts] for name in names}
+    names = sorted({name for count in counts for name in count})
+    series = {name: [count.get(name, 0) for count in counts] for name in names}
     return {name: values for name, values in series.items() if _grows(values)}
 
 

@@ -56,7 +56,7 @@ async def several_choices(target: Target, generator: random.Random) -> None:
     completions = await target.client.complete(
         prompt_of(generator), max_tokens=8, n=2, temperature=1.0, seed=generator.randrange(2**32)
     )
-    assert [len(each.token_ids) for each in completions] == [8, 8]
+    assert [len(completion.token_ids) for completion in completions] == [8, 8]
 
 
 async def stopped(target: Target, generator: random.Random) -> None:

@@ -116,7 +116,9 @@ class FaultyCluster:
     async def places(self) -> dict[str, str]:
         """Which worker holds the role FIRST, MIDDLE, LAST or ONLY; of several MIDDLEs the first one."""
         status = await self.until()
-        by_stage = sorted((each for each in status.workers if each.HasField("stage")), key=lambda w: -w.stage)
+        by_stage = sorted(
+            (worker for worker in status.workers if worker.HasField("stage")), key=lambda w: -w.stage
+        )
         return {cluster_pb2.StageRole.Name(w.role).removeprefix("STAGE_ROLE_"): w.name for w in by_stage}
 
     async def kill(self, *names: str) -> None:

@@ -69,7 +69,7 @@ class ResultProxy(StreamProxy):
             if message.WhichOneof("message") != "frame":
                 return (data,)
             altered = await self._altered(message, stream)
-            return [each.SerializeToString() for each in altered]
+            return [message.SerializeToString() for message in altered]
 
         return relay
 

@@ -71,7 +71,7 @@ def _report(tally: Tally) -> None:
 
 
 def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {times}" for name, times in sorted(counts.items(), key=lambda each: -each[1]))
+    return ", ".join(f"{name} {times}" for name, times in sorted(counts.items(), key=lambda count: -count[1]))
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def _verdicts(seed: int, most: int | None, num_processes: int, bug: str | None) 
             pending.add(pool.submit(_examine_all, chunk))
             if len(pending) > 2 * num_processes:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                yield from (verdict for each in done for verdict in each.result())
-        yield from (verdict for each in pending for verdict in each.result())
+                yield from (verdict for future in done for verdict in future.result())
+        yield from (verdict for future in pending for verdict in future.result())
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -115,7 +115,9 @@ class Cluster:
     @property
     def _processes(self) -> list[Process]:
         hosts = (host.process for host in self.hosts)
-        return [each for each in (self.clients, self.coordinator_process, *hosts) if each is not None]
+        return [
+            process for process in (self.clients, self.coordinator_process, *hosts) if process is not None
+        ]
 
     def executors(self) -> list[StepExecutor]:
         """Those of the present plan, in stage order."""

@@ -68,12 +68,12 @@ DIRECTED = _parsed(_DIRECTED_TABLE)
 
 def missing(taken: Counter[Transition], wanted: set[Transition] = EXPECTED) -> list[Transition]:
     """What was never decided."""
-    return sorted(each for each in wanted if not taken[each])
+    return sorted(transition for transition in wanted if not taken[transition])
 
 
 def unlisted(taken: Iterable[Transition]) -> list[Transition]:
     """What changed something and is not in the table of the product."""
-    return sorted(each for each in taken if each[2] != "-" and not _is_legal(each))
+    return sorted(transition for transition in taken if transition[2] != "-" and not _is_legal(transition))
 
 
 def _is_legal(transition: Transition) -> bool:

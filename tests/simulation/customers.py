@@ -71,7 +71,7 @@ def draw_customers(random: Random, shape: Shape, count: int) -> list[Customer]:
     """Draw at least `count` customers with at least LEAST_TOKENS in total; some share a prompt prefix."""
     shared = tuple(random.randrange(VOCAB_SIZE) for _ in range(16))
     customers: list[Customer] = []
-    while len(customers) < count or sum(each.max_tokens for each in customers) < LEAST_TOKENS:
+    while len(customers) < count or sum(customer.max_tokens for customer in customers) < LEAST_TOKENS:
         customers.append(_draw(random, shape, len(customers), shared))
     return customers
 

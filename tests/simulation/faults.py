@@ -59,7 +59,7 @@ def cut_control(cluster: Cluster, random: Random) -> str:
 
 
 def cut_hop(cluster: Cluster, random: Random) -> str:
-    names = [each.identity.name for each in cluster.coordinator.controller.state.stage_workers]
+    names = [worker.identity.name for worker in cluster.coordinator.controller.state.stage_workers]
     if len(names) < 2:
         names = [host.name for host in cluster.hosts]
     first = random.randrange(len(names) - 1)
@@ -213,7 +213,7 @@ def _some_host(cluster: Cluster, random: Random) -> Host:
     """One that is up and not frozen, rather with a stage than without."""
     state = cluster.coordinator.controller.state
     up = [host for host in cluster.hosts if host.is_up and host.process and not host.process.is_frozen]
-    staged = {each.identity.name for each in state.stage_workers}
+    staged = {worker.identity.name for worker in state.stage_workers}
     chosen = [host for host in up if host.name in staged]
     if state.phase is not ClusterPhase.BLOCKED and chosen and random.random() < 0.85:
         return random.choice(chosen)

@@ -82,8 +82,10 @@ class Server:
         self._interceptors = (ErrorInterceptor(), *interceptors)
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
-        for each in handlers:
-            self.handlers.append(lambda method, each=each: each.service(SimpleNamespace(method=method)))
+        for handler in handlers:
+            self.handlers.append(
+                lambda method, handler=handler: handler.service(SimpleNamespace(method=method))
+            )
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         named = {f"/{service}/{name}": handler for name, handler in handlers.items()}
@@ -97,7 +99,7 @@ class Server:
 
     def handler(self, method: str) -> Any:
         """With errors mapped and messages limited as in the product."""
-        found = next(found for each in self.handlers if (found := each(method)) is not None)
+        found = next(found for lookup in self.handlers if (found := lookup(method)) is not None)
         details: Any = SimpleNamespace(method=method)
         for interceptor in reversed(self._interceptors):
 
@@ -216,7 +218,7 @@ class Network:
 
     def forget(self, process: Process) -> None:
         """The process has died, and its kernel closes its connections."""
-        self._servers = {at: each for at, each in self._servers.items() if each[0] is not process}
+        self._servers = {at: server for at, server in self._servers.items() if server[0] is not process}
         for call in self.calls:
             server = call.server
             assert server is not None
@@ -254,7 +256,7 @@ class Network:
         if call.method.endswith("/Join"):
             call.up.said = self.said.setdefault(call.process.name, [])
         call.down.sender = process
-        self.calls = [each for each in self.calls if each.status is None]
+        self.calls = [rpc for rpc in self.calls if rpc.status is None]
         self.calls.append(call)
         self.loop.call_soon(call.server.start, context=process.context)
         call.up.flush()

@@ -57,7 +57,7 @@ class Oracle:
                 self._served_s = self._loop.time()
             if self.num_results % EACH_RESULTS == 0:
                 self._check_ledger()
-                bad = [each.identity.name for each in state.stage_workers if is_bad(each.identity.name)]
+                bad = [worker.identity.name for worker in state.stage_workers if is_bad(worker.identity.name)]
                 if bad and state.phase is ClusterPhase.SERVING:
                     self.note(f"{bad} serve, whose weights are bad")
             return num_tokens
@@ -145,7 +145,7 @@ class Oracle:
         if scheduler.kv is None:
             return
         try:
-            scheduler.kv.check_integrity([each.kv for each in scheduler.running])
+            scheduler.kv.check_integrity([sequence.kv for sequence in scheduler.running])
         except IntegrityBroken as error:
             self.note(f"ledger: {error}")
 

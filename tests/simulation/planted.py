@@ -104,9 +104,9 @@ def an_epoch_begins_under_the_number_of_the_last() -> Iterator[None]:
         if before:
             self.epoch = before
             actions = [
-                BeginEpoch(before, each.plan_id, each.plan, each.workers, each.delay_s)
-                for each in actions
-                if isinstance(each, BeginEpoch)
+                BeginEpoch(before, action.plan_id, action.plan, action.workers, action.delay_s)
+                for action in actions
+                if isinstance(action, BeginEpoch)
             ]
         return actions
 

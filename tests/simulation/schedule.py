@@ -145,7 +145,7 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
         num_events=num_events,
         cpu_s=time.process_time() - began_s,
         faults=faults,
-        ends=Counter(each.end.split(":")[0] for each in schedule.customers),
+        ends=Counter(customer.end.split(":")[0] for customer in schedule.customers),
         transitions=taken,
     )
 
@@ -163,8 +163,8 @@ def _play(
 
     for host in cluster.hosts:
         loop.call_later(random.uniform(0, 0.3), cluster.start_worker, host)
-    for each in customers:
-        cluster.clients.spawn(Visit(each, cluster).run())
+    for customer in customers:
+        cluster.clients.spawn(Visit(customer, cluster).run())
     state = cluster.coordinator.controller.state
     for strike in schedule.faults:
         loop.run_until(began_s + strike.moment_s)
@@ -180,7 +180,7 @@ def _play(
     tell("no fault lasts")
     relieve(cluster)
     while True:
-        loop.run_until(loop.time() + CALM_S, is_done=lambda: all(each.is_done for each in customers))
+        loop.run_until(loop.time() + CALM_S, is_done=lambda: all(customer.is_done for customer in customers))
         loop.run_until(loop.time() + SETTLE_S)
         if loop.num_timers >= LEAST_EVENTS:
             break
@@ -198,7 +198,7 @@ def _play(
     for _ in range(2):
         loop.run_until(loop.time() + ACCEPTED_WITHIN_S)
         loop.run_until(loop.time() + CALM_S, is_done=is_calm)
-    for each in customers:
-        if not each.is_done:
-            cluster.oracle.note(f"{each.name} ({each.habit.name}) does not end, with {each.got}")
+    for customer in customers:
+        if not customer.is_done:
+            cluster.oracle.note(f"{customer.name} ({customer.habit.name}) does not end, with {customer.got}")
     cluster.oracle.check_idle(cluster.executors())

@@ -18,7 +18,9 @@ SEED = 0
 
 
 def check(tally: Tally) -> None:
-    failed = {f"--seed {each.seed} --schedule {each.number}": each.problems for each in tally.failed}
+    failed = {
+        f"--seed {schedule.seed} --schedule {schedule.number}": schedule.problems for schedule in tally.failed
+    }
     assert not failed, f"see `python -m tests.simulation` with any of {failed}"
     assert tally.num_schedules < FULL or not missing(tally.transitions), "decisions that were never taken"
     assert not unlisted(tally.transitions), "decisions that the table of the cluster does not list"

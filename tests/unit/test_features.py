@@ -169,10 +169,10 @@ def _marks(node: ast.stmt) -> set[str]:
 def _with_uses(name: str, defined: dict[str, ast.stmt], text: str) -> str:
     seen, waiting = set[str](), [name]
     while waiting:
-        if (each := waiting.pop()) not in seen and each in defined:
-            seen.add(each)
-            waiting += [node.id for node in ast.walk(defined[each]) if isinstance(node, ast.Name)]
-    return "\n".join(ast.get_source_segment(text, defined[each]) or "" for each in sorted(seen))
+        if (used_name := waiting.pop()) not in seen and used_name in defined:
+            seen.add(used_name)
+            waiting += [node.id for node in ast.walk(defined[used_name]) if isinstance(node, ast.Name)]
+    return "\n".join(ast.get_source_segment(text, defined[used_name]) or "" for used_name in sorted(seen))
 
 
 def commands() -> dict[str, Any]:

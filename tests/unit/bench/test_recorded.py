@@ -72,14 +72,17 @@ def test_a_figure_that_was_never_recorded_is_new() -> None:
 def test_only_figures_of_groups_that_ran_can_be_gone() -> None:
     before = recorded.merged(run_of(figure("a"), figure("b")), run_of(latency(1), group="memory"))
     now = GroupResult(name="decode", figures=(figure("a"),))
-    assert [(each.name, each.change) for each in recorded.gone([now], before)] == [("b", Change.GONE)]
+    assert [(figure.name, figure.change) for figure in recorded.gone([now], before)] == [("b", Change.GONE)]
 
 
 def test_recording_some_groups_leaves_the_others_as_they_were() -> None:
     first = recorded.merged({}, run_of(figure("a"), figure("b")))
     second = recorded.merged(first, run_of(latency(70), group="memory"))
     third = recorded.merged(second, run_of(figure("a", measured=90)))
-    assert [(each["name"], each["ratio"]) for each in third["figures"]] == [("latency", 0.7), ("a", 0.9)]
+    assert [(figure["name"], figure["ratio"]) for figure in third["figures"]] == [
+        ("latency", 0.7),
+        ("a", 0.9),
+    ]
     assert [group["name"] for group in third["groups"]] == ["memory", "decode"]
 
 

@@ -37,7 +37,7 @@ async def _never(setting: Setting) -> list[Figure]:
 async def test_a_group_that_fails_or_never_ends_leaves_the_others_their_figures() -> None:
     works = {"badly": _badly, "never": _never, "well": _well}
     groups = [group("badly"), group("never", timeout_s=0.01), group("well")]
-    results = await run_groups(groups, SETTING, load=lambda each: works[each.name])
+    results = await run_groups(groups, SETTING, load=lambda group: works[group.name])
     assert [result.problem for result in results] == [
         "RuntimeError: the cluster [is] gone",
         "not done after 0.01 s",
@@ -48,9 +48,9 @@ async def test_a_group_that_fails_or_never_ends_leaves_the_others_their_figures(
 
 
 def test_groups_run_in_their_own_order_whatever_the_order_asked_for() -> None:
-    names = [each.name for each in GROUPS]
-    assert [each.name for each in chosen([names[3], names[1]])] == [names[1], names[3]]
-    assert chosen([]) == [each for each in GROUPS if each.is_default]
+    names = [group.name for group in GROUPS]
+    assert [group.name for group in chosen([names[3], names[1]])] == [names[1], names[3]]
+    assert chosen([]) == [group for group in GROUPS if group.is_default]
 
 
 def test_a_name_that_is_no_group_is_refused_with_those_that_are() -> None:
@@ -59,9 +59,9 @@ def test_a_name_that_is_no_group_is_refused_with_those_that_are() -> None:
 
 
 def test_each_group_has_a_module_and_all_of_them_fit_into_ten_minutes() -> None:
-    for each in GROUPS:
-        assert Path(*each.module.split(".")).with_suffix(".py").exists(), each.module
-    assert sum(each.about_s for each in GROUPS if each.is_default) < 600
+    for group in GROUPS:
+        assert Path(*group.module.split(".")).with_suffix(".py").exists(), group.module
+    assert sum(group.about_s for group in GROUPS if group.is_default) < 600
 
 
 def test_what_got_worse_is_said_below_the_table() -> None:

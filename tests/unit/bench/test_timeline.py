@@ -93,7 +93,7 @@ def test_stages_that_spent_more_than_the_step_took_did_not_travel_backwards() ->
 def test_steps_that_do_not_tell_their_times_alike_are_no_timeline(
     stages: tuple[tuple[tuple[int, int], ...], ...],
 ) -> None:
-    steps = [logged(index, 0.0, 1.0, stages=each) for index, each in enumerate(stages)]
+    steps = [logged(index, 0.0, 1.0, stages=stage_times) for index, stage_times in enumerate(stages)]
     with pytest.raises(ValueError, match="2 steps"):
         timeline(steps, 0.0, 1.0)
 

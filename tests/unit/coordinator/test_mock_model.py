@@ -20,7 +20,7 @@ def test_every_size_can_be_given_and_is_part_of_the_identity() -> None:
     config = parse_mock_model(text)
     assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (2, 8, 512)
     others = [parse_mock_model(text.replace("=3,", "=4,")), parse_mock_model(text.replace("=99", "=98"))]
-    assert len({mock_fingerprint(each) for each in (config, *others)}) == 3
+    assert len({mock_fingerprint(other_config) for other_config in (config, *others)}) == 3
 
 
 @pytest.mark.parametrize(

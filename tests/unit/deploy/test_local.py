@@ -63,7 +63,7 @@ async def test_logs_belong_to_their_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(each.stat().st_mode) for each in directory.iterdir()} == {0o600}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in directory.iterdir()} == {0o600}
 
 
 async def test_a_worker_that_ends_while_starting_fails_the_start_with_its_last_lines(

@@ -57,8 +57,8 @@ def test_hashes_are_those_of_the_vectors(case: Json) -> None:
     )
     use = sequence.prepare(len(sequence))
     assert use is not None
-    assert list(use.block_hashes) == [each["block_hash"] for each in case["blocks"]]
-    assert list(use.blocks) == [FullBlock(each["sequence_hash"]) for each in case["blocks"]]
+    assert list(use.block_hashes) == [block["block_hash"] for block in case["blocks"]]
+    assert list(use.blocks) == [FullBlock(block["sequence_hash"]) for block in case["blocks"]]
 
 
 def _named(block: Block) -> str | int:

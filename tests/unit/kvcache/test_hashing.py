@@ -162,8 +162,8 @@ def test_a_different_refcount_shows_with_a_promotion_onto_the_block() -> None:
     history: list[Signal] = [use(1), Use((PartialBlock(1),))]
     pool, replica = pool_after(history), pool_after(history)
     replica._full[1].num_owners += 1
-    for each in (pool, replica):
-        each.apply(Promote(PartialBlock(1), 1, None, 101))
+    for blocks in (pool, replica):
+        blocks.apply(Promote(PartialBlock(1), 1, None, 101))
     assert pool.digest != replica.digest
 
 

@@ -142,7 +142,7 @@ class Serving(RuleBasedStateMachine):
         assert pool.inactive == tuple(block.sequence_hash for block in model.inactive)
         assert {block: pool.refcount(block) for block in model.refcounts} == model.refcounts
         assert pool.num_active == len(model.refcounts)
-        alive = [each for each in self.sequences.values() if each.num_allocated_blocks]
+        alive = [sequence for sequence in self.sequences.values() if sequence.num_allocated_blocks]
         self.ledger.check_integrity(alive)
         self.tables.check_integrity()
 

@@ -259,7 +259,7 @@ def test_two_sequences_on_one_page_are_refused_before_anything_is_written(stage:
     """Nothing that the accounting allows; the last line of defence where it is wrong all the same."""
     one, two = stage.log.add((1, 2, 3)), stage.log.add((4, 5, 6))
     stage.run(stage.log.step())
-    results = tuple(SliceResult(each.key, 0, 9) for each in (one, two))
+    results = tuple(SliceResult(sequence.key, 0, 9) for sequence in (one, two))
     stage.log.complete(StepResult(1, 0, results))
     tables, compute = stage.executor._tables, stage.executor._compute
     assert isinstance(compute, ModelCompute)
@@ -326,17 +326,17 @@ def answers(stage: Stage) -> tuple[SliceResult, ...]:
 
 
 def assert_same(one: tuple[TokenLogprobs, ...], other: tuple[TokenLogprobs, ...]) -> None:
-    assert [each.token for each in one] == [each.token for each in other]
-    assert [each.rank for each in one] == [each.rank for each in other]
-    logprobs = [each.logprob for each in other]
-    assert [each.logprob for each in one] == pytest.approx(logprobs, abs=1e-5)
+    assert [logprob.token for logprob in one] == [logprob.token for logprob in other]
+    assert [logprob.rank for logprob in one] == [logprob.rank for logprob in other]
+    logprobs = [logprob.logprob for logprob in other]
+    assert [logprob.logprob for logprob in one] == pytest.approx(logprobs, abs=1e-5)
 
 
 def test_a_prompt_is_scored_in_chunks_as_at_once_beside_other_sequences(only: Stage) -> None:
     prompt = tuple(range(1, 31))
     only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
     (whole,) = answers(only)
-    assert [each.token for each in whole.prompt_logprobs] == list(prompt[1:])
+    assert [logprob.token for logprob in whole.prompt_logprobs] == list(prompt[1:])
     only.begin(2)
     neighbour = only.log.add((7, 8, 9), max_tokens=4)
     sequence = only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)

@@ -116,13 +116,15 @@ def test_the_sums_of_decode_spans_are_exact_and_spans_are_few(
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     others = [SequenceKey(new_request_id(), 0) for _ in range(num_others)]
     for position in range(num_steps):
-        stage.run(decode(ONE, 3 + position), *[decode(each) for each in others], parts=parts)
+        stage.run(decode(ONE, 3 + position), *[decode(sequence) for sequence in others], parts=parts)
     stage.run(ends=(EndRecord(ONE, 0),))
     names = (Attr.HOP_DURATION, Attr.RECEIVE_DURATION, Attr.WAIT_DURATION, Attr.COMPUTE_DURATION)
     for name, part in zip((*names, Attr.SEND_DURATION), parts, strict=True):
-        assert sum(each[name] for each in stage.decodes) == pytest.approx(num_steps * part, abs=1e-9)
-    assert sum(each[Attr.NUM_STEPS] for each in stage.decodes) == num_steps
-    assert all(each[Attr.BATCH_SIZE] == 1 + num_others for each in stage.decodes)
+        assert sum(attributes[name] for attributes in stage.decodes) == pytest.approx(
+            num_steps * part, abs=1e-9
+        )
+    assert sum(attributes[Attr.NUM_STEPS] for attributes in stage.decodes) == num_steps
+    assert all(attributes[Attr.BATCH_SIZE] == 1 + num_others for attributes in stage.decodes)
     assert len(stage.decodes) <= 1 + (num_steps // 16).bit_length()
 
 
@@ -149,7 +151,7 @@ def test_a_choice_that_starts_again_in_the_step_in_which_it_ends_is_somebody_new
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE, restart_count=1),), ends=(EndRecord(ONE, 0),))
     stage.run(decode(ONE))
     stage.run(ends=(EndRecord(ONE, 1),))
-    assert [each[Attr.RESTART_COUNT] for each in stage.decodes] == [0, 1]
+    assert [attributes[Attr.RESTART_COUNT] for attributes in stage.decodes] == [0, 1]
 
 
 def test_spans_say_what_the_stage_computes_on_in_and_with() -> None:
@@ -167,7 +169,7 @@ def test_the_end_of_an_epoch_records_what_was_computed_in_it() -> None:
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     stage.run(decode(ONE))
     stage.spans.epoch_over()
-    assert [each[Attr.NUM_STEPS] for each in stage.decodes] == [1]
+    assert [attributes[Attr.NUM_STEPS] for attributes in stage.decodes] == [1]
     stage.spans.epoch_began(mock_assignment(stage=1), 5)
     stage.run(decode(ONE))
     stage.spans.epoch_over()

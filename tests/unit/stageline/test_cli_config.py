@@ -111,7 +111,9 @@ def _file(directory: Path, text: str) -> str:
 
 
 each_setting = pytest.mark.parametrize(
-    ("config", "setting"), SETTINGS, ids=[f"{LINES[config][0]}{each.flag.name}" for config, each in SETTINGS]
+    ("config", "setting"),
+    SETTINGS,
+    ids=[f"{LINES[config][0]}{setting.flag.name}" for config, setting in SETTINGS],
 )
 
 

@@ -157,7 +157,7 @@ def test_log_probabilities_are_a_table_after_the_text(
 ) -> None:
     line = ["generate", "a b", "--max-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "1"]
     assert main([*line, "--coordinator", address]) == 0
-    lines = [" ".join(each.split()) for each in capsys.readouterr().out.splitlines()]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "0 1"
     assert lines[1] == "Prompt"
     assert "0 0 - - - -" in lines

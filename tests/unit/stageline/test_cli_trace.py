@@ -112,7 +112,7 @@ def test_traces_that_made_room_are_mentioned(coordinator: Served, capsys: pytest
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [each["request_id"] for each in listed["traces"]] == [REQUEST_ID, OTHER_ID]
+    assert [trace["request_id"] for trace in listed["traces"]] == [REQUEST_ID, OTHER_ID]
     assert listed["traces"][0]["slowest_stage"]["worker"] == "worker-1"
     assert (listed["num_dropped_traces"], listed["num_dropped_spans"]) == ("0", "0")
     assert listed["traces"][0] == message_fields(encode_summary(summary(served((0.2, 0.4, 0.2)).trace())))
@@ -147,7 +147,7 @@ def test_a_request_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_request_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     assert main(["trace", REQUEST_ID, "--perfetto", str(path)]) == 0
-    assert {each["ph"] for each in json.loads(path.read_text())["traceEvents"]} == {"X", "M"}
+    assert {event["ph"] for event in json.loads(path.read_text())["traceEvents"]} == {"X", "M"}
     assert REQUEST_ID in capsys.readouterr().out
 
 
@@ -216,7 +216,7 @@ def test_texts_of_spans_cannot_do_anything_to_a_terminal(
     for line in (["trace"], ["trace", PLANTED_ID]):
         assert main(line) == 0
         output = capsys.readouterr().out
-        assert all(each.isprintable() for each in output.splitlines())
+        assert all(line.isprintable() for line in output.splitlines())
         assert "[/x]" in output
 
 
@@ -232,7 +232,7 @@ def test_the_views_draw_texts_as_they_are_and_not_as_markup() -> None:
     with console.capture() as capture:
         console.print(trace_list_view(telemetry_pb2.ListTracesResponse(traces=[line]), width=80))
     assert "[/y]" in capture.get()
-    assert all(each.isprintable() for each in capture.get().splitlines())
+    assert all(line.isprintable() for line in capture.get().splitlines())
 
 
 def test_a_request_that_took_no_time_has_one_mark_on_its_axis() -> None:

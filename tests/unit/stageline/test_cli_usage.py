@@ -224,7 +224,7 @@ def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("STAGELINE_LOG_LEVEL", "debug")
     assert main(line.split()) == 3
     assert main([*line.split(), *flags_of(LogSettings())]) == 3
-    assert [each.logs for each in seen] == [LogSettings(), debug_json, debug_json, LogSettings()]
+    assert [config.logs for config in seen] == [LogSettings(), debug_json, debug_json, LogSettings()]
 
 
 def test_a_log_format_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,4 +126,4 @@ def test_durations_have_three_digits(seconds: float, text: str) -> None:
 
 
 def test_rates_have_three_digits() -> None:
-    assert [format_rate(each) for each in (0, 7.123, 98.44, 12300.4)] == ["0", "7.12", "98.4", "12300"]
+    assert [format_rate(rate) for rate in (0, 7.123, 98.44, 12300.4)] == ["0", "7.12", "98.4", "12300"]

@@ -47,7 +47,7 @@ class SlowSink(QueueSink):
 
 
 def num_spans(resource_spans: object) -> int:
-    return sum(len(scope.spans) for each in resource_spans for scope in each.scope_spans)  # type: ignore[attr-defined]
+    return sum(len(scope.spans) for resource in resource_spans for scope in resource.scope_spans)  # type: ignore[attr-defined]
 
 
 async def until(condition: object) -> None:

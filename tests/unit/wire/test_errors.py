@@ -23,9 +23,9 @@ from wire.errors import (
 
 
 def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from subclasses(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
 
 
 def test_every_error_of_ours_has_a_status() -> None:
@@ -33,9 +33,9 @@ def test_every_error_of_ours_has_a_status() -> None:
         importlib.import_module(module.name)
     importlib.import_module("coordinator.scheduler.scheduler")
     without = [
-        each.__qualname__
-        for each in subclasses(ServingError)
-        if not any(ancestor in STATUS_OF_ERROR for ancestor in each.__mro__)
+        error.__qualname__
+        for error in subclasses(ServingError)
+        if not any(ancestor in STATUS_OF_ERROR for ancestor in error.__mro__)
     ]
     assert without == []
 

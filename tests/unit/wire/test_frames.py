@@ -139,13 +139,15 @@ def test_any_changed_byte_of_a_frame_is_caught(mask: int) -> None:
             for place in range(len(data)):
                 damaged = bytearray(data)
                 damaged[place] ^= mask
-                chunks = [forward_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
+                chunks = [
+                    forward_pb2.FrameChunk.FromString(message.SerializeToString()) for message in original
+                ]
                 setattr(chunks[index], name, bytes(damaged))
                 assert refusal(chunks).kind in (StepFaultKind.CHECKSUM, StepFaultKind.UNDECODABLE)
                 num_places += 1
     assert num_places > 3 * 9 * 4 + 100
     for place in range(8):
-        chunks = [forward_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
+        chunks = [forward_pb2.FrameChunk.FromString(message.SerializeToString()) for message in original]
         chunks[0].checksum ^= mask << 8 * place
         assert refusal(chunks).kind is StepFaultKind.CHECKSUM
 
@@ -164,7 +166,8 @@ def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
             try:
                 changed = forward_pb2.ForwardRequest.FromString(bytes(damaged))
                 received = assemble(
-                    (changed if each == index else messages[each]).chunk for each in range(len(messages))
+                    (changed if position == index else messages[position]).chunk
+                    for position in range(len(messages))
                 )
             except (DecodeError, StepFault) as error:
                 outcomes.add(type(error))

@@ -19,7 +19,7 @@ from wire.ids import (
 
 def test_new_ids_are_uuid7_and_grow() -> None:
     ids = [new_request_id() for _ in range(100)]
-    assert all(UUID(bytes=each).version == 7 for each in ids)
+    assert all(UUID(bytes=id_bytes).version == 7 for id_bytes in ids)
     assert ids == sorted(set(ids))
     assert UUID(bytes=new_incarnation()).version == 7
 

@@ -125,11 +125,11 @@ async def call(channel: Any, method: str) -> list[bytes]:
     async with asyncio.timeout(10):
         match method:
             case "UnaryStream" | "Writing":
-                return [each async for each in channel.unary_stream(path)(b"one")]
+                return [message async for message in channel.unary_stream(path)(b"one")]
             case "StreamUnary":
                 return [await channel.stream_unary(path)(requests())]
             case "StreamStream":
-                return [each async for each in channel.stream_stream(path)(requests())]
+                return [message async for message in channel.stream_stream(path)(requests())]
             case _:
                 return [await channel.unary_unary(path)(b"one")]
 
@@ -230,7 +230,7 @@ async def test_bytes_that_are_no_message_are_refused_with_a_reason() -> None:
                 ),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    _ = [each async for each in call]
+                    _ = [message async for message in call]
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert reason_in(caught.value) == "INVALID_REQUEST"
     finally:

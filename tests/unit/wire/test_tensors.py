@@ -44,10 +44,10 @@ def test_names_are_those_of_the_flag() -> None:
 )
 def test_hidden_states_travel_as_computed_or_smaller(computed: DType, possible: set[WireDType]) -> None:
     every: list[WireDType] = [*DType, *ScaledDType]
-    assert {each for each in every if can_carry(each, computed)} == possible
-    for each in set(every) - possible:
-        with pytest.raises(ValueError, match=f"{each.value} is not smaller than .* {computed.value}"):
-            check_can_carry(each, computed)
+    assert {dtype for dtype in every if can_carry(dtype, computed)} == possible
+    for dtype in set(every) - possible:
+        with pytest.raises(ValueError, match=f"{dtype.value} is not smaller than .* {computed.value}"):
+            check_can_carry(dtype, computed)
 
 
 def test_a_scaled_row_takes_a_byte_per_element_and_a_scale() -> None:

@@ -63,7 +63,9 @@ def test_work_has_one_id_that_both_ends_know_and_that_nothing_else_has() -> None
     assert len(spans) == len(places)
     stage_side = parse_traceparent(format_traceparent(request))
     assert stage_side is not None
-    one, other = (work_span(each, choice=1, restart_count=2, start=64) for each in (request, stage_side))
+    one, other = (
+        work_span(context, choice=1, restart_count=2, start=64) for context in (request, stage_side)
+    )
     assert (one.trace_id, one.span_id, one.trace_flags) == (other.trace_id, other.span_id, other.trace_flags)
 
 

@@ -62,9 +62,9 @@ def test_tokens_are_named_after_addresses(tmp_path: Path) -> None:
     assert token_path(tmp_path, "127.0.0.1:7480").name == "127.0.0.1_7480"
     assert token_path(tmp_path, "localhost:7480").name == "127.0.0.1_7480"
     assert token_path(tmp_path, "[::1]:1").name == "..1_1"
-    found = [each.name for each in token_paths(tmp_path, "127.0.0.1:1")]
+    found = [path.name for path in token_paths(tmp_path, "127.0.0.1:1")]
     assert found == ["127.0.0.1_1", "0.0.0.0_1", ".._1"]
-    assert [each.name for each in token_paths(tmp_path, "10.0.0.7:1")] == ["10.0.0.7_1"]
+    assert [path.name for path in token_paths(tmp_path, "10.0.0.7:1")] == ["10.0.0.7_1"]
 
 
 def test_the_state_directory_is_the_users_own() -> None:

@@ -125,9 +125,9 @@ def test_a_number_in_range_reaches_the_stages(name: str, value: float) -> None:
 
 def test_what_is_absent_does_nothing_and_the_seed_is_drawn() -> None:
     samplings = [sampling_of() for _ in range(3)]
-    assert all(each == StepSampling(seed=each.seed) for each in samplings)
-    assert len({each.seed for each in samplings}) == 3
-    assert all(0 <= each.seed < 2**64 for each in samplings)
+    assert all(sampling == StepSampling(seed=sampling.seed) for sampling in samplings)
+    assert len({sampling.seed for sampling in samplings}) == 3
+    assert all(0 <= sampling.seed < 2**64 for sampling in samplings)
 
 
 # Tokens
@@ -367,11 +367,11 @@ def parts_of(value: Any) -> Any:
     if isinstance(value, str | bytes | int | float | Enum | None):
         return value
     if isinstance(value, Mapping):
-        return sorted((str(key), parts_of(each)) for key, each in value.items())
+        return sorted((str(key), parts_of(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     if isinstance(value, list | tuple | deque | array):
-        return [parts_of(each) for each in value]
+        return [parts_of(item) for item in value]
     names = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
     names |= set(getattr(value, "__dict__", ()))
     return type(value).__name__, [(name, parts_of(getattr(value, name))) for name in sorted(names)]
@@ -562,10 +562,10 @@ def test_exactly_what_fits_is_accepted(num_prompt_tokens: int, max_tokens: int) 
 def test_choices_differ_in_their_number_alone(num_choices: int) -> None:
     request = accept_request(request_of(4, 3, max_tokens=9, sampling={"n": num_choices, "seed": 8}))
     sequences = [choice.sequence for choice in request.choices]
-    assert [each.key for each in sequences] == [(request.id, index) for index in range(num_choices)]
-    assert [each.order.choice for each in sequences] == list(range(num_choices))
-    assert {each.order.arrival for each in sequences} == {3}
-    assert {(each.all_tokens, each.max_tokens, each.sampling) for each in sequences} == {
+    assert [sequence.key for sequence in sequences] == [(request.id, index) for index in range(num_choices)]
+    assert [sequence.order.choice for sequence in sequences] == list(range(num_choices))
+    assert {sequence.order.arrival for sequence in sequences} == {3}
+    assert {(sequence.all_tokens, sequence.max_tokens, sequence.sampling) for sequence in sequences} == {
         ((4, 3), 9, sequences[0].sampling)
     }
 

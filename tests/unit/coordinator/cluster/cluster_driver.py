@@ -88,11 +88,11 @@ class ClusterDriver:
     @property
     def names(self) -> set[str]:
         """All known workers, in any state."""
-        return {each.identity.name for each in self.state.workers}
+        return {worker.identity.name for worker in self.state.workers}
 
     @property
     def stage_names(self) -> list[str]:
-        return [each.identity.name for each in self.state.stage_workers]
+        return [worker.identity.name for worker in self.state.stage_workers]
 
     def join(
         self,

@@ -166,8 +166,8 @@ class Checks:
         return self
 
     def quarantined(self) -> dict[str, str]:
-        out = (each for each in self.state.workers if each.state is WorkerState.QUARANTINED)
-        return {each.identity.name: each.detail for each in out}
+        out = (worker for worker in self.state.workers if worker.state is WorkerState.QUARANTINED)
+        return {worker.identity.name: worker.detail for worker in out}
 
     def _problem(self) -> str | None:
         assert self.state.plan is not None
@@ -175,8 +175,8 @@ class Checks:
         return "failed: numbers" if held & self.bad else None
 
     def _note(self, actions: list[Action]) -> None:
-        assigned = [each for each in actions if isinstance(each, AssignStage)]
-        self.read_again += [each.worker.name for each in assigned if each.force_reload]
+        assigned = [action for action in actions if isinstance(action, AssignStage)]
+        self.read_again += [action.worker.name for action in assigned if action.force_reload]
 
 
 def everywhere(*names: str) -> set[tuple[str, int]]:
@@ -274,7 +274,7 @@ def test_one_that_has_become_bad_is_found() -> None:
 def test_who_deviates_first_is_the_suspect_and_nobody_else() -> None:
     cluster = checking(num_stages=3)
     cluster.state.checked(1, "failed: numbers", stage=1)
-    doubts = {each.identity.name: each.doubts for each in cluster.state.workers}
+    doubts = {worker.identity.name: worker.doubts for worker in cluster.state.workers}
     assert doubts == {"a": (), "b": ("the self-check of a, b, c failed: numbers",), "c": ()}
 
 
@@ -286,7 +286,7 @@ def test_who_deviated_first_gives_way_to_a_newcomer_and_is_put_aside() -> None:
     cluster.load_all()
     cluster.get_ready()
     cluster.state.checked(cluster.state.epoch, None)
-    states = {each.identity.name: each.state for each in cluster.state.workers}
+    states = {worker.identity.name: worker.state for worker in cluster.state.workers}
     assert states["b"] is WorkerState.QUARANTINED
 
 

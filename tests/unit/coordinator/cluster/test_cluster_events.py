@@ -156,12 +156,12 @@ class ClusterEvents(RuleBasedStateMachine):
     def epoch_late(self, age: int) -> None:
         actions = self.state.epoch_late(self.state.epoch - age, "late")
         assert not (age and actions)
-        disconnected = [each for each in actions if isinstance(each, Disconnect)]
-        staged = {each.identity for each in self.state.stage_workers}
-        assert {each.worker for each in disconnected} < staged or not disconnected
+        disconnected = [action for action in actions if isinstance(action, Disconnect)]
+        staged = {worker.identity for worker in self.state.stage_workers}
+        assert {action.worker for action in disconnected} < staged or not disconnected
         self.check(actions)
-        for each in disconnected:
-            self.check(self.state.lose(each.worker.name, each.worker.incarnation, each.reason))
+        for action in disconnected:
+            self.check(self.state.lose(action.worker.name, action.worker.incarnation, action.reason))
 
     @rule()
     def result_arrives(self) -> None:
@@ -202,10 +202,10 @@ class ClusterEvents(RuleBasedStateMachine):
                     self.finishing.append(action.worker)
                 case Disconnect():
                     assert action.reason
-        assert len({each.plan_id for each in self.assigned}) <= 1, "two plans at once"
+        assert len({action.plan_id for action in self.assigned}) <= 1, "two plans at once"
         if self.assigned:
             plan = self.assigned[0].plan
-            assert tuple(each.stage for each in self.assigned) == plan.stages
+            assert tuple(action.stage for action in self.assigned) == plan.stages
             assert self.state.plan is plan
 
     def check_assign(self, assign: AssignStage) -> None:
@@ -236,7 +236,7 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @property
     def usable(self) -> list[WorkerRecord]:
-        return [each for each in self.state.workers if each.is_usable]
+        return [worker for worker in self.state.workers if worker.is_usable]
 
     @invariant()
     def an_epoch_is_in_force_while_its_workers_are_live(self) -> None:
@@ -245,11 +245,11 @@ class ClusterEvents(RuleBasedStateMachine):
         assert (state.phase is ClusterPhase.SERVING) == (self.serving is not None)
         if self.in_force is not None:
             assert self.in_force == state.epoch
-            assert all(each.state is WorkerState.READY for each in state.stage_workers)
+            assert all(worker.state is WorkerState.READY for worker in state.stage_workers)
 
     @invariant()
     def the_plan_is_no_longer_than_asked_for_and_everybody_of_it_is_live(self) -> None:
-        assert all(each.is_live for each in self.state.stage_workers)
+        assert all(worker.is_live for worker in self.state.stage_workers)
         if self.state.plan is not None:
             assert 1 <= len(self.state.stage_workers) <= self.state.num_stages
 

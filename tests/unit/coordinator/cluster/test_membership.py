@@ -175,7 +175,7 @@ def test_a_flapping_worker_waits_longer_each_time() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     returns = flap(cluster, "b", 12)
     assert kinds(returns[0]) == [AssignStage] * 2
-    delays = [each.delay_s for actions in returns for each in actions if isinstance(each, StartTimer)]
+    delays = [action.delay_s for actions in returns for action in actions if isinstance(action, StartTimer)]
     assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
 
 
@@ -234,7 +234,7 @@ def test_losses_count_half_after_a_while_with_breaks() -> None:
     flap(cluster, "b", 4)
     cluster.state.on_window()
     (actions,) = flap(cluster, "b", 1)
-    assert [each.delay_s for each in actions if isinstance(each, StartTimer)] == [1.0], (
+    assert [action.delay_s for action in actions if isinstance(action, StartTimer)] == [1.0], (
         "three losses, not five"
     )
     cluster.state.on_window()
@@ -433,7 +433,7 @@ def test_an_epoch_that_serves_is_not_late() -> None:
 
 
 def lost_text(cluster: ClusterDriver) -> dict[str, str]:
-    return {each.identity.name: each.detail for each in cluster.state.workers.lost}
+    return {worker.identity.name: worker.detail for worker in cluster.state.workers.lost}
 
 
 def test_a_lost_worker_is_missed_until_all_stages_serve_again() -> None:

@@ -55,13 +55,13 @@ def test_each_worker_is_told_its_own_stage() -> None:
     cluster = ClusterDriver(num_stages=3)
     actions = cluster.join_all("c", "a", "b")
     assigned = [action for action in actions if isinstance(action, AssignStage)]
-    assert [(each.worker.name, each.stage.stage, each.stage.layer_begin) for each in assigned] == [
+    assert [(action.worker.name, action.stage.stage, action.stage.layer_begin) for action in assigned] == [
         ("a", 0, 0),
         ("b", 1, 1),
         ("c", 2, 2),
     ]
-    assert {each.plan_id for each in assigned} == {1}
-    assert all(each.stage in each.plan.stages for each in assigned)
+    assert {action.plan_id for action in assigned} == {1}
+    assert all(action.stage in action.plan.stages for action in assigned)
 
 
 def test_the_epoch_begins_when_the_last_stage_is_loaded() -> None:
@@ -222,7 +222,7 @@ def test_a_newcomer_takes_the_place_of_the_lost_one(newcomer: str) -> None:
     cluster.lose("b")
     actions = cluster.join(newcomer)
     assert cluster.stage_names == ["a", newcomer, "c"]
-    assert {each.plan_id for each in actions if isinstance(each, AssignStage)} == {2}
+    assert {action.plan_id for action in actions if isinstance(action, AssignStage)} == {2}
     assert only_begin(cluster.load_all()).epoch == 2
 
 
@@ -382,7 +382,7 @@ def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() 
     state, epoch = cluster.state, cluster.state.epoch
     stop, *assigns = state.weights_differ("a", "tensor x")
     assert stop == StopServing(epoch, "worker a: its weights differ: tensor x", EndCause.FAULT)
-    assert {each.worker.name for each in assigns if isinstance(each, AssignStage)} == {"b", "c"}
+    assert {action.worker.name for action in assigns if isinstance(action, AssignStage)} == {"b", "c"}
     assert state.workers["a"].state is WorkerState.QUARANTINED
     cluster.lose("c")
     assert state.phase is not ClusterPhase.SERVING
@@ -411,7 +411,7 @@ def test_an_impossible_plan_blocks_with_the_numbers() -> None:
     assert cluster.join("b", memory_bytes=30) == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert "90 bytes offered, 100 needed" in cluster.state.detail
-    assert all(each.state is WorkerState.SPARE for each in cluster.state.workers)
+    assert all(worker.state is WorkerState.SPARE for worker in cluster.state.workers)
 
 
 def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None:

@@ -224,14 +224,14 @@ async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordin
         coordinator.facts.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
         coordinator.facts.step_completed(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
     whole = await (await http.get("/api/activity")).json()
-    assert [each["number"] for each in whole["steps"]] == ["1", "2", "3", "4"]
+    assert [step["number"] for step in whole["steps"]] == ["1", "2", "3", "4"]
     assert whole["steps"][0]["computed_us"] == [0, 10000, 10000, 30000]
     assert whole["steps"][0]["kind"] == "STEP_KIND_DECODE"
     assert (whole["slowest_stage"], whole["num_answered"]) == (1, "4")
     assert whole["summary"].startswith("Stage 1 (worker-1) is the slowest: ")
     assert whole["requests"][0]["request_id"] == id_text(coordinator.request.id)
     rest = await (await http.get("/api/activity?after=3&since=1001000000")).json()
-    assert ([each["number"] for each in rest["steps"]], rest["seconds"]) == (["4"], [])
+    assert ([step["number"] for step in rest["steps"]], rest["seconds"]) == (["4"], [])
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,14 @@ class Call:
 
     def tokens(self, choice: int = 0) -> tuple[int, ...]:
         """What has come of one choice, piece by piece without gap or overlap."""
-        pieces = [each.piece for each in self.outputs if each.choice.index == choice]
+        pieces = [output.piece for output in self.outputs if output.choice.index == choice]
         return put_together(pieces).tokens if pieces else ()
 
     def text(self, choice: int = 0) -> str:
-        return "".join(each.piece.text for each in self.outputs if each.choice.index == choice)
+        return "".join(output.piece.text for output in self.outputs if output.choice.index == choice)
 
     def has_last(self, choice: int = 0) -> bool:
-        return any(each.piece.is_last for each in self.outputs if each.choice.index == choice)
+        return any(output.piece.is_last for output in self.outputs if output.choice.index == choice)
 
     def _turn_loop(self) -> None:
         self._loop.run_until_complete(_turn())

@@ -192,8 +192,8 @@ def test_the_old_order_holds(coordinators: Coordinators) -> None:
     ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).stream.request.id for _ in range(12)]
     coordinators.model.run_step()
     coordinators.crash()
-    assert [each.id for each in coordinators.model.engine.registry.live] == ids
-    started = [each.key.request_id for each in coordinators.model.engine.scheduler.running]
+    assert [request.id for request in coordinators.model.engine.registry.live] == ids
+    started = [sequence.key.request_id for sequence in coordinators.model.engine.scheduler.running]
     assert started == ids[: len(started)]
 
 

@@ -301,7 +301,7 @@ def test_requests_of_a_faulty_step_are_tried_again_and_no_other_is_blamed(new_mo
     assert model.sent[-1].request_ids == (in_step.id,)
     model.fault(model.sent[-1].step_id, request_ids=(queued.id, new_request_id()))
     # The report may name what it will; a request that computes nothing is not in a step.
-    assert [each.failures.num_faults for each in (in_step, named, queued)] == [1, 0, 0]
+    assert [sequence.failures.num_faults for sequence in (in_step, named, queued)] == [1, 0, 0]
     model.start(8)
     model.run()
     assert model.totals == (3, 0, 0)

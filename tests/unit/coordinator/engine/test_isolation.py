@@ -131,7 +131,7 @@ def test_workers_that_die_by_chance_fail_nobody(new_model: NewModel, seed: int) 
         return True
 
     assert run_to(model, kills, most_deaths=1000) > 5
-    assert [each.error for each in requests] == [None] * 16
+    assert [request.error for request in requests] == [None] * 16
     for call, wish in zip(calls, wishes, strict=True):
         check_whole(call, wish)
     model.check_idle()
@@ -248,7 +248,7 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
         model.start(64)
         assert model.engine.scheduler.isolated_sequence is requests[0].choices[0].sequence
         model.stop()
-    assert [each.failures.num_deaths_alone for each in requests] == [0, 0]
+    assert [request.failures.num_deaths_alone for request in requests] == [0, 0]
     model.start(64)
     model.run()
     check_whole(calls[0], wish_of(1))
@@ -409,7 +409,7 @@ def test_what_was_preempted_has_begun_and_is_finished_too(new_model: NewModel) -
     _, calls = submit_all(model, wishes)
     while not model.engine.scheduler.counts.num_preemptions:
         assert model.run_step()
-    assert [each.state for each in model.engine.scheduler.queue] == [SequenceState.PREEMPTED]
+    assert [sequence.state for sequence in model.engine.scheduler.queue] == [SequenceState.PREEMPTED]
     model.engine.stop_admitting()
     assert not model.engine.is_idle
     model.run()

@@ -97,7 +97,7 @@ def test_a_crash_during_or_after_an_outage_loses_no_accepted_request(
         coordinators.model.close()
     disk.error = None
     coordinators.crash()
-    assert [each.id for each in coordinators.model.engine.registry.live] == [request_id]
+    assert [request.id for request in coordinators.model.engine.registry.live] == [request_id]
     call = coordinators.model.attach(request_id)
     coordinators.model.run()
     check_whole(call, WISH)
@@ -160,7 +160,7 @@ def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
         coordinators.submit(WISH)
     disk.error = None
     coordinators.recover()
-    assert [each is None for each in seen] == [False, True]
+    assert [failure is None for failure in seen] == [False, True]
 
 
 @settings(max_examples=examples(0.4))

@@ -44,11 +44,11 @@ def test_tokens_coalesce_until_they_are_read(new_model: NewModel) -> None:
     call = model.submit(wish.request())
     run_steps(model, 3)
     tokens = solo(wish).tokens
-    assert [each.piece.tokens for each in call.read_all()] == [tokens[:3]]
+    assert [output.piece.tokens for output in call.read_all()] == [tokens[:3]]
     run_steps(model, 1)
-    assert [each.piece.tokens for each in call.read_all()] == [tokens[3:4]]
+    assert [output.piece.tokens for output in call.read_all()] == [tokens[3:4]]
     model.run()
-    assert [(each.piece.tokens, each.piece.is_last) for each in call.read_all()] == [(tokens[4:], True)]
+    assert [(output.piece.tokens, output.piece.is_last) for output in call.read_all()] == [(tokens[4:], True)]
     assert (call.is_over, call.error) == (True, None)
 
 
@@ -99,7 +99,7 @@ def test_long_outputs_come_in_messages_of_a_bounded_size(new_model: NewModel) ->
     call = model.submit(wish.request())
     model.run()
     call.read_all()
-    sizes = [(len(each.prompt_logprobs), len(each.piece.tokens)) for each in call.outputs]
+    sizes = [(len(output.prompt_logprobs), len(output.piece.tokens)) for output in call.outputs]
     rest = 3000 - 2 * MAX_MESSAGE_TOKENS
     full = MAX_MESSAGE_TOKENS
     assert sizes == [(full, 0), (full, 0), (rest, 0), (0, full), (0, full), (0, rest)]
@@ -279,13 +279,15 @@ def test_those_of_the_prompt_come_before_the_first_token_and_chunk_by_chunk(new_
     wish = Wish(prompt=LONG, max_tokens=2, n=2, prompt_logprobs=2, logprobs=1)
     call = model.submit(wish.request())
     run_steps(model, 1)
-    assert [len(each.prompt_logprobs) for each in call.read_all()] == [17]
+    assert [len(output.prompt_logprobs) for output in call.read_all()] == [17]
     model.run()
     call.read_all()
     assert prompt_logprobs(call) == tuple(prompt_scores(LONG, 2))
-    with_scores = [bool(each.prompt_logprobs) for each in call.outputs if each.choice.index == 0]
+    with_scores = [bool(output.prompt_logprobs) for output in call.outputs if output.choice.index == 0]
     assert with_scores == sorted(with_scores, reverse=True)
-    logprobs = [each for output in call.outputs for each in output.piece.logprobs if not output.choice.index]
+    logprobs = [
+        logprob for output in call.outputs for logprob in output.piece.logprobs if not output.choice.index
+    ]
     assert tuple(logprobs) == solo(wish).logprobs
 
 
@@ -306,8 +308,8 @@ def test_an_echo_with_logprobs_waits_for_the_whole_prompt(new_model: NewModel) -
     model.run()
     call.read_all()
     for choice in range(2):
-        pieces = [each.piece for each in call.outputs if each.choice.index == choice]
-        assert tuple(each for piece in pieces for each in piece.logprobs) == solo(wish, choice).logprobs
+        pieces = [output.piece for output in call.outputs if output.choice.index == choice]
+        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == solo(wish, choice).logprobs
         assert call.tokens(choice) == solo(wish, choice).tokens
     assert prompt_logprobs(call) == ()
 

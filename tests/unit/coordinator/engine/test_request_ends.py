@@ -236,7 +236,7 @@ def test_a_request_that_nobody_reads_and_nobody_keeps_is_counted_and_ended(
     assert model.engine.totals.orphaned == 1
     assert "cancelled orphan" in caplog.text
     assert (ended_as(orphan), model.totals) == (CANCELLED, (0, 1, 0))
-    assert {each.key.request_id for each in model.engine.live_sequences} == {watched.id, detached.id}
+    assert {sequence.key.request_id for sequence in model.engine.live_sequences} == {watched.id, detached.id}
     model.run()
     assert model.totals == (2, 1, 0)
     assert model.kv.num_active == 0

@@ -92,9 +92,12 @@ class Requests(RuleBasedStateMachine):
     def submit(self, wish: Wish, request: Request, in_s: float | None) -> None:
         deadline_s = None if in_s is None else self.model.now_s + in_s
         refusal: type[Exception] | None = None
-        if any(each.is_here and each.request.id == request.id for each in self.customers):
+        if any(customer.is_here and customer.request.id == request.id for customer in self.customers):
             refusal = RequestExists
-        elif sum(each.request.num_queued for each in self.live) + len(request.choices) > self.queue_size:
+        elif (
+            sum(customer.request.num_queued for customer in self.live) + len(request.choices)
+            > self.queue_size
+        ):
             refusal = Overloaded
         elif self.model.is_serving and request.max_sequence_tokens > self.num_blocks * BLOCK_SIZE:
             refusal = ClusterUnavailable
@@ -108,16 +111,16 @@ class Requests(RuleBasedStateMachine):
 
     @property
     def live(self) -> list[Customer]:
-        return [each for each in self.customers if each.end is None]
+        return [customer for customer in self.customers if customer.end is None]
 
-    def pick(self, place: int, among: Callable[[Customer], bool] = lambda each: True) -> Customer | None:
-        candidates = [each for each in self.customers if among(each)]
+    def pick(self, place: int, among: Callable[[Customer], bool] = lambda customer: True) -> Customer | None:
+        candidates = [customer for customer in self.customers if among(customer)]
         return candidates[place % len(candidates)] if candidates else None
 
     @precondition(lambda self: self.customers)
     @rule(place=PLACES, count=st.sampled_from([1, 1, 100]))
     def read(self, place: int, count: int) -> None:
-        if (customer := self.pick(place, lambda each: not each.call.is_over)) is not None:
+        if (customer := self.pick(place, lambda customer: not customer.call.is_over)) is not None:
             for _ in range(count):
                 if not customer.read(self.model.now_s):
                     break
@@ -136,7 +139,7 @@ class Requests(RuleBasedStateMachine):
         if not happens:
             return
         ends: Ends = {}
-        if (customer := self.pick(place, lambda each: not each.call.is_over)) is not None:
+        if (customer := self.pick(place, lambda customer: not customer.call.is_over)) is not None:
             if customer.end is None and self.is_late(customer):
                 ends = {customer.request.id: DeadlinePassed}
             elif customer.end is None and customer.wish.keep_s is None:
@@ -150,7 +153,7 @@ class Requests(RuleBasedStateMachine):
         if (customer := self.pick(place)) is None:
             return
         if not customer.is_here:
-            if not any(each.is_here and each.request.id == customer.request.id for each in self.customers):
+            if not any(other.is_here and other.request.id == customer.request.id for other in self.customers):
                 with pytest.raises(RequestNotFound):
                     self.model.attach(customer.request.id)
             return
@@ -167,7 +170,7 @@ class Requests(RuleBasedStateMachine):
     @rule(place=PLACES, happens=SELDOM)
     def cancel(self, place: int, happens: bool) -> None:
         ends: Ends = {}
-        customer = self.pick(place, lambda each: each.is_here) or self.pick(place)
+        customer = self.pick(place, lambda customer: customer.is_here) or self.pick(place)
         if not happens or customer is None:
             return
         if not customer.is_here:
@@ -192,7 +195,7 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         """The oldest result reaches the engine, and ends what it says and who does not read."""
-        running = {each.key: each.restart_count for each in self.engine.scheduler.running}
+        running = {sequence.key: sequence.restart_count for sequence in self.engine.scheduler.running}
         valid = [
             entry
             for entry in self.model.results[0].results
@@ -267,7 +270,7 @@ class Requests(RuleBasedStateMachine):
             return
         in_flight = self.model.sent[-self.engine.scheduler.num_steps_in_flight :]
         step_id = in_flight[place % len(in_flight)].step_id
-        hit = {each.key.request_id for each in self.engine.scheduler.sequences_in_step(step_id)}
+        hit = {sequence.key.request_id for sequence in self.engine.scheduler.sequences_in_step(step_id)}
         self.model.fault(step_id, kind=kind)
         for request_id in hit:
             self.num_faults[request_id] += 1
@@ -284,9 +287,9 @@ class Requests(RuleBasedStateMachine):
             return
         self.num_blocks = num_blocks
         misfits = [
-            each.request.id
-            for each in self.live
-            if each.request.max_sequence_tokens > num_blocks * BLOCK_SIZE
+            customer.request.id
+            for customer in self.live
+            if customer.request.max_sequence_tokens > num_blocks * BLOCK_SIZE
         ]
         self.model.start(num_blocks)
         self.check_ends(dict.fromkeys(misfits, ClusterUnavailable))
@@ -295,7 +298,7 @@ class Requests(RuleBasedStateMachine):
     @rule(happens=SELDOM)
     def give_up(self, happens: bool) -> None:
         if happens:
-            ends: Ends = {each.request.id: ClusterUnavailable for each in self.live}
+            ends: Ends = {customer.request.id: ClusterUnavailable for customer in self.live}
             self.engine.fail_all("no stage workers in time")
             self.check_ends(ends)
 
@@ -307,7 +310,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        ends: Ends = {each.request.id: DeadlinePassed for each in self.live if self.is_late(each)}
+        ends: Ends = {customer.request.id: DeadlinePassed for customer in self.live if self.is_late(customer)}
         for customer in self.customers:
             is_read = not customer.call.is_over
             if customer.is_kept and not is_read and customer.expires_s <= self.model.now_s:
@@ -323,8 +326,8 @@ class Requests(RuleBasedStateMachine):
 
     def check_ends(self, expected: Ends) -> None:
         """Exactly these requests have ended since the last event, each for its reason."""
-        ended = {each.request.id: each for each in self.live if not each.request.is_live}
-        assert {request_id: type(each.request.error) for request_id, each in ended.items()} == {
+        ended = {customer.request.id: customer for customer in self.live if not customer.request.is_live}
+        assert {request_id: type(customer.request.error) for request_id, customer in ended.items()} == {
             request_id: type(None) if error is None else error for request_id, error in expected.items()
         }
         for customer in ended.values():
@@ -336,13 +339,15 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def totals_add_up(self) -> None:
-        totals, ends = self.engine.totals, [each.end for each in self.customers]
+        totals, ends = self.engine.totals, [customer.end for customer in self.customers]
         assert totals.finished == ends.count(SequenceState.FINISHED)
         assert totals.cancelled == ends.count(SequenceState.CANCELLED)
         assert totals.failed == ends.count(SequenceState.FAILED)
         assert totals.orphaned == 0
-        assert [each.id for each in self.engine.registry.live] == [each.request.id for each in self.live]
-        assert self.engine.registry.num_kept == sum(each.is_kept for each in self.customers)
+        assert [request.id for request in self.engine.registry.live] == [
+            customer.request.id for customer in self.live
+        ]
+        assert self.engine.registry.num_kept == sum(customer.is_kept for customer in self.customers)
 
     @invariant()
     def a_suspect_that_runs_is_alone(self) -> None:
@@ -355,14 +360,14 @@ class Requests(RuleBasedStateMachine):
     def the_scheduler_holds_what_is_live(self) -> None:
         scheduler = self.engine.scheduler
         held = [*scheduler.running, *scheduler.queue]
-        live = [sequence for each in self.live for sequence in each.request.live_sequences]
+        live = [sequence for customer in self.live for sequence in customer.request.live_sequences]
         assert {id(sequence) for sequence in held} == {id(sequence) for sequence in live}
         assert len(held) == len(live)
-        assert list(scheduler.queue) == sorted(scheduler.queue, key=lambda each: each.order)
-        assert all(each.state.is_queued for each in scheduler.queue)
-        assert not any(each.state.is_queued for each in scheduler.running)
+        assert list(scheduler.queue) == sorted(scheduler.queue, key=lambda sequence: sequence.order)
+        assert all(sequence.state.is_queued for sequence in scheduler.queue)
+        assert not any(sequence.state.is_queued for sequence in scheduler.running)
         if self.model.is_serving:
-            self.model.kv.check_integrity([each.kv for each in scheduler.running])
+            self.model.kv.check_integrity([sequence.kv for sequence in scheduler.running])
 
     @invariant()
     def tokens_are_those_of_a_solo_run(self) -> None:
@@ -409,7 +414,7 @@ class Requests(RuleBasedStateMachine):
             if customer.is_kept:
                 customer.attach(self.model, list(customer.num_tokens), customer.num_scores, None)
         self.read_everything()
-        assert all(each.call.is_over for each in self.customers)
+        assert all(customer.call.is_over for customer in self.customers)
         self.model.now_s += 1000
         self.sweep()
         self.totals_add_up()

@@ -33,8 +33,8 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def modes(path: Path) -> dict[str, int]:
     """Of the file and everything beside it, by what follows its name."""
-    found = {each.name.removeprefix(path.name): each for each in path.parent.glob(f"{path.name}*")}
-    return {suffix: stat.S_IMODE(each.stat().st_mode) for suffix, each in found.items()}
+    found = {file.name.removeprefix(path.name): file for file in path.parent.glob(f"{path.name}*")}
+    return {suffix: stat.S_IMODE(file.stat().st_mode) for suffix, file in found.items()}
 
 
 @pytest.mark.usefixtures("umask")
@@ -79,7 +79,7 @@ def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so
         opened.close()
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
     assert f"changed mode of {path} from 0644 to 0600: it contains prompts in plain text" in caplog.messages
-    assert any(f"{path}-wal from 0644 to 0600" in each for each in caplog.messages)
+    assert any(f"{path}-wal from 0644 to 0600" in message for message in caplog.messages)
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(data=st.data(), at=st.floats(0, 1e9))
     def step(self, data: st.DataObject, at: float) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.ids), min_size=1, max_size=4))
-        entries = [data.draw(entries_of(each)) for each in chosen]
+        entries = [data.draw(entries_of(request_id)) for request_id in chosen]
         self.journal.add_step(entries, at=at)
         self.expected.add_step(entries, at)
 
@@ -86,7 +86,9 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def compact(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.ids), min_size=1, unique=True))
-        self.journal.compact([(each, self.expected.requests[each].progress) for each in chosen])
+        self.journal.compact(
+            [(request_id, self.expected.requests[request_id].progress) for request_id in chosen]
+        )
 
     @rule()
     def trim(self) -> None:
@@ -118,7 +120,7 @@ class JournalMachine(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as directory:
             copy = crashed(self.path, Path(directory), wal_bytes=num_bytes)
             with opened(copy) as journal:
-                left = Expected({each.accepted.request_id: each for each in journal.take_requests()})
+                left = Expected({request.accepted.request_id: request for request in journal.take_requests()})
                 left.epoch = journal.epoch
         assert left in self.history
 

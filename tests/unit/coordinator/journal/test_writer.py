@@ -164,7 +164,7 @@ def test_a_request_that_could_not_be_forgotten_can_be_accepted_again(
         again = accepted_request(old.request_id, num_tokens=1)
         journal.accept(again)
         assert journal.ids == [new.request_id, old.request_id]
-    assert [each.accepted for each in left_in(path)] == [new, again]
+    assert [request.accepted for request in left_in(path)] == [new, again]
 
 
 def test_a_transaction_that_fails_at_its_end_leaves_none_open(tmp_path: Path, disk: FaultyDisk) -> None:

@@ -24,7 +24,9 @@ def new_request(*, num_prompt_tokens: int = 4, max_tokens: int = 8, num_choices:
         )
         for choice in range(num_choices)
     ]
-    return Request(request_id, [Choice(each, OutputBuffer(None)) for each in sequences], client="test")
+    return Request(
+        request_id, [Choice(sequence, OutputBuffer(None)) for sequence in sequences], client="test"
+    )
 
 
 def sequence_of(request: Request, choice: int = 0) -> Sequence:
@@ -39,16 +41,16 @@ def step(
     starts: abc.Sequence[Sequence] = (),
 ) -> Step:
     """Chunks of 3 tokens behind the decodes, as the scheduler puts them."""
-    slices = [StepSlice(each.key, 0, (1,), Decode(7)) for each in decodes]
-    slices += [StepSlice(each.key, 0, (1, 2, 3), Prefill(0, 3, 3)) for each in chunks]
-    records = [StartRecord(each.key, 0, 3, (1, 2, 3), each.sampling) for each in starts]
+    slices = [StepSlice(sequence.key, 0, (1,), Decode(7)) for sequence in decodes]
+    slices += [StepSlice(sequence.key, 0, (1, 2, 3), Prefill(0, 3, 3)) for sequence in chunks]
+    records = [StartRecord(record.key, 0, 3, (1, 2, 3), record.sampling) for record in starts]
     return Step(epoch=1, step_id=step_id, slices=tuple(slices), starts=tuple(records))
 
 
 def result(step_id: int = 0, *compute_ms: float, wait_ms: float = 0.0, hop_ms: float = 0.0) -> StepResult:
     """Every stage waits so long, and each of the times in `compute_ms` is that of one stage."""
     times = [
-        StageTime(round(wait_ms * 1000), round(each * 1000), hop_us=round(hop_ms * 1000))
-        for each in compute_ms
+        StageTime(round(wait_ms * 1000), round(stage_ms * 1000), hop_us=round(hop_ms * 1000))
+        for stage_ms in compute_ms
     ]
     return StepResult(1, step_id, (), tuple(times))

@@ -46,7 +46,7 @@ class Story:
         self._step(sent_s, answered_s, chunks=chunks, starts=chunks, tokens=chunks)
 
     def decode(self, *requests: Request, sent_s: float, answered_s: float) -> None:
-        sequences = [sequence_of(each) for each in requests]
+        sequences = [sequence_of(request) for request in requests]
         self._step(sent_s, answered_s, decodes=sequences, tokens=sequences)
 
     def end(self, request: Request, now_s: float, error: ServingError | None = None) -> None:
@@ -62,7 +62,7 @@ class Story:
         answer = result(self._num_steps, 1, 1)
         self._num_steps += 1
         self.facts.step_sent(made, sent_s)
-        progress = [SequenceUpdate(each, token=5) for each in tokens]  # type: ignore[arg-type]
+        progress = [SequenceUpdate(sequence, token=5) for sequence in tokens]  # type: ignore[arg-type]
         self.facts.step_completed(answer, progress, sent_s, answered_s)
 
 
@@ -88,8 +88,8 @@ def test_milestones_and_waits_of_a_request() -> None:
 def test_tokens_and_requests_are_counted_in_their_seconds() -> None:
     story = Story()
     requests = [story.accept(1000.0) for _ in range(3)]
-    for each in requests:
-        story.prefill(each, sent_s=1000.2, answered_s=1000.4)
+    for request in requests:
+        story.prefill(request, sent_s=1000.2, answered_s=1000.4)
     for index in range(4):
         story.decode(*requests, sent_s=1001.0, answered_s=1001.0 + index / 10)
     story.end(requests[0], 1001.5)
@@ -126,8 +126,8 @@ def test_the_rates_forget_what_is_older_than_ten_seconds() -> None:
 def test_the_pauses_of_each_sequence_are_between_its_own_tokens() -> None:
     story = Story()
     slow, quick = story.accept(1000.0), story.accept(1000.0)
-    for each in (slow, quick):
-        story.prefill(each, sent_s=1000.0, answered_s=1000.0)
+    for request in (slow, quick):
+        story.prefill(request, sent_s=1000.0, answered_s=1000.0)
     story.decode(quick, sent_s=1000.1, answered_s=1000.2)
     story.decode(slow, quick, sent_s=1000.2, answered_s=1000.4)
     found = story.at(1001.0).rates.inter_token
@@ -166,7 +166,7 @@ def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
     seen = set[RequestPhase]()
 
     def phases(model: EngineModel) -> set[RequestPhase]:
-        return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
+        return {request.phase for request in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
 
     with closing(EngineModel(num_blocks=8, observer=FactRecorder((recorder,)))) as model:
         for first in (1, 2):
@@ -230,7 +230,8 @@ def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
     snapshot = story.at(1002.0)
     assert snapshot.in_flight == ()
     assert [
-        (each.epoch, each.started_s, each.stopped_s, each.cause, each.reason) for each in snapshot.epochs
+        (epoch.epoch, epoch.started_s, epoch.stopped_s, epoch.cause, epoch.reason)
+        for epoch in snapshot.epochs
     ] == [
         (3, 1000.0, 1000.5, EndCause.DEATH, "worker w1 is lost"),
         (4, 1001.0, None, None, ""),
@@ -244,8 +245,8 @@ def test_who_asks_again_gets_only_newer_steps() -> None:
     for index in range(5):
         story.decode(request, sent_s=1000.2, answered_s=1000.3 + index / 10)
     steps = story.at(1001.0).steps
-    assert [each.number for each in steps_after(steps, 0)] == [1, 2, 3, 4, 5, 6]
-    assert [each.number for each in steps_after(steps, 4)] == [5, 6]
+    assert [step.number for step in steps_after(steps, 0)] == [1, 2, 3, 4, 5, 6]
+    assert [step.number for step in steps_after(steps, 4)] == [5, 6]
 
 
 def test_one_answer_has_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,4 +255,4 @@ def test_one_answer_has_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatc
     request = story.accept(1000.0)
     for index in range(9):
         story.decode(request, sent_s=1000.2, answered_s=1000.3 + index / 100)
-    assert [each.number for each in steps_after(story.at(1001.0).steps, 0)] == [7, 8, 9]
+    assert [step.number for step in steps_after(story.at(1001.0).steps, 0)] == [7, 8, 9]

@@ -139,8 +139,8 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "fault") == (1, 0.5)
     assert watched.times(definitions.RECOVERY_TIME, "death") == (1, 3.0)
-    counts = {each: watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values}
-    assert {each for each, count in counts.items() if count} == {"death", "fault"}
+    counts = {reason: watched.value(definitions.RECOVERIES, reason) for reason in definitions.REASON.values}
+    assert {reason for reason, count in counts.items() if count} == {"death", "fault"}
     assert sum(counts.values()) == 2
 
 
@@ -152,11 +152,11 @@ def test_an_end_without_a_cause_is_the_end_of_the_coordinator() -> None:
         watched.now_s += 1.0
         watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "broken") == (1, 1.0)
-    assert sum(watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values) == 1
+    assert sum(watched.value(definitions.RECOVERIES, reason) for reason in definitions.REASON.values) == 1
 
 
 def test_every_cause_has_its_label() -> None:
-    assert tuple(each.name.lower() for each in EndCause) == definitions.REASON.values
+    assert tuple(cause.name.lower() for cause in EndCause) == definitions.REASON.values
 
 
 def test_a_request_waits_gets_its_tokens_and_ends() -> None:
@@ -242,12 +242,15 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 def test_refusals_are_counted_by_their_reason(error: Exception, reason: str) -> None:
     watched = WatchedEngine()
     watched.requests.count_refusal(error)
-    counts = {each: watched.value(definitions.REQUESTS_REFUSED, each) for each in definitions.REFUSAL.values}
+    counts = {
+        refusal: watched.value(definitions.REQUESTS_REFUSED, refusal)
+        for refusal in definitions.REFUSAL.values
+    }
     assert counts == {**dict.fromkeys(definitions.REFUSAL.values, 0), reason: 1}
 
 
 def test_every_state_of_a_worker_has_its_label() -> None:
-    assert tuple(each.name.lower() for each in WorkerState) == definitions.WORKER_STATE.values
+    assert tuple(state.name.lower() for state in WorkerState) == definitions.WORKER_STATE.values
 
 
 def test_a_request_is_as_far_as_the_choice_that_is_least_far() -> None:

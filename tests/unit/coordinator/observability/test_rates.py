@@ -14,8 +14,8 @@ def test_quantiles_are_at_most_one_percent_off(share: float) -> None:
     draw = random.Random(3)
     durations = sorted(draw.lognormvariate(-4, 1.5) for _ in range(5000))
     sketch = LatencySketch()
-    for each in durations:
-        sketch.add(each)
+    for duration in durations:
+        sketch.add(duration)
     exact = durations[max(0, round(share * len(durations)) - 1)]
     assert sketch.quantile(share) == pytest.approx(exact, rel=1.01 * RELATIVE_ERROR)
 
@@ -45,7 +45,7 @@ def test_merged_sketches_hold_what_each_has_held() -> None:
 
 def test_absurd_durations_stay_within_bounds() -> None:
     sketch = LatencySketch()
-    for each in (-1.0, 0.0, 1e-12, 1e12):
-        sketch.add(each)
+    for duration in (-1.0, 0.0, 1e-12, 1e12):
+        sketch.add(duration)
     assert sketch.count == 4
     assert sketch.quantile(1.0) == pytest.approx(86400, rel=0.011)

@@ -75,8 +75,8 @@ def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTr
     traced.run()
     (root,) = traced.spans(SpanName.GENERATE)
     chunks, (decode,) = traced.spans(SpanName.PREFILL_CHUNK), traced.spans(SpanName.DECODE)
-    assert [(each.attributes or {})[Attr.TOKENS] for each in chunks] == [8, 8, 4]
-    assert [seconds(each) for each in chunks] == pytest.approx([1, 1, 1])
+    assert [(chunk.attributes or {})[Attr.TOKENS] for chunk in chunks] == [8, 8, 4]
+    assert [seconds(chunk) for chunk in chunks] == pytest.approx([1, 1, 1])
     assert (decode.attributes or {})[Attr.TOKENS] == 4
     assert (decode.attributes or {})[Attr.STEP_DURATION] == pytest.approx(4)
     assert seconds(decode) == pytest.approx(4)
@@ -107,7 +107,7 @@ def test_an_interruption_is_recorded_with_what_came_before_it(new_traced: NewTra
     traced.model.now_s += 10.0
     traced.model.start(64)
     traced.run()
-    assert [each.name for each in traced.sink.spans if each.parent] == [
+    assert [span.name for span in traced.sink.spans if span.parent] == [
         *(SpanName.INTAKE, SpanName.QUEUE, SpanName.PREFILL_CHUNK, SpanName.DECODE),
         *(SpanName.RECOVERY, SpanName.PREFILL_CHUNK, SpanName.DECODE),
     ]
@@ -116,7 +116,7 @@ def test_an_interruption_is_recorded_with_what_came_before_it(new_traced: NewTra
     assert traced.starts[0] == ""
     assert traced.starts[1] != ""
     (root,) = traced.spans(SpanName.GENERATE)
-    assert {each.parent.span_id for each in traced.sink.spans if each.parent} == {root.context.span_id}  # type: ignore[union-attr]
+    assert {span.parent.span_id for span in traced.sink.spans if span.parent} == {root.context.span_id}  # type: ignore[union-attr]
     (cluster,) = traced.spans(SpanName.CLUSTER_RECOVERY)
     assert (cluster.attributes or {})[Attr.NUM_REQUESTS] == 1
 
@@ -131,11 +131,11 @@ def test_who_is_preempted_waits_and_the_pieces_make_up_the_whole(new_traced: New
     assert seconds(waited) > 0
     for root in traced.spans(SpanName.GENERATE):
         decodes = [
-            each
-            for each in traced.spans(SpanName.DECODE)
-            if each.parent is not None and each.parent.span_id == root.context.span_id  # type: ignore[union-attr]
+            span
+            for span in traced.spans(SpanName.DECODE)
+            if span.parent is not None and span.parent.span_id == root.context.span_id  # type: ignore[union-attr]
         ]
-        tokens = sum(int((each.attributes or {})[Attr.TOKENS]) for each in decodes)  # type: ignore[call-overload]
+        tokens = sum(int((decode.attributes or {})[Attr.TOKENS]) for decode in decodes)  # type: ignore[call-overload]
         assert tokens + len(decodes) == 14
 
 
@@ -148,10 +148,10 @@ def test_who_makes_way_for_suspects_is_not_preempted(new_traced: NewTraced) -> N
     traced.model.start(64)
     traced.run()
     assert traced.spans(SpanName.PREEMPTION) == []
-    reasons = [(each.attributes or {}).get(Attr.REASON) for each in traced.spans(SpanName.RECOVERY)]
+    reasons = [(span.attributes or {}).get(Attr.REASON) for span in traced.spans(SpanName.RECOVERY)]
     assert REQUEUED in reasons
-    roots = [each.attributes or {} for each in traced.spans(SpanName.GENERATE)]
-    assert [(each[Attr.NUM_PREEMPTIONS], each[Attr.NUM_RECOVERIES]) for each in roots] == [(0, 1)] * 2
+    roots = [span.attributes or {} for span in traced.spans(SpanName.GENERATE)]
+    assert [(root[Attr.NUM_PREEMPTIONS], root[Attr.NUM_RECOVERIES]) for root in roots] == [(0, 1)] * 2
 
 
 def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:

@@ -66,13 +66,13 @@ def test_answers_belong_to_the_oldest_step_in_flight() -> None:
     for step_id in range(3):
         history.send(step(step_id), 1.0 + step_id)
     history.answer(result(0), 4.0)
-    assert [each.step_id for each in history.in_flight()] == [1, 2]
-    assert [each.sent.step_id for each in history.answered(4.0)] == [0]
+    assert [step.step_id for step in history.in_flight()] == [1, 2]
+    assert [step.sent.step_id for step in history.answered(4.0)] == [0]
     history.void()
     assert history.in_flight() == ()
     history.send(step(3), 5.0)
     history.answer(result(3), 6.0)
-    assert [each.sent.step_id for each in history.answered(6.0)] == [0, 3]
+    assert [step.sent.step_id for step in history.answered(6.0)] == [0, 3]
 
 
 def test_steps_are_forgotten_after_their_time() -> None:
@@ -81,7 +81,7 @@ def test_steps_are_forgotten_after_their_time() -> None:
         history.send(step(step_id), 10.0 + step_id)
         history.answer(result(step_id, 1.0), 10.0 + step_id)
     assert len(history.answered(10.0 + KEPT_S)) == 3
-    assert [each.sent.step_id for each in history.answered(10.5 + KEPT_S)] == [1, 2]
+    assert [step.sent.step_id for step in history.answered(10.5 + KEPT_S)] == [1, 2]
     assert history.answered(100.0) == ()
     assert history.num_answered == 3
 
@@ -97,7 +97,7 @@ def test_however_fast_steps_are_their_number_is_bounded(monkeypatch: pytest.Monk
     for step_id in range(20, 40):
         history.send(step(step_id), 1.0)
         history.answer(result(step_id, 1, 1, 1, 1), 1.0)
-    assert [each.sent.step_id for each in history.answered(1.0)] == [37, 38, 39]
+    assert [step.sent.step_id for step in history.answered(1.0)] == [37, 38, 39]
 
 
 SEQUENCE = sequence_of(new_request())
@@ -120,8 +120,8 @@ def test_busy_is_a_share_of_all_time() -> None:
     history = Watched()
     run(history, 20, 40, 20, begin_s=105.0, end_s=110.0, every_s=0.1)
     loads = loads_at(history, 110.0)
-    assert [each.busy_share for each in loads] == pytest.approx([0.1, 0.2, 0.1])
-    assert [each.compute_s for each in loads] == pytest.approx([0.02, 0.04, 0.02])
+    assert [stage_load.busy_share for stage_load in loads] == pytest.approx([0.1, 0.2, 0.1])
+    assert [stage_load.compute_s for stage_load in loads] == pytest.approx([0.02, 0.04, 0.02])
 
 
 def test_what_was_computed_before_the_window_does_not_count() -> None:
@@ -139,7 +139,7 @@ def test_steps_in_flight_make_no_stage_look_idle() -> None:
     run(history, 50, 50, begin_s=100.0, end_s=105.0, every_s=0.1)
     history.send(step(99, decodes=[SEQUENCE]), 105.0)
     loads = loads_at(history, 109.0, began_s=100.0)
-    assert [each.busy_share for each in loads] == pytest.approx([0.5, 0.5], rel=0.03)
+    assert [stage_load.busy_share for stage_load in loads] == pytest.approx([0.5, 0.5], rel=0.03)
 
 
 def test_steps_without_times_or_without_slices_tell_nothing() -> None:
@@ -155,7 +155,7 @@ def test_steps_of_another_number_of_stages_are_left_out() -> None:
     history = Watched()
     run(history, 10, 10, 10, begin_s=100.0, end_s=101.0, every_s=0.1)
     run(history, 10, 10, begin_s=101.0, end_s=102.0, every_s=0.1)
-    assert [each.num_steps for each in loads_at(history, 102.0)] == [10, 10]
+    assert [stage_load.num_steps for stage_load in loads_at(history, 102.0)] == [10, 10]
 
 
 def test_a_hop_ends_with_the_first_byte_as_in_traces() -> None:
@@ -163,7 +163,7 @@ def test_a_hop_ends_with_the_first_byte_as_in_traces() -> None:
     history.send(step(0, decodes=[SEQUENCE]), 100.0)
     times = (StageTime(4_000, 1_000, hop_us=2_000, receive_us=500), StageTime(0, 1_000, -300, 900))
     history.answer(StepResult(1, 0, (), times), 100.1)
-    assert [each.hop_s for each in loads_at(history, 100.2)] == pytest.approx([0.002, -0.0003])
+    assert [stage_load.hop_s for stage_load in loads_at(history, 100.2)] == pytest.approx([0.002, -0.0003])
 
 
 def load(compute_ms: float, *, busy: float = 0.5, num_steps: int = 9) -> StageLoad:
@@ -178,11 +178,11 @@ def load(compute_ms: float, *, busy: float = 0.5, num_steps: int = 9) -> StageLo
 
 @pytest.mark.parametrize("times", [(20, 20, 40), (20, 40), (19, 21, 20, 40)])
 def test_a_stage_that_takes_twice_as_long_is_named(times: tuple[float, ...]) -> None:
-    loads = [load(each, busy=each / 41.67) for each in times]
+    loads = [load(seconds, busy=seconds / 41.67) for seconds in times]
     found = find_bottleneck(loads)
     assert found is not None
     assert (found.stage, found.ratio, found.is_notable) == (len(times) - 1, pytest.approx(2.0), True)
-    workers = [f"worker-{each}" for each in range(len(times))]
+    workers = [f"worker-{number}" for number in range(len(times))]
     last = len(times) - 1
     assert describe_pipeline(loads, workers, window_s=10, bubble_share=0.25) == (
         f"Stage {last} (worker-{last}) is the slowest: 96 % busy, 2.0 x the median step time."

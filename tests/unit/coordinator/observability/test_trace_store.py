@@ -48,8 +48,8 @@ def test_spans_may_come_in_any_order_and_late() -> None:
     spans = batch(1)
     random.Random(3).shuffle(spans)
     store = TraceStore()
-    for each in spans:
-        store.add([each])
+    for span in spans:
+        store.add([span])
         store.add(batch(2))
     assert read(store.find(request_id(1))) == request(1).trace()
 
@@ -145,7 +145,7 @@ def test_requests_of_one_trace_are_told_apart() -> None:
 
 def test_stages_whose_parent_has_not_come_are_shown_with_the_only_request() -> None:
     store = TraceStore()
-    store.add(each for each in batch(1) if each.scope_spans[0].spans[0].name != SpanName.DECODE)
+    store.add(span for span in batch(1) if span.scope_spans[0].spans[0].name != SpanName.DECODE)
     assert [work.num_steps for work in read(store.find(request_id(1))).stages] == [17, 17, 17]
 
 
@@ -181,23 +181,23 @@ def test_recent_requests_are_listed_by_their_start_and_not_by_their_arrival() ->
 
 def test_who_recorded_a_span_is_kept_with_it() -> None:
     maker = request(1)
-    for each in maker.spans:
-        each.schema_url = "of the resource"
-        each.scope_spans[0].schema_url = "of the scope"
-        each.scope_spans[0].scope.CopyFrom(InstrumentationScope(name="stageline", version="2"))
+    for span in maker.spans:
+        span.schema_url = "of the resource"
+        span.scope_spans[0].schema_url = "of the scope"
+        span.scope_spans[0].scope.CopyFrom(InstrumentationScope(name="stageline", version="2"))
     store = TraceStore()
     store.add(maker.spans)
     data = store.find(request_id(1)).data()
     assert len(data.resource_spans) == 4
-    before = {_with_source(each) for each in maker.spans}
-    assert {_with_source(each) for each in _split(data.resource_spans)} == before
+    before = {_with_source(span) for span in maker.spans}
+    assert {_with_source(span) for span in _split(data.resource_spans)} == before
 
 
 def test_what_is_known_of_processes_counts_and_goes_with_their_traces() -> None:
     store = TraceStore(StoreLimits(size_bytes=256 * 1024))
     for number in range(1, 200):
-        for each in (messages := batch(number)):
-            each.schema_url = f"{number}" + "x" * 6000
+        for message in (messages := batch(number)):
+            message.schema_url = f"{number}" + "x" * 6000
         store.add(messages)
         assert store.size_bytes <= 256 * 1024
         assert store.size_bytes == sum(map(size_of, store.recent()))
@@ -227,7 +227,7 @@ def test_spans_of_another_scope_are_refused_and_nothing_makes_room_for_them() ->
 def test_a_root_of_no_request_of_ours_is_refused(planted: str) -> None:
     store = filled(1)
     taken = store.add(
-        [each for each in served(request_id=planted, trace_id=b"p" * 16).spans if _is_root(each)]
+        [span for span in served(request_id=planted, trace_id=b"p" * 16).spans if _is_root(span)]
     )
     assert taken.refused == {"of requests whose id is no UUIDv7": 1}
     assert kept(store) == [request_id(1)]

@@ -31,7 +31,7 @@ class Seen:
         self.watch = FailureDetector(
             POLICY,
             connections=lambda: self.connections,
-            on_silence=lambda each, is_silent: self.said.append((each.identity.name, is_silent)),
+            on_silence=lambda connection, is_silent: self.said.append((connection.identity.name, is_silent)),
             on_lease_over=self._lose,
             on_tick=self._tick,
             on_steady=self._steady,
@@ -57,9 +57,9 @@ class Seen:
             await self.watch.run()
 
     def hear(self, name: str) -> None:
-        for each in self.connections:
-            if each.identity.name == name:
-                each.last_message_s = self.now_s
+        for connection in self.connections:
+            if connection.identity.name == name:
+                connection.last_message_s = self.now_s
 
     def _lose(self, connection: WorkerConnection, reason: str) -> None:
         self.said.append((connection.identity.name, reason))
@@ -88,7 +88,7 @@ async def test_silence_is_told_once_and_then_the_lease_is_over(seen: Seen) -> No
     assert seen.said == [("b", True)]
     await seen.pass_ticks(4)
     assert seen.said == [("b", True), ("b", "no heartbeat for 2.2 s")]
-    assert [each.identity.name for each in seen.connections] == ["a"]
+    assert [connection.identity.name for connection in seen.connections] == ["a"]
     assert seen.num_ticks == 12
 
 

@@ -65,7 +65,7 @@ def kinds(actions: list[Action]) -> list[type]:
 
 def fault(epoch: int, stage: int, *requests: int) -> FaultReport:
     """Of these requests, or of two others in each epoch."""
-    ids = tuple(RequestId(bytes([each]) * 16) for each in requests or (10 * epoch, 10 * epoch + 1))
+    ids = tuple(RequestId(bytes([number]) * 16) for number in requests or (10 * epoch, 10 * epoch + 1))
     return FaultReport(
         epoch=epoch,
         step_id=0,

@@ -374,9 +374,9 @@ SCRIPT = new_script()
 def answers(script: Script = SCRIPT) -> list[StepResult]:
     """Those of a good pipeline."""
     results = []
-    for each in script.steps:
+    for step in script.steps:
         entries = []
-        for part in each.slices:
+        for part in step.slices:
             rows = [row_after(part.text, part.first + i) for i in range(part.num_tokens)]
             sampled = replace(rows[-1], token=rows[-1].top[0][0], logprob=rows[-1].top[0][1])
             entries.append(
@@ -388,14 +388,14 @@ def answers(script: Script = SCRIPT) -> list[StepResult]:
                     tuple(rows[: part.num_scored]),
                 )
             )
-        results.append(StepResult(5, each.step.step_id, tuple(entries)))
+        results.append(StepResult(5, step.step.step_id, tuple(entries)))
     return results
 
 
 def states() -> array[float]:
     """What a good stage hands on."""
     found = array("f")
-    for part in (part for each in SCRIPT.steps for part in each.slices):
+    for part in (part for step in SCRIPT.steps for part in step.slices):
         for position in range(part.first, part.first + part.num_tokens):
             begin = REFERENCE.state_index(part.text, position)
             found += REFERENCE.layers[0].states[begin : begin + STATE_WIDTH]
@@ -420,7 +420,7 @@ def changed(
             return replace(entry, **changes)
         return entry
 
-    return [replace(each, results=tuple(map(change, each.results))) for each in results]
+    return [replace(result, results=tuple(map(change, result.results))) for result in results]
 
 
 def is_decode(entry: SliceResult) -> bool:

@@ -60,7 +60,7 @@ def replay(script: Script, made: Plan) -> None:
         max_sequence_tokens=made.max_sequence_tokens,
     )
     tables, sequences = BlockTables(made.num_blocks, block_size=made.block_size), StageSequences()
-    for step in (each.step for each in script.steps):
+    for step in (scripted.step for scripted in script.steps):
         check_limits(step, rules)
         for end in step.ends:
             sequences.end(end)
@@ -82,13 +82,14 @@ def test_what_serves_is_in_it() -> None:
     made = plan()
     script = script_for(made)
     replay(script, made)
-    slices = [part for each in script.steps for part in each.step.slices]
+    slices = [part for scripted in script.steps for part in scripted.step.slices]
     decodes = [part.first_position for part in slices if isinstance(part.inference_step, Decode)]
     assert min(decodes) < 15 and max(decodes) > 16, "decodes on both sides of a block's boundary"
     assert any(
-        len({part.first_position for part in each.step.slices if isinstance(part.inference_step, Decode)}) > 1
-        and any(isinstance(part.inference_step, Prefill) for part in each.step.slices)
-        for each in script.steps
+        len({part.first_position for part in scripted.step.slices if isinstance(part.inference_step, Decode)})
+        > 1
+        and any(isinstance(part.inference_step, Prefill) for part in scripted.step.slices)
+        for scripted in script.steps
     ), "decodes of several lengths beside a chunk"
     chunks = [part for part in slices if isinstance(part.inference_step, Prefill)]
     assert any(part.first_position == 16 and part.sequence.choice == 2 for part in chunks), "a second chunk"
@@ -101,8 +102,8 @@ def test_what_serves_is_in_it() -> None:
 def test_no_step_waits_for_a_sampled_token() -> None:
     """The tokens that go in are those of the texts."""
     script = script_for(plan())
-    for each in script.steps:
-        for part, checked in zip(each.step.slices, each.slices, strict=True):
+    for scripted in script.steps:
+        for part, checked in zip(scripted.step.slices, scripted.slices, strict=True):
             text = script.texts[checked.text]
             assert part.tokens == text[checked.first : checked.first + checked.num_tokens]
 
@@ -114,7 +115,7 @@ def test_nothing_stays_cached_and_step_ids_follow() -> None:
     first = write_script(made, 7, texts, kv)
     assert kv.num_inactive == 0
     second = write_script(made, 7, texts, kv, first_step_id=len(first.steps))
-    ids = [each.step.step_id for script in (first, second) for each in script.steps]
+    ids = [scripted.step.step_id for script in (first, second) for scripted in script.steps]
     assert ids == list(range(len(ids)))
     assert len(first.steps) == len(second.steps)
     replay(Script(first.texts, first.steps + second.steps, ()), made)
@@ -137,7 +138,7 @@ def test_subscribers_learn_of_evicted_blocks_and_of_no_block_of_a_check() -> Non
     evicted = {name for event in events if isinstance(event, Removed) for name in event.block_hashes}
     assert all(isinstance(event, Removed) for event in events) and evicted
     assert {block.sequence_hash for block in kv.cached_blocks()} == before - evicted
-    begun = [part.first_position for each in script.steps for part in each.step.slices]
+    begun = [part.first_position for scripted in script.steps for part in scripted.step.slices]
     assert 16 in begun, "a prefix hit"
 
 
@@ -175,6 +176,6 @@ def test_what_has_no_room_is_left_out_and_named() -> None:
 def test_the_id_of_its_request_is_nobody_elses() -> None:
     with pytest.raises(ValueError, match="expected version 7"):
         parse_request_id("00000000-0000-0000-0000-000000000000")
-    assert {part.sequence.request_id for each in script_for(plan()).steps for part in each.step.slices} == {
-        CHECK_REQUEST
-    }
+    assert {
+        part.sequence.request_id for scripted in script_for(plan()).steps for part in scripted.step.slices
+    } == {CHECK_REQUEST}

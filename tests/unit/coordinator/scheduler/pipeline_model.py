@@ -119,7 +119,7 @@ class PipelineModel:
         self._clear()
         self._check_order()
         assert not self.scheduler.running
-        assert all(each.state.is_queued for each in self.scheduler.queue)
+        assert all(sequence.state.is_queued for sequence in self.scheduler.queue)
 
     def fault(self, step_id: int) -> None:
         """A stage refuses a step: its requests fail, the epoch ends."""
@@ -158,9 +158,9 @@ class PipelineModel:
         """Sends steps for as long as there are any, as the engine does after each event."""
         while True:
             costs = [
-                decodes_cost(1, each.num_tokens)
-                for each in self.scheduler.running
-                if each.state is SequenceState.DECODE
+                decodes_cost(1, sequence.num_tokens)
+                for sequence in self.scheduler.running
+                if sequence.state is SequenceState.DECODE
             ]
             step = self.scheduler.next_step(0.0)
             self._check_order()
@@ -250,10 +250,10 @@ class PipelineModel:
 
     def _check_order(self) -> None:
         """First come, first served: no queued request arrived before a running one."""
-        orders = [each.order for each in (*self.scheduler.running, *self.scheduler.queue)]
+        orders = [sequence.order for sequence in (*self.scheduler.running, *self.scheduler.queue)]
         assert orders == sorted(orders)
         if self.scheduler.kv is not None:
-            self.scheduler.kv.check_integrity([each.kv for each in self.scheduler.running])
+            self.scheduler.kv.check_integrity([sequence.kv for sequence in self.scheduler.running])
 
     def _check_step(self, step: Step, costs: list[int]) -> None:
         assert self.scheduler.num_steps_in_flight <= self.limits.max_steps_in_flight
@@ -264,7 +264,7 @@ class PipelineModel:
             assert step_cost <= share + max(costs)
         num_before = self.scheduler.num_steps_in_flight - 1
         before = self.sent[len(self.sent) - num_before :]
-        sampled = [part for each in before for part in each.slices if part.is_sampled]
+        sampled = [part for step in before for part in step.slices if part.is_sampled]
         owed = {(part.sequence, part.restart_count) for part in sampled}
         for part in step.slices:
             assert (part.sequence, part.restart_count) not in owed, "two tokens of one sequence in flight"

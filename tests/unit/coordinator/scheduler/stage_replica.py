@@ -37,7 +37,7 @@ def sample(entry: int, choice: int = 0) -> int:
 
 def score(entry: int, token: int, num_top: int) -> TokenLogprobs:
     """What the model says of `token` after the position with this entry."""
-    top = tuple((each, -(entry % 997 + each) / 997) for each in range(num_top))
+    top = tuple((other, -(entry % 997 + other) / 997) for other in range(num_top))
     return TokenLogprobs(token, -(entry % 997) / 997, 1 + entry % VOCAB_SIZE, top)
 
 

@@ -53,7 +53,7 @@ class Stages:
         computing = [self.step_us(work) * slowness for slowness in self.slowness]
         waiting = 300
         elapsed = sum(computing) + waiting * len(computing) + self.transfer_us
-        times.observe(work, [StageTime(waiting, round(each)) for each in computing], elapsed)
+        times.observe(work, [StageTime(waiting, round(compute_us)) for compute_us in computing], elapsed)
 
 
 def pace_of(stages: Stages, **limits: Any) -> BatchingPolicy:
@@ -161,7 +161,7 @@ def test_a_burst_of_prompts_goes_in_steps_that_bring_it_through_soonest(
         return (-(-num_tokens // size) + num_stages - 1) * stages.chunk_step_us(0, size)
 
     size = pace.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens), start=0, end=10**9)
-    best = min(makespan_us(each) for each in range(64, 4097, 8))
+    best = min(makespan_us(num_tokens) for num_tokens in range(64, 4097, 8))
     assert makespan_us(size) <= 1.05 * best
     rest = pace.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens, step_tokens=size // 2), start=0, end=10**9)
     assert rest == size - size // 2
@@ -201,7 +201,7 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
     assert max(added) <= 1.05 * max(MAX_PREFILL_SHARE, 2 * (slowdown - 1)) * cycle_us
     # Chunks are large and few, so that most tokens are not late at all.
     if slowdown <= 1.4:
-        assert sum(each > 0 for each in added) * steps_per_cycle <= 0.5 * len(added)
+        assert sum(increment > 0 for increment in added) * steps_per_cycle <= 0.5 * len(added)
 
 
 def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None:

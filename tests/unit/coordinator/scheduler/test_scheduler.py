@@ -49,9 +49,9 @@ def test_another_epoch_knows_nothing_of_this_one() -> None:
 def test_memory_is_bounded_and_forgets_what_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 2)
     used, first, second, third = UsedRestartCounts(), key(), key(), key()
-    for each in (first, second, first, third):
-        used.record_end(each, used.first_unused(each))
-    assert [used.first_unused(each) for each in (first, second, third)] == [2, 0, 1]
+    for sequence_key in (first, second, first, third):
+        used.record_end(sequence_key, used.first_unused(sequence_key))
+    assert [used.first_unused(sequence_key) for sequence_key in (first, second, third)] == [2, 0, 1]
 
 
 def model_of(
@@ -262,9 +262,9 @@ def test_the_last_to_arrive_is_preempted_and_is_the_first_to_return() -> None:
     model.scheduler.end_epoch()
     sequences = [model.submit([number] * 4, max_tokens=9) for number in range(3)]
     model.begin_epoch()
-    while not any(each.state is SequenceState.PREEMPTED for each in sequences):
+    while not any(sequence.state is SequenceState.PREEMPTED for sequence in sequences):
         assert model.run_step()
-    assert [each.restart_count for each in sequences] == [0, 0, 1]
+    assert [sequence.restart_count for sequence in sequences] == [0, 0, 1]
     assert model.scheduler.queue[0] is sequences[2]
     ends = [end for end in model.sent[-1].ends if end.sequence == sequences[2].key]
     assert ends == [EndRecord(sequences[2].key, 0)]
@@ -444,9 +444,9 @@ def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
     with pytest.raises(ResultMismatch):
         scheduler.complete(StepResult(wrong_epoch, step_id, results), 0.0)
     assert scheduler.num_steps_in_flight == 1
-    assert all(each.generated_tokens == () for each in sequences)
+    assert all(sequence.generated_tokens == () for sequence in sequences)
     right = tuple(SliceResult(key_of(number), 0, 5) for number in range(2))
-    assert [each.token for each in scheduler.complete(StepResult(step.epoch, 0, right), 0.0)] == [5, 5]
+    assert [update.token for update in scheduler.complete(StepResult(step.epoch, 0, right), 0.0)] == [5, 5]
 
 
 def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> None:
@@ -615,7 +615,9 @@ def test_the_cost_of_a_step_equals_the_cost_its_builder_counted() -> None:
     works = []
     while not model.is_done:
         model.pump()
-        works += [(each.cost, cost_of_step(each.step)) for each in model.scheduler._in_flight._steps]
+        works += [
+            (in_flight.cost, cost_of_step(in_flight.step)) for in_flight in model.scheduler._in_flight._steps
+        ]
         model.run_step()
     assert all(counted == told for counted, told in works)
     assert any(told.decode_cost and told.chunk_pairs for _, told in works)

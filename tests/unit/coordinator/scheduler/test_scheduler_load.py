@@ -88,7 +88,7 @@ def arrivals(draw: st.DrawFn, setup: Setup) -> Arrival:
     """Prompts of one token, around block boundaries and longer than a chunk, that share their beginnings."""
     size, longest = setup.block_size, setup.max_sequence_tokens - 1
     lengths = {1, size - 1, size, size + 1, 2 * size, 3 * size + 1, setup.limits.max_step_tokens + 1, longest}
-    length = draw(st.sampled_from(sorted(each for each in lengths if 0 < each <= longest)))
+    length = draw(st.sampled_from(sorted(limit for limit in lengths if 0 < limit <= longest)))
     beginning = [draw(st.integers(0, 1))] * length
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3))
     prompt = (*beginning, *own)[-length:] if draw(st.booleans()) else tuple(beginning)
@@ -118,7 +118,7 @@ class Load:
             self.model.stage_times = made_up_times
         self.waiting = list(reversed(requests))
         self.setup = setup
-        self.num_tokens = sum(len(each.prompt) + each.max_tokens for each in requests)
+        self.num_tokens = sum(len(request.prompt) + request.max_tokens for request in requests)
         self.num_requests = len(requests)
         self.model.begin_epoch()
 

@@ -89,7 +89,7 @@ def test_within_a_class_they_are_served_as_they_came(gaps: list[tuple[Priority, 
         now_s += gap_s
         insort(queue, (order(priority, now_s, arrival=arrival), priority))
     for priority in Priority:
-        arrivals = [each.arrival for each, its_class in queue if its_class is priority]
+        arrivals = [order.arrival for order, its_class in queue if its_class is priority]
         assert arrivals == sorted(arrivals)
 
 
@@ -151,7 +151,7 @@ def test_the_order_of_two_never_changes_and_never_ties(arrivals: list[tuple[Prio
 def test_choices_of_a_request_stay_together_in_their_order() -> None:
     keys = list(product((3, 4), (0, 1, 2)))
     orders = {order(NORMAL, 5.0, arrival=arrival, choice=choice) for arrival, choice in keys}
-    assert [(each.arrival, each.choice) for each in sorted(orders)] == keys
+    assert [(order.arrival, order.choice) for order in sorted(orders)] == keys
 
 
 BLOCK_SIZE = 4
@@ -460,7 +460,7 @@ class AnySequence(RuleBasedStateMachine):
         assert wanted == min(chunk.start + chunk.num_tokens, self.num_to_score) - chunk.start > 0
         new = sequence.accept_prompt_logprobs(chunk.start, scores_of(chunk.start + 1, wanted))
         self.scored.extend(new)
-        assert [each.token for each in self.scored] == list(range(1, len(self.scored) + 1))
+        assert [logprob.token for logprob in self.scored] == list(range(1, len(self.scored) + 1))
 
     @precondition(lambda self: self.sequence.can_decode)
     @rule()

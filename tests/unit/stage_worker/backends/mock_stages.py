@@ -48,8 +48,8 @@ class MockStages:
     """All stages of a pipeline in a row, in epoch 1."""
 
     def __init__(self, num_stages: int) -> None:
-        assignments = [mock_assignment(stage=each, num_stages=num_stages) for each in range(num_stages)]
-        self.executors = [StepExecutor(each, MockCompute(each)) for each in assignments]
+        assignments = [mock_assignment(stage=stage, num_stages=num_stages) for stage in range(num_stages)]
+        self.executors = [StepExecutor(assignment, MockCompute(assignment)) for assignment in assignments]
         for stage, executor in enumerate(self.executors):
             executor.begin_epoch(1, stage=stage)
         self.log = Log(assignments[0])

@@ -152,7 +152,7 @@ def test_last_answers_what_is_sampled_with_known_tokens() -> None:
     results = MockCompute(LAST).compute(frame_of(unfinished, finished, decoded), [])
     assert isinstance(results, tuple)
     shape: dict[str, Any] = {"vocab_size": 20, "eos_token_ids": (0, 7)}
-    assert [(each.sequence, each.restart_count, each.outcome) for each in results] == [
+    assert [(result.sequence, result.restart_count, result.outcome) for result in results] == [
         (key_of(1), 3, mock_token(5, 7, **shape)),
         (key_of(2), 1, mock_token(9, 11, **shape)),
     ]
@@ -178,7 +178,7 @@ def test_what_needs_probabilities_fails_alone(sampling: StepSampling, what: str)
     assert isinstance(answered.outcome, int)
     compute.end(key_of(0))
     compute.start(StartRecord(key_of(0), 1, 1, (1,), StepSampling()))
-    assert all(isinstance(each.outcome, int) for each in compute.compute(step, []))  # type: ignore[union-attr]
+    assert all(isinstance(result.outcome, int) for result in compute.compute(step, []))  # type: ignore[union-attr]
 
 
 def test_a_mock_must_know_what_the_model_is_like() -> None:

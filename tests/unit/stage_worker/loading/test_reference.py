@@ -201,7 +201,7 @@ def test_memory_is_bounded_and_refused_with_the_numbers(llama: Path) -> None:
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path, llama: Path) -> None:
     deep = Checkpoint.open(make_checkpoint(tmp_path / "deep", "llama", num_layers=9))
     flat = Checkpoint.open(llama)
-    sizes = {StreamedModel.memory_bytes(each, DType.BF16, [8]) for each in (deep, flat)}
+    sizes = {StreamedModel.memory_bytes(config, DType.BF16, [8]) for config in (deep, flat)}
     assert len(sizes) == 1
 
 

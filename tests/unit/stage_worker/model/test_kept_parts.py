@@ -117,7 +117,7 @@ def outputs(stage: DecoderStage) -> list[Tensor]:
         hidden = stage.forward(hidden, layout, pages)
         found += [hidden, stage.logits(hidden)] if stage.has_head else [hidden]
         done += count
-    assert all(torch.isfinite(each).all() for each in found)
+    assert all(torch.isfinite(tensor).all() for tensor in found)
     return found
 
 
@@ -150,7 +150,7 @@ def test_any_sequence_of_ranges_ends_as_a_fresh_load_and_reads_only_what_moved(
     parts, held, before = LoadedParts(), set[str](), (0, 1)
     # Every role after every other, then anything.
     corners = [(0, LAYERS), (0, 5), (3, 6), (3, LAYERS)]
-    walk = [each for pair in itertools.permutations(corners, 2) for each in pair]
+    walk = [corner for pair in itertools.permutations(corners, 2) for corner in pair]
     for begin, end in walk + draw.choices(RANGES, k=16):
         stage, reading = new_stage(checkpoint, begin, end, kernels), Reading()
         wanted = names_of(checkpoint, begin, end)

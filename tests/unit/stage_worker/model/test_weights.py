@@ -122,10 +122,10 @@ def test_weight_bytes_is_what_is_allocated(family: str, tied: bool, tmp_path: Pa
 
 def _allocated_bytes(stage: DecoderStage) -> int:
     weights = stage._loaded()
-    held = [each for layer in weights.layers for each in vars(layer).values()]
+    held = [part for layer in weights.layers for part in vars(layer).values()]
     held += [weights.embeddings, weights.final_norm, weights.head]
-    projections = [each for each in held if isinstance(each, PlainProjection)]
-    tensors = [t for each in projections for t in (each.weight, each.bias)] + held
+    projections = [part for part in held if isinstance(part, PlainProjection)]
+    tensors = [t for projection in projections for t in (projection.weight, projection.bias)] + held
     storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -101,22 +101,22 @@ def min_tokens_with_the_prompt(scores: Array, context: Context) -> Array:
 
 
 def replaced(original: Filter, wrong: Filter) -> tuple[Filter, ...]:
-    return tuple(wrong if each is original else each for each in FILTERS)
+    return tuple(wrong if step_filter is original else step_filter for step_filter in FILTERS)
 
 
 def moved(name: Filter, *, behind: Filter | None) -> tuple[Filter, ...]:
     """Behind another filter; None: to the front."""
-    others = [each for each in FILTERS if each is not name]
+    others = [step_filter for step_filter in FILTERS if step_filter is not name]
     place = 0 if behind is None else others.index(behind) + 1
     return (*others[:place], name, *others[place:])
 
 
 _IGNORED = {
-    f"{each.__name__} ignored": (
-        replaced(each, unchanged),
-        ("everything-min-p" if each is reference.min_p else "everything",),
+    f"{step_filter.__name__} ignored": (
+        replaced(step_filter, unchanged),
+        ("everything-min-p" if step_filter is reference.min_p else "everything",),
     )
-    for each in FILTERS
+    for step_filter in FILTERS
 }
 
 MISTAKES: dict[str, tuple[tuple[Filter, ...], tuple[str, ...]]] = {

@@ -161,6 +161,6 @@ FILTERS: tuple[Filter, ...] = (
 def distribution(logits: Array, context: Context, filters: Sequence[Filter] = FILTERS) -> Array:
     """Of each token of the vocabulary, how probable it is as the next one; `logits` [vocab_size]."""
     scores = logits.astype(np.float64)
-    for each in filters:
-        scores = each(scores, context)
+    for step_filter in filters:
+        scores = step_filter(scores, context)
     return probabilities(scores)

@@ -15,8 +15,10 @@ ROWS = 120
 
 
 def mixed_rows() -> list[Row]:
-    kinds = [*FILTERS.values(), *(replace(each, temperature=0.0) for each in FILTERS.values())]
-    kinds = [replace(each, seed=index % 5, logprobs=index % 4 or None) for index, each in enumerate(kinds)]
+    kinds = [*FILTERS.values(), *(replace(sampling, temperature=0.0) for sampling in FILTERS.values())]
+    kinds = [
+        replace(sampling, seed=index % 5, logprobs=index % 4 or None) for index, sampling in enumerate(kinds)
+    ]
     return [
         Row(
             sampling=kinds[index % len(kinds)],

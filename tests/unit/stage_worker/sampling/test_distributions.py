@@ -140,15 +140,15 @@ def test_tokens_that_were_decoded_count_like_those_of_a_start_record(name: str) 
 
 def test_rows_of_all_kinds_in_one_batch_have_the_tokens_that_they_have_among_their_like() -> None:
     names = [name for name, scenario in SCENARIOS.items() if len(scenario.logits) == VOCAB]
-    each = 40
-    alone = {name: draw(SCENARIOS[name], seeds(name, each)) for name in names}
+    num_draws = 40
+    alone = {name: draw(SCENARIOS[name], seeds(name, num_draws)) for name in names}
     sampler = Sampler(vocab_size=VOCAB, stage=0)
     slices: list[StepSlice] = []
     wanted, logits = [], []
-    for row in range(each):
+    for row in range(num_draws):
         for name in names:
             scenario = SCENARIOS[name]
-            sampling = replace(scenario.sampling, seed=seeds(name, each)[row])
+            sampling = replace(scenario.sampling, seed=seeds(name, num_draws)[row])
             slices.append(start(sampler, key(len(slices)), scenario, sampling))
             wanted.append(alone[name][row])
             logits.append(scenario.logits)

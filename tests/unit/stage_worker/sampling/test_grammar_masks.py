@@ -352,7 +352,7 @@ def test_rows_are_masked_alike_alone_and_in_any_batch(walk: Walk, byte_setting: 
     for regex in ("[0-9]{3}", "x?", "[a-f]{1,2}z"):
         walks.append(Walk(byte_setting, walk.masks, byte_setting.spec(GrammarKind.REGEX, regex)))
         walk.masks.start(walks[-1].record())
-    alone = [each.allowed() for each in walks]
+    alone = [walk.allowed() for walk in walks]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 0]):
         logits = torch.zeros(4, VOCAB_SIZE)
         rows = [(row, walks[index].key) for row, index in enumerate(order)][::-1]
@@ -409,8 +409,8 @@ def test_the_work_is_done_on_one_thread_that_close_ends(byte_setting: Setting) -
     before = len(grammar_threads())
     masks = byte_setting.masks()
     walks = [Walk(byte_setting, masks, byte_setting.spec(GrammarKind.REGEX, r"\d{3}")) for _ in range(4)]
-    for each in walks:
-        assert re.fullmatch(r"\d{3}", each.run())
+    for walk in walks:
+        assert re.fullmatch(r"\d{3}", walk.run())
     assert len(grammar_threads()) == before + 1
     ours = grammar_threads()[-1]
     masks.close()

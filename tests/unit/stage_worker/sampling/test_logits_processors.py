@@ -51,7 +51,7 @@ def test_only_for_those_who_ask_and_as_many_as_they_ask_for() -> None:
     asked = (None, 0, 3, None, 20)
     rows = [Row(sampling=StepSampling(logprobs=count)) for count in asked]
     results = results_of(some_logits(5), rows)
-    tops = [None if each.logprobs is None else len(each.logprobs.top) for each in results]
+    tops = [None if result.logprobs is None else len(result.logprobs.top) for result in results]
     assert tops == [None, 0, 3, None, 20]
 
 
@@ -107,22 +107,22 @@ def test_a_chunk_is_scored_with_the_tokens_that_follow_each_of_its_own() -> None
     scored = Scored()
     result = scored.chunk(4, 12)
     assert result.outcome is None
-    assert [each.token for each in result.prompt_logprobs] == list(PROMPT[5:13])
+    assert [logprob.token for logprob in result.prompt_logprobs] == list(PROMPT[5:13])
     logits = scored.head(scored.hidden)
-    for position, each in enumerate(result.prompt_logprobs, start=5):
-        assert_logprobs(each, logits[position - 1], 2)
+    for position, logprob in enumerate(result.prompt_logprobs, start=5):
+        assert_logprobs(logprob, logits[position - 1], 2)
 
 
 def test_the_last_chunk_ends_with_the_prompt_and_keeps_its_token() -> None:
     result = Scored().chunk(20, 30, outcome=7)
     assert result.outcome == 7
-    assert [each.token for each in result.prompt_logprobs] == list(PROMPT[21:])
+    assert [logprob.token for logprob in result.prompt_logprobs] == list(PROMPT[21:])
 
 
 def test_generated_tokens_are_not_scored() -> None:
     """A sequence that starts again has them among the tokens that it prefills."""
     scored = Scored(num_prompt_tokens=22)
-    tokens = [each.token for each in scored.chunk(16, 24).prompt_logprobs]
+    tokens = [logprob.token for logprob in scored.chunk(16, 24).prompt_logprobs]
     assert tokens == list(PROMPT[17:22])
     assert scored.chunk(24, 30).prompt_logprobs == ()
 
@@ -133,7 +133,7 @@ def test_chunks_are_scored_as_the_whole(size: int) -> None:
     assert len(whole) == 29
     scored = Scored()
     parts = [scored.chunk(start, min(start + size, 30)).prompt_logprobs for start in range(0, 30, size)]
-    for one, other in zip(whole, [each for part in parts for each in part], strict=True):
+    for one, other in zip(whole, [logprob for part in parts for logprob in part], strict=True):
         assert (one.token, one.rank) == (other.token, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
@@ -142,14 +142,14 @@ def test_few_rows_of_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     whole = Scored().chunk(0, 30).prompt_logprobs
     monkeypatch.setattr(sampler, "MAX_SCORED_ELEMENTS", 4 * VOCAB)
     scored = Scored()
-    tokens = [each.token for each in scored.chunk(0, 30).prompt_logprobs]
-    assert tokens == [each.token for each in whole]
+    tokens = [logprob.token for logprob in scored.chunk(0, 30).prompt_logprobs]
+    assert tokens == [logprob.token for logprob in whole]
     assert scored.rows_at_once == [4] * 7 + [1]
 
 
 def test_no_top_is_the_tokens_own_alone() -> None:
     scored = Scored(sampling=StepSampling())
-    assert all(each.top == () for each in scored.chunk(0, 30).prompt_logprobs)
+    assert all(logprob.top == () for logprob in scored.chunk(0, 30).prompt_logprobs)
 
 
 def test_logits_that_are_not_finite_fail_the_chunk_and_say_where() -> None:

@@ -83,7 +83,7 @@ def edge_by_hand(keys: Tensor, masses: Tensor, target: float) -> tuple[float, fl
         if reached >= target:
             key = float(keys[index])
             below = sum(float(masses[other]) for other in order if float(keys[other]) < key)
-            return key, below, sum(float(each) == key for each in keys)
+            return key, below, sum(float(candidate) == key for candidate in keys)
     raise AssertionError("the target is above the whole mass")
 
 

@@ -95,7 +95,7 @@ def test_penalties_of_huge_logits_stay_finite(penalty: float) -> None:
 
 def test_errors_stay_with_their_rows() -> None:
     bad = StepSampling(temperature=1.0, top_p=0.0)
-    rows = [Row(sampling=each, choice=choice) for choice, each in enumerate((HOT, HOT, bad, HOT))]
+    rows = [Row(sampling=sampling, choice=choice) for choice, sampling in enumerate((HOT, HOT, bad, HOT))]
     logits = some_logits(4, vocab_size=5000)
     alone = [tokens_of(logits[row : row + 1], [rows[row]])[0] for row in (0, 3)]
     logits[1, 77] = float("nan")

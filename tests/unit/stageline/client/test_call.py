@@ -94,7 +94,10 @@ LAST: dict[str, Any] = {"finish_reason": FinishReason.STOP, "usage": USAGE}
 
 def output(choice: int, first_token_index: int, text: str, **more: Any) -> GenerateOutput:
     """One token per character; each text before had one too."""
-    values: dict[str, Any] = {"text_offset": first_token_index, "token_ids": [ord(each) for each in text]}
+    values: dict[str, Any] = {
+        "text_offset": first_token_index,
+        "token_ids": [ord(character) for character in text],
+    }
     return GenerateOutput(
         request_id="r", choice=choice, first_token_index=first_token_index, text=text, **(values | more)
     )
@@ -111,7 +114,7 @@ def test_every_choice_has_a_position_of_its_own() -> None:
     assert continuity.check(output(1, 0, "c")) is not None
     assert continuity.check(output(0, 2, "d", **LAST)) is not None
     positions = continuity.attach_request("request").positions
-    assert {each.choice: each.from_token for each in positions} == {0: 3, 1: 1}
+    assert {position.choice: position.from_token for position in positions} == {0: 3, 1: 1}
     assert not continuity.is_complete
     assert continuity.check(output(1, 1, "e", **LAST)) is not None
     assert continuity.is_complete

@@ -93,7 +93,7 @@ def test_the_json_has_everything() -> None:
     assert facts["summary"]["ttft_s"]["p50"] == 0.125
     assert facts["summary"]["failures"] == {"RESOURCE_EXHAUSTED": 1}
     assert len(facts["timeline"]["concurrency"]) == 100
-    assert [each["index"] for each in facts["requests"]] == [0, 1, 2, 3]
+    assert [request["index"] for request in facts["requests"]] == [0, 1, 2, 3]
     assert facts["requests"][1] == {
         "index": 1,
         "due_s": 0.5,

@@ -73,14 +73,14 @@ async def test_a_collector_that_refuses_is_said_once_and_counted(
         await wait_until(lambda: export.num_failed >= 3)
         collector.refusal = None
         await collector.wait_requests(1)
-        await wait_until(lambda: any("again" in each.message for each in caplog.records))
+        await wait_until(lambda: any("again" in record.message for record in caplog.records))
         await export.close()
-    ours = [each.message for each in caplog.records if each.name.startswith("telemetry")]
+    ours = [record.message for record in caplog.records if record.name.startswith("telemetry")]
     assert ours == [
         "the collector does not take metrics; further failures are counted, not logged",
         "the collector takes metrics again",
     ]
-    assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
 async def test_a_collector_that_hangs_costs_snapshots_and_holds_up_nobody(

@@ -15,7 +15,7 @@ each_metric = pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metr
 
 
 def test_the_table_has_every_metric_once() -> None:
-    defined = [each for each in vars(definitions).values() if isinstance(each, Metric)]
+    defined = [value for value in vars(definitions).values() if isinstance(value, Metric)]
     assert list(METRICS) == defined
     assert len({metric.name for metric in METRICS}) == len(METRICS) > 30
     assert len({metric.prometheus_name for metric in METRICS}) == len(METRICS)

@@ -243,7 +243,7 @@ def test_it_is_measured_by_the_median_of_the_others(
 
 
 def test_who_has_nobody_to_be_compared_with_is_not_slow() -> None:
-    assert [stands_out(each) for each in (None, 1.0, STANDS_OUT - 0.01, STANDS_OUT)] == [
+    assert [stands_out(ratio) for ratio in (None, 1.0, STANDS_OUT - 0.01, STANDS_OUT)] == [
         *(False, False, False, True)
     ]
 
@@ -342,8 +342,8 @@ def test_a_clock_that_is_off_moves_no_time_from_one_cause_to_another() -> None:
     for key in ((Cause.COMPUTE, 0), (Cause.COMPUTE, 1), (Cause.COMPUTE, 2)):
         assert found[0][key] == found[1][key] == pytest.approx(0.2)
     ways = [
-        sum(seconds for (cause, _), seconds in each.items() if cause in (Cause.HOP, Cause.RESULT))
-        for each in found
+        sum(seconds for (cause, _), seconds in seconds_by_cause.items() if cause in (Cause.HOP, Cause.RESULT))
+        for seconds_by_cause in found
     ]
     assert ways == pytest.approx([0.4, 0.4])
 

@@ -26,16 +26,16 @@ def trace() -> RequestTrace:
 
 def test_every_process_and_thread_has_a_name(trace: RequestTrace) -> None:
     events = json.loads(json.dumps(perfetto(trace)))["traceEvents"]
-    processes = {each["pid"]: each["args"]["name"] for each in _named(events, "process_name")}
+    processes = {event["pid"]: event["args"]["name"] for event in _named(events, "process_name")}
     assert list(processes.values()) == ["coordinator", "worker-0", "worker-1", "worker-2"]
-    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in _named(events, "thread_name")}
-    spans = [each for each in events if each["ph"] == "X"]
-    assert {(each["pid"], each["tid"]) for each in spans} == threads.keys()
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in _named(events, "thread_name")}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in spans} == threads.keys()
     assert {"request", "queue", "prefill", "decode", "stage 1, layers 4-7"} == set(threads.values()) - {
         "stage 0, layers 0-3",
         "stage 2, layers 8-11",
     }
-    assert {each["ph"] for each in events} == {"X", "M"}
+    assert {event["ph"] for event in events} == {"X", "M"}
 
 
 def test_times_are_microseconds_and_threads_do_not_overlap(trace: RequestTrace) -> None:
@@ -74,8 +74,8 @@ def test_facts_are_json_and_add_up(trace: RequestTrace) -> None:
     assert (facts["slowest_stage"]["stage"], facts["slowest_stage"]["worker"]) == (1, "worker-1")
     assert [stage["worker"] for stage in facts["stages"]] == ["worker-0", "worker-1", "worker-2"]
     rows = {row["title"]: row for row in facts["rows"]}
-    of_stage = [each for each in rows["stage 1"]["segments"] if each["kind"] == "compute"]
-    seconds = sum(each["end_s"] - each["start_s"] for each in of_stage)
+    of_stage = [segment for segment in rows["stage 1"]["segments"] if segment["kind"] == "compute"]
+    seconds = sum(segment["end_s"] - segment["start_s"] for segment in of_stage)
     assert seconds == pytest.approx(facts["stages"][1]["compute_s"])
 
 

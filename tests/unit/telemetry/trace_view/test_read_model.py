@@ -38,7 +38,7 @@ def test_requests_of_one_client_trace_are_told_apart() -> None:
 
 def test_stages_whose_parent_has_not_come_belong_to_the_only_request() -> None:
     maker = served((0.1, 0.3))
-    without_decode = [each for each in maker.spans if each.scope_spans[0].spans[0].name != SpanName.DECODE]
+    without_decode = [span for span in maker.spans if span.scope_spans[0].spans[0].name != SpanName.DECODE]
     trace = request_trace(read_spans(without_decode), REQUEST_ID)
     assert len(without_decode) == len(maker.spans) - 1
     assert trace.stages == maker.trace().stages

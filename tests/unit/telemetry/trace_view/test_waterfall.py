@@ -24,7 +24,7 @@ def test_prefill_segments_are_where_they_were() -> None:
     maker.chunk(0.5, [Times(0.2, wait=0.1, hop=0.05, receive=0.02, send=0.01), Times(0.3)])
     maker.root(2.0)
     first, second = (row for row in waterfall(maker.trace()).rows if row.place is not None)
-    ends = [(each.kind.value, each.start_s, each.end_s) for each in first.segments]
+    ends = [(segment.kind.value, segment.start_s, segment.end_s) for segment in first.segments]
     assert ends == [
         ("hop", pytest.approx(0.5), pytest.approx(0.55)),
         ("receive", pytest.approx(0.55), pytest.approx(0.57)),
@@ -32,7 +32,7 @@ def test_prefill_segments_are_where_they_were() -> None:
         ("compute", pytest.approx(0.67), pytest.approx(0.87)),
         ("send", pytest.approx(0.87), pytest.approx(0.88)),
     ]
-    assert not any(each.is_share for each in first.segments)
+    assert not any(segment.is_share for segment in first.segments)
     (compute,) = second.segments
     assert (compute.start_s, compute.end_s) == (pytest.approx(0.87), pytest.approx(1.17))
 
@@ -90,7 +90,7 @@ def test_a_lane_has_nothing_that_overlaps() -> None:
     segments = [_segment(0.0, 2.0), _segment(1.0, 3.0), _segment(2.0, 2.5), _segment(3.0, 4.0)]
     found = lanes(segments)
     assert len(found) == 2
-    assert sorted(itertools.chain(*found), key=lambda each: each.start_s) == segments
+    assert sorted(itertools.chain(*found), key=lambda segment: segment.start_s) == segments
     for lane in found:
         assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(lane))
 
