@@ -33,7 +33,7 @@ def rounded(begin_s: float, end_s: float) -> dict[Phase, float]:
     return {phase: round(seconds, 3) for phase, seconds in parts.items()}
 
 
-def test_a_pause_is_divided_among_what_the_coordinator_did_meanwhile() -> None:
+def test_a_pause_is_divided_among_the_phases_of_the_coordinator() -> None:
     assert rounded(4.6, 7.4) == {
         Phase.DETECTION: 0.4,
         Phase.NO_PLAN: 1.5,
@@ -61,7 +61,7 @@ def test_every_moment_from_the_first_line_on_has_one_phase() -> None:
     assert num_recoveries(4.6, 8.5, spans) == 2
 
 
-def test_lines_that_are_no_json_are_left_out(tmp_path: Path) -> None:
+def test_lines_other_than_json_are_skipped(tmp_path: Path) -> None:
     log = tmp_path / "coordinator.log"
     entry = json.dumps({"ts": "2026-01-31T12:00:00.250Z", "message": "serving: epoch 1, 2 stages"})
     log.write_text(f"stageline coordinator listening on 127.0.0.1:1\n{entry}\n7\n")

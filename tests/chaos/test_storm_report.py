@@ -26,7 +26,7 @@ def test_a_pause_is_the_longest_time_between_two_tokens() -> None:
     assert ended(arrived_s=()).pause_s == 0.0
 
 
-def test_only_requests_with_a_fault_between_their_tokens_are_struck() -> None:
+def test_only_requests_with_a_fault_between_tokens_count_as_struck() -> None:
     struck, before, after = ended(), ended(arrived_s=(9.6, 10.4)), ended(arrived_s=(10.6, 11.0))
     assert report_of(struck, before, after).struck == [struck]
 
@@ -39,14 +39,14 @@ def test_a_request_that_failed_or_got_wrong_tokens_fails_the_storm(outcome: Outc
     assert any(f"PROBLEM: {outcome.value}" in line for line in report.lines())
 
 
-def test_what_is_left_behind_fails_the_storm() -> None:
+def test_leftovers_fail_the_storm() -> None:
     report = report_of(ended())
     assert report.is_right
     report.leaks.append("a process still runs")
     assert not report.is_right
 
 
-def test_pauses_beyond_the_limits_fail_the_storm_and_say_so() -> None:
+def test_pauses_beyond_the_limits_fail_the_storm_with_a_message() -> None:
     assert report_of(ended(arrived_s=(10.0, 11.4))).lines()[-1] == "passed"
     slow = report_of(ended(arrived_s=(10.0, 11.6)))
     assert slow.is_right and not slow.is_fast
@@ -54,7 +54,7 @@ def test_pauses_beyond_the_limits_fail_the_storm_and_say_so() -> None:
     assert "pause: median 1.60 s (limit 1.5 s), p95 1.60 s (limit 5 s): MISSED" in slow.lines()
 
 
-def test_percentiles_are_values_that_have_been_seen() -> None:
+def test_percentiles_are_observed_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, share) for share in (0.5, 0.95, 1.0)] == [50.0, 95.0, 100.0]
     assert percentile([], 0.5) == 0.0

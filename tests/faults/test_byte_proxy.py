@@ -63,7 +63,7 @@ async def test_a_cut_is_a_reset_and_the_next_connection_is_served(echo: str) -> 
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-async def test_a_flip_falsifies_one_bit_of_the_bytes_that_were_named(echo: str, direction: Direction) -> None:
+async def test_a_flip_changes_one_bit_of_the_named_bytes(echo: str, direction: Direction) -> None:
     async with ByteProxy(echo, seed=5) as proxy:
         connection = await _dial(proxy)
         flip = proxy.flip(direction, within_bytes=len(TEXT))

@@ -43,11 +43,11 @@ def test_everything_else_is_a_problem(stream: Stream) -> None:
     assert stream.problem(EXPECTED, errors=ERRORS) != ""
 
 
-def test_an_error_is_a_problem_where_none_may_be() -> None:
+def test_an_error_is_a_problem_where_none_is_allowed() -> None:
     assert _stream([5, 6], error=StepFailed("step")).problem(EXPECTED) != ""
 
 
-def test_asks_are_a_function_of_the_seed_and_every_other_one_is_seeded() -> None:
+def test_requests_are_a_function_of_the_seed_and_every_other_one_is_seeded() -> None:
     makes = [mixed_asks(6, lengths=(2, 9), max_tokens=3, vocab_size=50, seed=seed) for seed in (1, 1, 2)]
     assert makes[0] == makes[1] != makes[2]
     assert [ask.seed is None for ask in makes[0]] == [True, False] * 3

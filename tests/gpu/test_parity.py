@@ -40,7 +40,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("layers", CUTS, ids=str)
-def test_greedy_tokens_in_float32_are_those_of_transformers(
+def test_greedy_tokens_in_float32_equal_transformers(
     directory: Path, layers: tuple[int, ...], prepared: torch.device
 ) -> None:
     reference = load_reference(directory)
@@ -50,7 +50,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
-def test_logits_of_prompt_and_decodes_are_as_near_as_the_dtype_allows(
+def test_logits_of_prompt_and_decodes_are_within_the_dtype_error(
     directory: Path, dtype: DType, prepared: torch.device
 ) -> None:
     tokens = random_prompt(120)

@@ -35,11 +35,11 @@ def check(tally: Tally) -> None:
         pytest.param(SEED + 1, LONG, marks=pytest.mark.nightly),
     ],
 )
-def test_whatever_fails_tokens_come_once_in_order_and_nothing_is_left(seed: int, num_schedules: int) -> None:
+def test_tokens_arrive_once_in_order_under_any_fault(seed: int, num_schedules: int) -> None:
     check(campaign(seed, num_schedules=num_schedules))
 
 
-def test_what_random_schedules_seldom_reach_is_reached_by_directed_ones() -> None:
+def test_directed_schedules_reach_the_rare_transitions() -> None:
     taken = Counter[Transition]()
     for number, name in enumerate(DIRECTED_SCHEDULES):
         verdict = run(directed(number))
@@ -49,7 +49,7 @@ def test_what_random_schedules_seldom_reach_is_reached_by_directed_ones() -> Non
     assert not unlisted(taken)
 
 
-def test_what_is_expected_of_schedules_is_in_the_table_of_the_cluster() -> None:
+def test_expected_transitions_are_in_the_transition_table() -> None:
     assert not unlisted(EXPECTED | DIRECTED)
 
 

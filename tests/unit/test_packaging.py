@@ -24,7 +24,7 @@ def folders_of_packages() -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", [name for name in folders_of_packages() if "." not in name])
-def test_every_package_of_the_wheel_says_that_it_is_typed(name: str) -> None:
+def test_every_package_of_the_wheel_has_a_py_typed_marker(name: str) -> None:
     assert (folders_of_packages()[name] / "py.typed").exists()
 
 

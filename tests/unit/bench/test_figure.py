@@ -11,7 +11,7 @@ def test_a_ratio_is_measured_to_bound() -> None:
     assert figure(measured=80, bound=100).spread is None
 
 
-def test_of_several_rounds_the_ratio_is_the_median_of_their_ratios_and_not_the_ratio_of_medians() -> None:
+def test_the_ratio_of_several_rounds_is_the_median_of_their_ratios() -> None:
     rounds = [Round(10, 10), Round(20, 40), Round(90, 100)]
     result = of_rounds("speed", rounds, unit="tok/s", how="counted")
     assert (result.measured, result.bound) == (20, 40)
@@ -34,7 +34,7 @@ def test_of_several_rounds_the_ratio_is_the_median_of_their_ratios_and_not_the_r
         (latency(101, target=1.08, limit=1.0), Verdict.REACHED),
     ],
 )
-def test_the_verdict_looks_the_way_in_which_the_figure_gets_better(result: Figure, verdict: Verdict) -> None:
+def test_the_verdict_follows_the_direction_of_improvement(result: Figure, verdict: Verdict) -> None:
     assert result.verdict is verdict
 
 

@@ -52,7 +52,7 @@ def test_a_figure_states_its_own_noise() -> None:
     assert compared.change is Change.WORSE
 
 
-def test_rounds_that_differ_in_both_runs_widen_the_margin_but_not_without_end() -> None:
+def test_rounds_that_differ_in_both_runs_widen_the_margin_up_to_a_limit() -> None:
     def spread(ratio: float, half: float) -> Figure:
         return figure(measured=ratio, bound=1, ratios=(ratio * (1 - half), ratio, ratio * (1 + half)))
 

@@ -53,7 +53,7 @@ def test_groups_run_in_their_own_order_whatever_the_order_asked_for() -> None:
     assert chosen([]) == [group for group in GROUPS if group.is_default]
 
 
-def test_a_name_that_is_no_group_is_refused_with_those_that_are() -> None:
+def test_an_unknown_group_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="speed: no such figures; there are hop"):
         chosen(["speed"])
 
@@ -64,7 +64,7 @@ def test_each_group_has_a_module_and_all_of_them_fit_into_ten_minutes() -> None:
     assert sum(group.about_s for group in GROUPS if group.is_default) < 600
 
 
-def test_what_got_worse_is_said_below_the_table() -> None:
+def test_regressions_are_listed_below_the_table() -> None:
     compared = [
         Compared("a", Change.WORSE, -0.2, 0.1),
         Compared("b", Change.SAME, -0.05, 0.1),

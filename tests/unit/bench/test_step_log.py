@@ -9,7 +9,7 @@ from bench.harness.step_log import read_steps, sent_between, steady_rate
 from tests.unit.bench.runs import logged
 
 
-def test_steps_are_read_as_they_were_noted_and_an_unfinished_line_is_left(tmp_path: Path) -> None:
+def test_steps_are_read_as_logged_and_an_unfinished_line_is_skipped(tmp_path: Path) -> None:
     steps = [
         logged(0, 1.0, 1.5, num_decodes=0, chunks=(128, 64), stages=((1, 2), (3, 4))),
         logged(1, 1.2, 1.6, num_decodes=8),

@@ -10,7 +10,7 @@ def stream(first_s: float, gap_s: float, num_tokens: int, sent_s: float = 0.0) -
     return Stream(sent_s, [first_s + gap_s * index for index in range(num_tokens)])
 
 
-def test_the_decode_window_begins_with_the_last_stream_and_has_so_many_tokens_of_each() -> None:
+def test_the_decode_window_begins_with_the_last_stream() -> None:
     streams = [stream(1.0, 0.1, 64), stream(2.0, 0.1, 64), stream(1.5, 0.2, 64)]
     window = decode_window(streams, 10)
     assert window is not None

@@ -118,7 +118,7 @@ def test_chat_template_refuses_an_unknown_role() -> None:
         tokenizer().apply_chat_template([{"role": "tool", "content": "42"}], tokenize=False)
 
 
-def test_greedy_story_is_made_of_the_generators_words_and_ends_by_itself() -> None:
+def test_greedy_story_uses_the_generators_words_and_terminates() -> None:
     text = continuation("Once upon a time")
     assert text.endswith("<|endoftext|>")
     known = set(re.findall(r"[a-z]+", " ".join(islice(documents(12), 3000)).lower()))

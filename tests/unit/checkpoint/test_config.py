@@ -283,7 +283,7 @@ def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...])
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(raw: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_rejected_by_name(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         parse_config(raw)
 
@@ -298,7 +298,7 @@ def test_what_is_not_computed_is_refused_by_name(raw: dict[str, Any], named: str
         {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False},
     ],
 )
-def test_what_changes_no_logit_is_passed_over(more: dict[str, Any]) -> None:
+def test_settings_that_change_no_logit_are_ignored(more: dict[str, Any]) -> None:
     assert parse_config(SMALL | more) == parse_config(SMALL)
 
 
@@ -422,7 +422,7 @@ _json = st.recursive(
 
 
 @given(key=st.sampled_from(sorted(LLAMA31 | QWEN3 | {"rope_parameters": 0, "layer_types": 0})), value=_json)
-def test_any_value_of_any_field_is_taken_or_refused_never_a_crash(key: str, value: object) -> None:
+def test_any_value_of_any_field_is_accepted_or_rejected_without_a_crash(key: str, value: object) -> None:
     for raw in (SMALL, QWEN3):
         with suppress(CheckpointError):
             assert isinstance(parse_config(raw | {key: value}), ModelConfig)

@@ -62,7 +62,7 @@ def edit_header(directory: Path, edit: Callable[[Header], None], *, file: str = 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_transformers_saves_is_accepted(family: str, tied: bool, tmp_path: Path) -> None:
+def test_checkpoints_saved_by_transformers_are_accepted(family: str, tied: bool, tmp_path: Path) -> None:
     one = make_checkpoint(tmp_path / "one", family, num_layers=2, tie_word_embeddings=tied)
     many = make_checkpoint(
         tmp_path / "many", family, num_layers=2, tie_word_embeddings=tied, max_shard_size="50KB"
@@ -319,7 +319,7 @@ def test_eos_ids_come_from_the_generation_config_first(
 
 
 @pytest.mark.parametrize("value", ["2", -1, True, [2, None], 2.0])
-def test_an_eos_id_that_is_none_is_refused(value: object, directory: Path) -> None:
+def test_an_invalid_eos_id_is_rejected(value: object, directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(BadConfig, match="'eos_token_id' holds"):
         Checkpoint.open(directory)

@@ -128,7 +128,7 @@ def test_a_shard_that_became_a_fifo_after_its_header_was_read_is_refused(directo
     assert isinstance(error, NotRegularFile)
 
 
-def test_a_link_to_nothing_is_not_an_absent_file(directory: Path) -> None:
+def test_a_dangling_link_differs_from_an_absent_file(directory: Path) -> None:
     (directory / "generation_config.json").unlink()
     (directory / "generation_config.json").symlink_to("nowhere")
     error = error_of(lambda: Checkpoint.open(directory))

@@ -94,7 +94,7 @@ def test_a_damaged_cache_is_not_used(
     assert hashed(checkpoint, cache).read_bytes == 0, "it is written anew"
 
 
-def test_without_a_place_to_keep_them_hashes_are_computed_all_the_same(
+def test_without_a_cache_directory_hashes_are_still_computed(
     checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -130,7 +130,7 @@ def test_a_file_that_became_shorter_is_refused(checkpoint: Checkpoint) -> None:
         TensorHasher(checkpoint, [NORM]).advance()
 
 
-async def test_nothing_is_read_while_something_is_under_way(
+async def test_nothing_is_read_while_work_is_in_flight(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hashes, "SLICE_BYTES", 4096)
@@ -164,7 +164,7 @@ async def test_nothing_is_read_while_something_is_under_way(
     task.cancel()
 
 
-async def test_a_step_between_two_looks_counts_as_activity(checkpoint: Checkpoint) -> None:
+async def test_a_step_between_two_ticks_counts_as_activity(checkpoint: Checkpoint) -> None:
     """With another number of steps at each look, the time without a step begins again each time."""
     hasher = TensorHasher(checkpoint, [NORM])
     looks = 0
@@ -178,7 +178,7 @@ async def test_a_step_between_two_looks_counts_as_activity(checkpoint: Checkpoin
     assert looks > 6
 
 
-async def test_what_is_wanted_at_once_waits_for_nothing(checkpoint: Checkpoint) -> None:
+async def test_urgent_hashes_do_not_wait_for_idle_time(checkpoint: Checkpoint) -> None:
     hasher = TensorHasher(checkpoint, [EMBEDDINGS])
     async with asyncio.timeout(30):
         assert await hash_when_idle(hasher, lambda: Urgency.AT_ONCE, idle_s=3600.0) == hasher.hashes

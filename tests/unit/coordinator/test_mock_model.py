@@ -27,6 +27,6 @@ def test_every_size_can_be_given_and_is_part_of_the_identity() -> None:
     "text",
     ["", "hidden=3", "layers", "layers=0", "layers=-1", "layers=x", "layers=2,layers=2", "layers=2,depth=3"],
 )
-def test_whatever_makes_no_model_is_refused(text: str) -> None:
+def test_invalid_models_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="mock model"):
         parse_mock_model(text)

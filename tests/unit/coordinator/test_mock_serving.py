@@ -32,13 +32,13 @@ def config_of(mock_model: str | None, **settings: object) -> CoordinatorConfig:
     return CoordinatorConfig(**{**values, **settings})  # type: ignore[arg-type]
 
 
-def test_only_the_number_of_layers_has_to_be_said() -> None:
+def test_only_the_number_of_layers_is_required() -> None:
     model = parse_mock_model("layers=7")
     assert model.num_layers == len(model.layer_windows) == 7
     assert (model.hidden_size, model.vocab_size, model.max_position_embeddings) == (1024, 32_000, 4096)
 
 
-def test_every_size_may_be_said() -> None:
+def test_every_size_can_be_set() -> None:
     model = parse_mock_model("vocab=11, max_len=22,layers=3,hidden=44,ffn=55,heads=6,kv_heads=2,head_dim=77")
     sizes = (model.vocab_size, model.max_position_embeddings, model.num_layers, model.hidden_size)
     assert sizes == (11, 22, 3, 44)
@@ -66,7 +66,7 @@ def test_every_size_may_be_said() -> None:
         ("layers=1,hidden=" + "9" * 5000, "expected a number from 1 to 1048576"),
     ],
 )
-def test_anything_else_is_refused_by_what_is_wrong(text: str, message: str) -> None:
+def test_invalid_values_are_rejected_with_the_reason(text: str, message: str) -> None:
     for refusing in (parse_mock_model, config_of):
         with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared below
             refusing(text)
@@ -78,7 +78,7 @@ def test_a_mock_model_is_served_in_the_place_of_another(tmp_path: object) -> Non
         config_of("layers=4", model_directory=tmp_path)
 
 
-def test_what_is_served_says_that_it_is_a_mock() -> None:
+def test_a_served_mock_is_marked_as_a_mock() -> None:
     model = open_model(config_of("layers=4"))
     assert model.is_mock
     assert model.name == "mock"

@@ -92,7 +92,7 @@ async def test_a_plan_that_cannot_be_fails_the_start(fake_cluster: MakeConfig) -
 
 
 @pytest.mark.full
-async def test_a_start_that_takes_too_long_says_what_it_waits_for(fake_cluster: MakeConfig) -> None:
+async def test_a_slow_start_reports_the_missing_process(fake_cluster: MakeConfig) -> None:
     async with LocalCluster(fake_cluster()) as cluster:
         cluster.kill("worker-0", signal.SIGSTOP)
         with pytest.raises(
@@ -127,7 +127,7 @@ async def test_a_stop_that_is_cancelled_kills(fake_cluster: MakeConfig) -> None:
         assert _running(pids) == []
 
 
-async def test_an_exit_is_told_once_and_the_worker_can_be_started_again(fake_cluster: MakeConfig) -> None:
+async def test_an_exit_is_reported_once_and_the_worker_can_be_restarted(fake_cluster: MakeConfig) -> None:
     async with LocalCluster(fake_cluster()) as cluster:
         await cluster.wait_until_serving(timeout_s=20)
         killed = cluster.process("worker-1")

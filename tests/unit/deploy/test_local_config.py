@@ -30,7 +30,7 @@ def test_the_model_goes_to_the_coordinator_and_more_arguments_to_their_process()
     assert "--model" not in config.worker_line(1, coordinator="h:1")
 
 
-def test_workers_on_the_cpu_share_six_tenths_of_what_is_free() -> None:
+def test_workers_on_the_cpu_share_six_tenths_of_free_memory() -> None:
     line = LocalClusterConfig(num_workers=4).worker_line(0, coordinator="h:1")
     share = int(_value(line, "--memory").removesuffix("B"))
     assert share == pytest.approx(available_memory_bytes() * 0.6 / 4, rel=0.1)

@@ -31,7 +31,7 @@ def test_failed_devices_and_signals_are_worth_another_process(code: int, is_unex
         ),
     ],
 )
-async def test_a_process_that_cannot_run_and_says_why_is_reported_in_one_line(
+async def test_a_process_that_fails_with_a_reason_is_reported_in_one_line(
     exit_code: int, last_line: str, text: str, tmp_path: Path
 ) -> None:
     code = f"import sys; print('before'); print({last_line!r}); sys.exit({exit_code})"
@@ -41,13 +41,13 @@ async def test_a_process_that_cannot_run_and_says_why_is_reported_in_one_line(
     assert str(process.failure()) == f"worker-0 (pid {process.pid}) ended: {text.format(log=log)}"
 
 
-def test_each_restart_waits_twice_as_long_and_there_is_an_end_of_it() -> None:
+def test_restart_delays_double_up_to_a_limit() -> None:
     policy = RestartPolicy()
     delays = [policy.next_delay_s(10.0 * number) for number in range(MAX_RESTARTS + 1)]
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, None]
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_entries_are_forgotten() -> None:
     policy = RestartPolicy()
     for _ in range(MAX_RESTARTS):
         policy.next_delay_s(0.0)

@@ -63,7 +63,7 @@ def test_promotion_onto_a_twin_moves_to_its_page(tables: BlockTables, twin_is_ac
     tables.check_integrity()
 
 
-def test_letting_go_of_the_head_keeps_positions_absolute(tables: BlockTables) -> None:
+def test_releasing_the_head_keeps_positions_absolute(tables: BlockTables) -> None:
     tables.apply("a", use(1, 2))
     tables.apply("a", open_partial(1))
     tables.apply("a", Deref(FullBlock(1)))
@@ -103,7 +103,7 @@ def test_after_all_is_freed_hits_are_forgotten(tables: BlockTables) -> None:
     assert tables.writable_runs("b", 0, 8) == [(0, 8)]
 
 
-def test_a_freed_tail_is_writable_when_it_comes_back_fresh(tables: BlockTables) -> None:
+def test_a_freed_tail_is_writable_when_reallocated(tables: BlockTables) -> None:
     tables.apply("a", use(1, 3))
     tables.apply("b", use(1, 2, 3))
     tables.apply("b", Deref(FullBlock(3)))
@@ -250,7 +250,7 @@ def test_a_table_cannot_outlive_its_pool_entries(tables: BlockTables) -> None:
     assert tables.pages("a") == [0]
 
 
-def test_placed_is_all_that_is_known_of_a_slice(tables: BlockTables) -> None:
+def test_placed_has_the_layout_of_a_slice(tables: BlockTables) -> None:
     """Behind a released head, with cached blocks at the beginning and further on."""
     tables.apply("a", use(1, 2, 4))
     tables.apply("b", use(1, 2, 3, 4))

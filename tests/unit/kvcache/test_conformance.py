@@ -38,7 +38,7 @@ def _cases(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", _cases("hashes"))
-def test_hashes_are_those_of_the_vectors(case: Json) -> None:
+def test_hashes_equal_the_vectors(case: Json) -> None:
     if "blocks" not in case:
         assert block_hash(case["tokens"], case["salt"]) == case["block_hash"]
         return
@@ -109,7 +109,7 @@ def _sequence_step(sequence: ActiveSequence, op: str, arg: Any) -> list[Signal]:
 
 
 @pytest.mark.parametrize("case", _cases("sequences"))
-def test_sequences_give_the_signals_of_the_vectors(case: Json) -> None:
+def test_sequences_emit_the_signals_of_the_vectors(case: Json) -> None:
     sequence = ActiveSequence(
         range(case["num_prompt"]),
         block_size=case["block_size"],
@@ -153,7 +153,7 @@ def _event_json(event: Event) -> Json:
 
 
 @pytest.mark.parametrize("case", _cases("pools"))
-def test_pools_end_as_the_vectors_say(case: Json) -> None:
+def test_pools_end_in_the_state_of_the_vectors(case: Json) -> None:
     pool = BlockPool(case["num_blocks"])
     events: list[Event] = []
     for step in case["steps"]:

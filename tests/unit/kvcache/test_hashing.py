@@ -23,7 +23,7 @@ from kvcache import (
 )
 
 
-def test_block_hashes_are_those_that_nvidia_dynamo_publishes() -> None:
+def test_block_hashes_equal_those_of_nvidia_dynamo() -> None:
     assert DEFAULT_SALT == 1337
     assert block_hash([1, 2, 3, 4]) == 14643705804678351452
     assert block_hash([1, 2, 3, 4], 0) == 8052976908588476977

@@ -112,7 +112,7 @@ def test_a_salt_is_part_of_the_content() -> None:
 
 
 @pytest.mark.usefixtures("colliding_hashes")
-def test_a_hash_is_free_again_once_its_block_is_gone() -> None:
+def test_a_hash_is_reusable_once_its_block_is_evicted() -> None:
     ledger = Ledger(10, block_size=2)
     first, second = sequence(1, 2), sequence(1, 9)
     allocate(ledger, first)
@@ -151,7 +151,7 @@ def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() 
     ledger.check_integrity([first, second])
 
 
-def test_contents_go_with_their_blocks() -> None:
+def test_contents_are_dropped_with_their_blocks() -> None:
     ledger = Ledger(2, block_size=2)
     first, second = sequence(1, 2, 3, 4), sequence(5, 6)
     allocate(ledger, first)
@@ -173,7 +173,7 @@ def test_a_ledger_and_a_pool_with_the_same_signals_have_equal_digests() -> None:
     assert pool.digest == ledger.digest
 
 
-def test_signals_of_somebody_else_are_refused() -> None:
+def test_signals_of_another_owner_are_rejected() -> None:
     ledger = Ledger(10, block_size=2)
     made, other = sequence(1, 2, 3), sequence(5, 6, 7)
     use = made.prepare(3)

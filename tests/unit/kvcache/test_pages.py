@@ -39,7 +39,7 @@ def write(pages: KvPages, layer: int, keys: torch.Tensor, values: torch.Tensor, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_to_slots_is_gathered_from_their_pages(dtype: torch.dtype) -> None:
+def test_written_slots_are_gathered_from_their_pages(dtype: torch.dtype) -> None:
     pages = make(dtype)
     slots = torch.tensor([17, 2, 9])
     written = {layer: (some(3, dtype), some(3, dtype)) for layer in (0, 2)}
@@ -66,7 +66,7 @@ def test_a_batch_of_tables_is_gathered_like_each_alone() -> None:
         assert torch.equal(values[:, row], alone[1][:, 0])
 
 
-def test_gathers_beyond_what_is_kept_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gathers_allocate_their_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = make()
     write(pages, 0, some(20), some(20), torch.arange(20))
     small, _ = pages.gather(0, torch.tensor([[0]]))

@@ -47,7 +47,7 @@ _signals: st.SearchStrategy[Signal] = st.one_of(
 
 @settings(max_examples=examples(7))
 @given(st.integers(1, 6), st.lists(_signals, min_size=5, max_size=40))
-def test_any_stream_of_signals_does_what_the_rules_say(capacity: int, signals: list[Signal]) -> None:
+def test_any_stream_of_signals_matches_the_reference_pool(capacity: int, signals: list[Signal]) -> None:
     pool, replica, model = BlockPool(capacity), BlockPool(capacity), NaivePool(capacity)
     for signal in signals:
         try:
@@ -89,7 +89,7 @@ def test_an_evicted_page_goes_to_the_block_that_evicts() -> None:
         pool.page_of(FullBlock(1))
 
 
-def test_out_of_blocks_tells_how_many_were_needed_and_available() -> None:
+def test_out_of_blocks_has_needed_and_available_counts() -> None:
     pool = BlockPool(3)
     pool.apply(use(1, 2, 3))
     pool.apply(Deref(FullBlock(3)))
@@ -123,7 +123,7 @@ def test_a_partial_with_two_owners_cannot_be_promoted() -> None:
         Deref(PartialBlock(1)),
     ],
 )
-def test_a_signal_that_makes_no_sense_is_refused_and_changes_nothing(signal: Signal) -> None:
+def test_an_invalid_signal_is_rejected_and_changes_nothing(signal: Signal) -> None:
     pool = BlockPool(4)
     pool.apply(Use((FullBlock(1), PartialBlock(1)), (1,)))
     pool.apply(Deref(FullBlock(1)))

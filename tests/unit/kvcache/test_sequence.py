@@ -36,7 +36,7 @@ def allocated(num_tokens: int, *, block_size: int = 4, prefix_caching: bool = Tr
     return made
 
 
-def test_a_salt_separates_what_would_otherwise_be_shared() -> None:
+def test_a_salt_prevents_sharing() -> None:
     assert block_hash([1, 2, 3, 4], salt_of("tenant a")) != block_hash([1, 2, 3, 4], salt_of("tenant b"))
     assert salt_of("tenant a") == salt_of("tenant a")
 
@@ -168,7 +168,7 @@ def test_preempted_sequences_recompute_all_tokens_in_chunks() -> None:
     assert len(made.push(12)) == 2
 
 
-def test_without_prefix_caching_no_two_names_are_alike() -> None:
+def test_without_prefix_caching_all_block_ids_are_unique() -> None:
     made = allocated(9, prefix_caching=False)
     assert made.blocks == (FullBlock(0), FullBlock(1), PartialBlock(2))
     for token in range(9, 12):
@@ -186,7 +186,7 @@ def test_destroy_signals_leave_nothing_in_the_cache() -> None:
     assert made.free_signals() == [Destroy(PartialBlock(0)), Deref(full)]
 
 
-def test_a_window_never_lets_go_of_the_newest_block() -> None:
+def test_a_window_never_releases_the_newest_block() -> None:
     made = allocated(8)
     assert made.release_before(3) == []
     assert made.release_before(8) == [Deref(made.blocks[0])]
@@ -198,14 +198,14 @@ def test_a_window_never_lets_go_of_the_newest_block() -> None:
         made.release_before(9)
 
 
-def test_a_window_leaves_alone_what_is_not_allocated() -> None:
+def test_a_window_skips_unallocated_blocks() -> None:
     made = sequence(12)
     assert made.release_before(12) == []
     made.commit(8)
     assert made.release_before(12) == [Deref(made.blocks[0])]
 
 
-def test_private_ids_replace_the_names_that_no_pool_knows_yet() -> None:
+def test_private_ids_replace_hashes_of_uncommitted_blocks() -> None:
     made = sequence(12)
     made.commit(4)
     first = made.blocks[0]
@@ -271,7 +271,7 @@ def test_sealing_promotes_a_complete_last_block_once() -> None:
     assert made.free_signals() == [Deref(FullBlock(name))]
 
 
-def test_sealing_leaves_alone_what_is_not_computed_or_private() -> None:
+def test_sealing_skips_uncomputed_and_private_blocks() -> None:
     planned = sequence(4)
     planned.push(4)
     assert planned.seal() == []

@@ -26,7 +26,7 @@ def with_wire_dtype(message: join_pb2.AssignStage, number: int) -> join_pb2.Assi
     return changed
 
 
-def test_hidden_states_are_sent_as_computed_unless_somebody_says_otherwise(
+def test_hidden_states_are_sent_as_computed_by_default(
     message: join_pb2.AssignStage,
 ) -> None:
     in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
@@ -37,12 +37,12 @@ def test_hidden_states_are_sent_as_computed_unless_somebody_says_otherwise(
         decode_assignment(message, wire_dtype=DType.F16)
 
 
-def test_a_stage_that_sends_otherwise_is_loaded_anew(message: join_pb2.AssignStage) -> None:
+def test_a_stage_with_another_wire_dtype_is_reloaded(message: join_pb2.AssignStage) -> None:
     in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert not decode_assignment(message).loads_like(decode_assignment(in_int8))
 
 
-def test_a_load_goes_on_where_the_worker_decides_by_itself(message: join_pb2.AssignStage) -> None:
+def test_a_load_continues_if_the_worker_overrides_the_wire_dtype(message: join_pb2.AssignStage) -> None:
     loading = decode_assignment(message, wire_dtype=FP8)
     in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert wants(in_int8, loading, wire_dtype=FP8)

@@ -39,7 +39,7 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_cpu_set(text)
 
 
-def test_cpus_that_are_not_there_are_refused_with_the_numbers() -> None:
+def test_missing_cpus_are_rejected_with_the_numbers() -> None:
     listed = ",".join(map(str, ALLOWED))
     with pytest.raises(ValueError, match=f"CPUs 9998,9999 are not among .* may use: {listed}$"):
         config(cpu_set=(ALLOWED[0], 9998, 9999))

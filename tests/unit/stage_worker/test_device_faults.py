@@ -30,6 +30,8 @@ MEMORY, DEVICE, OURS = StepFaultKind.OUT_OF_MEMORY, StepFaultKind.DEVICE, StepFa
         (ValueError("a defect"), OURS, OURS),
     ],
 )
-def test_errors_are_told_apart(error: Exception, on_cpu: StepFaultKind, on_cuda: StepFaultKind) -> None:
+def test_device_errors_are_classified(
+    error: Exception, on_cpu: StepFaultKind, on_cuda: StepFaultKind
+) -> None:
     assert fault_kind_of(error, CPU) is on_cpu
     assert fault_kind_of(error, CUDA) is on_cuda

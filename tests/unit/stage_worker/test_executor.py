@@ -177,7 +177,7 @@ def failing_step(stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
-def test_nothing_is_computed_any_more_after_an_error_of_the_device(
+def test_nothing_is_computed_after_a_device_error(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]
 ) -> None:
     error = kind("CUDA error: an illegal memory access was encountered")
@@ -195,7 +195,7 @@ def test_nothing_is_computed_any_more_after_an_error_of_the_device(
         RuntimeError("[enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_out_of_memory_frees_what_is_cached_and_the_next_epoch_goes_on(
+def test_out_of_memory_frees_the_cache_and_the_next_epoch_runs(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     freed: list[torch.device] = []
@@ -209,7 +209,7 @@ def test_out_of_memory_frees_what_is_cached_and_the_next_epoch_goes_on(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("error", [KeyError("a defect"), RuntimeError("mat1 and mat2 shapes")])
-def test_a_defect_of_ours_refuses_the_epoch_and_no_more(
+def test_an_internal_error_fails_only_the_epoch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     assert failing_step(stage, monkeypatch, error).kind is StepFaultKind.INTERNAL
@@ -219,7 +219,7 @@ def test_a_defect_of_ours_refuses_the_epoch_and_no_more(
 
 
 @pytest.mark.matrix(1)
-def test_a_begun_epoch_has_forgotten_everything(stage: Stage) -> None:
+def test_a_new_epoch_has_no_state(stage: Stage) -> None:
     sequence = stage.log.add((1, 2, 3))
     stage.run(stage.log.step())
     stage.executor.begin_epoch(2, stage=stage.assignment.stage)

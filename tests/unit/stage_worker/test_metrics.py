@@ -80,7 +80,7 @@ def test_a_step_after_another_waits_from_one_to_the_other() -> None:
     assert (found.count, round(found.sum, 6)) == (3, 3.9)
 
 
-def test_who_is_idle_waits_before_the_next_step_has_come() -> None:
+def test_idle_time_counts_as_waiting_before_the_next_step() -> None:
     watched = Watched()
     watched.now_s = 104.0
     assert watched.seconds(definitions.WAIT_TIME) == 4.0
@@ -89,7 +89,7 @@ def test_who_is_idle_waits_before_the_next_step_has_come() -> None:
     assert watched.seconds(definitions.WAIT_TIME) == 5.0 + 2.0
 
 
-def test_who_computes_does_not_wait_meanwhile() -> None:
+def test_computing_time_does_not_count_as_waiting() -> None:
     watched = Watched()
     watched.stage.is_idle = False
     watched.now_s = 104.0
@@ -99,7 +99,7 @@ def test_who_computes_does_not_wait_meanwhile() -> None:
     assert watched.seconds(definitions.WAIT_TIME) == 1.0
 
 
-def test_a_wait_that_was_told_is_never_taken_back() -> None:
+def test_a_reported_wait_never_decreases() -> None:
     watched = Watched()
     watched.now_s = 104.0
     assert watched.seconds(definitions.WAIT_TIME) == 4.0
@@ -145,7 +145,7 @@ def test_hidden_states_are_counted_in_and_out(is_last: bool, expected: int) -> N
     assert watched.values(definitions.FRAMES) == {("1", "receive"): 2, ("1", "transmit"): 2}
 
 
-def test_the_present_stage_is_read_off_and_no_other() -> None:
+def test_only_the_present_stage_is_reported() -> None:
     watched = Watched()
     assert watched.values(definitions.KV_BLOCKS) == {}
     for stage in (1, 2):

@@ -115,7 +115,7 @@ def test_only_layers_that_moved_are_read(worker: Worker, caplog: pytest.LogCaptu
     assert len(worker.layers) == 7
 
 
-def test_the_progress_is_of_what_is_really_read(worker: Worker) -> None:
+def test_progress_counts_only_read_bytes(worker: Worker) -> None:
     worker.load(1, 6)
     seen: list[float] = []
     worker.when_reading = lambda: seen.append(worker.progress.fraction)
@@ -129,7 +129,7 @@ def test_the_progress_is_of_what_is_really_read(worker: Worker) -> None:
 
 
 @pytest.mark.full
-def test_pages_and_unwanted_layers_are_gone_before_anything_is_read(worker: Worker) -> None:
+def test_pages_and_unneeded_layers_are_freed_before_reading(worker: Worker) -> None:
     worker.load(0, 5)
     held: list[tuple[int, int]] = []
     worker.when_reading = lambda: held.append((len(worker.layers), len(worker.pages)))
@@ -139,7 +139,7 @@ def test_pages_and_unwanted_layers_are_gone_before_anything_is_read(worker: Work
     assert (len(worker.layers), len(worker.pages)) == (4, 1)
 
 
-def test_they_are_gone_even_if_a_step_failed_and_somebody_still_refers_to_the_stage(
+def test_pages_are_freed_even_if_a_failed_step_refers_to_the_stage(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL", logger="stage_worker.executor")  # records would keep the exception
@@ -208,7 +208,7 @@ def test_a_load_that_fails_leaves_nothing_in_memory(
 
 
 @pytest.mark.full
-def test_a_load_that_is_given_up_leaves_whole_layers_for_the_one_that_takes_its_place(worker: Worker) -> None:
+def test_an_abandoned_load_leaves_whole_layers_for_the_next(worker: Worker) -> None:
     worker.load(1, 4)
 
     def cancel_within_the_second_layer() -> None:
@@ -225,7 +225,7 @@ def test_a_load_that_is_given_up_leaves_whole_layers_for_the_one_that_takes_its_
 
 
 @pytest.mark.full
-def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
+def test_a_load_of_present_layers_can_be_abandoned(worker: Worker) -> None:
     worker.load(1, 4)
     cancelled = LoadProgress()
     cancelled.cancel()
@@ -234,7 +234,7 @@ def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
 
 
 @pytest.mark.full
-def test_files_that_changed_are_noticed_and_files_that_are_gone_are_not(tmp_path: Path) -> None:
+def test_changed_files_are_noticed_and_missing_files_are_not(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
     cache = StageCache()
     assert not cache.is_of(directory), "nothing was loaded"
@@ -273,7 +273,7 @@ def test_tables_of_grammars_are_built_once_for_one_tokenizer(monkeypatch: pytest
 
 
 @pytest.mark.full
-def test_a_stage_of_kept_layers_hands_on_what_a_fresh_one_does(worker: Worker) -> None:
+def test_a_stage_of_kept_layers_produces_the_output_of_a_fresh_one(worker: Worker) -> None:
     def hidden(loaded: LoadedStage) -> bytes:
         log = Log(loaded.assignment)
         loaded.executor.begin_epoch(1, stage=0)

@@ -136,7 +136,7 @@ def test_a_long_output_has_a_span_for_thousands_of_steps() -> None:
     assert len(stage.decodes) <= 8 + 20_000 // MOST_DECODE_STEPS + 1
 
 
-def test_what_is_not_traced_is_not_recorded() -> None:
+def test_untraced_requests_are_not_recorded() -> None:
     stage = Stage()
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE, traceparent=""), start(OTHER, traceparent="nonsense")))
     stage.run(decode(ONE), decode(OTHER))
@@ -144,7 +144,7 @@ def test_what_is_not_traced_is_not_recorded() -> None:
     assert stage.sink.spans == []
 
 
-def test_a_choice_that_starts_again_in_the_step_in_which_it_ends_is_somebody_new() -> None:
+def test_a_choice_restarted_in_its_last_step_gets_a_new_span() -> None:
     stage = Stage()
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     stage.run(decode(ONE))
@@ -154,7 +154,7 @@ def test_a_choice_that_starts_again_in_the_step_in_which_it_ends_is_somebody_new
     assert [attributes[Attr.RESTART_COUNT] for attributes in stage.decodes] == [0, 1]
 
 
-def test_spans_say_what_the_stage_computes_on_in_and_with() -> None:
+def test_spans_have_device_dtype_and_kernels_of_the_stage() -> None:
     stage = Stage()
     stage.run(StepSlice(ONE, 0, (1, 2, 3), Prefill(0, 3, 3)), starts=(start(ONE),))
     (span,) = stage.sink.named(SpanName.STAGE_PREFILL)
@@ -164,7 +164,7 @@ def test_spans_say_what_the_stage_computes_on_in_and_with() -> None:
     assert attributes[Attr.KERNELS] == "plain"
 
 
-def test_the_end_of_an_epoch_records_what_was_computed_in_it() -> None:
+def test_the_end_of_an_epoch_records_its_computed_steps() -> None:
     stage = Stage()
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     stage.run(decode(ONE))

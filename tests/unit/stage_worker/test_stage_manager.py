@@ -9,7 +9,7 @@ from wire.errors import Overloaded
 from wire.peer_secrets import MAX_TRIES, RefusedPeers
 
 
-def test_a_host_that_has_its_places_leaves_those_of_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_at_its_limit_leaves_places_to_others(caplog: pytest.LogCaptureFixture) -> None:
     early = EarlyStreams(RefusedPeers(lambda: 0.0))
     with ExitStack() as stack:
         for _ in range(MAX_PER_HOST):

@@ -58,7 +58,7 @@ def test_a_fresh_sequence_begins_anywhere_inside_its_cached_tokens(first: int) -
     take(states, decode(10), valid_until=8)
 
 
-def test_a_fresh_sequence_does_not_begin_behind_its_cached_tokens() -> None:
+def test_a_fresh_sequence_may_not_begin_after_its_cached_tokens() -> None:
     fault = refused(started(), chunk(9, 10), valid_until=8)
     assert fault.kind is StepFaultKind.POSITION
     assert "position 9" in fault.message
@@ -147,7 +147,7 @@ def test_the_memory_of_ended_sequences_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("restart_count", [1, 2])
-def test_an_end_of_what_is_not_live_is_refused(restart_count: int) -> None:
+def test_an_end_of_an_unknown_sequence_is_rejected(restart_count: int) -> None:
     states = started()
     with pytest.raises(StepFault, match="RECORD"):
         states.end(EndRecord(KEY, restart_count))

@@ -33,7 +33,7 @@ def start_with_slow_imports(folder: Path, **variables: str) -> subprocess.Popen[
     )
 
 
-def test_ctrl_c_during_the_imports_is_exit_code_130_without_a_word(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_imports_is_a_silent_exit_code_130(tmp_path: Path) -> None:
     with start_with_slow_imports(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -43,7 +43,7 @@ def test_ctrl_c_during_the_imports_is_exit_code_130_without_a_word(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("given", "used"), [({}, "NONE"), ({"GRPC_VERBOSITY": "DEBUG"}, "DEBUG")])
-def test_grpc_keeps_its_remarks_to_itself_unless_asked(
+def test_grpc_logs_nothing_by_default(
     tmp_path: Path, given: dict[str, str], used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)

@@ -76,7 +76,7 @@ def test_the_example_of_the_readme_writes_the_text_and_how_it_ended(address: str
     assert "length, Usage(" in ending
 
 
-def test_generate_tells_the_seed_where_it_samples(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_the_seed_when_sampling(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--temperature", "1", "--seed", "11", "--coordinator", address]) == 0
     assert capsys.readouterr().err.endswith("seed 11)\n")
 
@@ -110,7 +110,7 @@ def test_a_servers_refusal_is_one_line_and_exit_code_1(
     "command",
     [["generate", "x"], ["chat"], ["status"], ["status", "--json"]],
 )
-def test_nobody_listening_is_one_line_and_exit_code_1(
+def test_an_unreachable_coordinator_is_one_line_and_exit_code_1(
     command: list[str],
     unused_address: str,
     capsys: pytest.CaptureFixture[str],
@@ -142,7 +142,7 @@ def test_ctrl_c_cancels_the_request_and_is_one_line_and_exit_code_130(address: s
     wait_until(lambda: int(_status(address)["requests"]["cancelled"]) == int(num_cancelled) + 1)
 
 
-def test_a_reader_that_leaves_ends_generate_without_a_traceback(address: str) -> None:
+def test_a_closed_pipe_ends_generate_without_a_traceback(address: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "stageline", "generate", "!endless", "--coordinator", address],
         stdout=subprocess.PIPE,

@@ -135,7 +135,7 @@ def test_every_setting_reaches_its_field_from_every_source(
 
 
 @each_setting
-def test_what_is_printed_gives_the_same_config_again(
+def test_a_printed_config_parses_to_the_same_config(
     config: type,
     setting: Setting,
     run: Run,
@@ -159,7 +159,7 @@ def test_paths_are_printed_with_escapes(run: Run, tmp_path: Path) -> None:
     assert run("coordinator", "--config", _file(tmp_path, toml_of(made))) == made
 
 
-def test_flags_win_over_variables_and_those_over_the_file(
+def test_flags_override_variables_and_variables_override_the_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = _file(tmp_path, "stages = 2\nlease = 4\nprefix-cache = false\nqueue-size = 4\ndtype = 'f32'\n")
@@ -183,7 +183,7 @@ def test_flags_win_over_variables_and_those_over_the_file(
         ({"STAGELINE_NO_HTTP": "1"}, "", ["--http", "127.0.0.1:3"], "127.0.0.1:3"),
     ],
 )
-def test_the_stronger_source_decides_about_the_dashboard(
+def test_the_source_of_higher_precedence_sets_the_dashboard(
     run: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -98,7 +98,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
         ("--max-model-len 2049", "--max-model-len is 2049, but the model's limit is 2048"),
     ],
 )
-def test_up_refuses_what_cannot_be_planned_before_it_starts_anything(
+def test_up_rejects_an_impossible_plan_before_starting_processes(
     launch: Launch, flags: str, words: str
 ) -> None:
     output, errors = (up := launch("up", *flags.split())).communicate(timeout=30)
@@ -109,7 +109,7 @@ def test_up_refuses_what_cannot_be_planned_before_it_starts_anything(
 
 
 @pytest.mark.parametrize("flags", ["--memory 999TiB", "--threads 100000000"])
-def test_up_refuses_what_this_host_lacks_before_it_starts_anything(
+def test_up_rejects_missing_resources_before_starting_processes(
     launch: Launch, flags: str, tmp_path: Path
 ) -> None:
     output, errors = (up := launch("up", *flags.split())).communicate(timeout=30)
@@ -127,7 +127,7 @@ def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer
     _read_until(launcher, f"stageline generate {prompt} --coordinator")
 
 
-def test_all_processes_of_up_log_as_it_was_told(launch: Launch) -> None:
+def test_all_processes_of_up_use_its_log_settings(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch, STAGELINE_LOG_FORMAT="json", STAGELINE_LOG_LEVEL="debug")
     flags = ["--log-format", "json", "--log-level", "debug"]
     for pid in pids:
@@ -147,7 +147,7 @@ def test_settings_of_up_reach_its_coordinator(launch: Launch) -> None:
     assert launcher.wait(GRACE_S) == 0
 
 
-def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
+def test_up_reports_a_lost_worker_and_continues(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch, "--no-restart")
     os.kill(pids[1], signal.SIGKILL)
     printed = _read_until(launcher, "stageline worker --coordinator")
@@ -206,7 +206,7 @@ def test_processes_of_up_do_not_outlive_a_killed_launcher(launch: Launch) -> Non
     wait_until(lambda: _all_ended(pids))
 
 
-def test_the_demo_shows_who_ran_what_the_text_and_the_speed(launch: Launch, tmp_path: Path) -> None:
+def test_the_demo_shows_stages_text_and_speed(launch: Launch, tmp_path: Path) -> None:
     demo = launch("demo")
     output, errors = demo.communicate(timeout=60)
     assert demo.returncode == 0, errors

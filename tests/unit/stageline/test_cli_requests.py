@@ -118,14 +118,14 @@ def test_every_flag_becomes_its_parameter(address: str, seen: list[dict[str, Any
     assert set(expected) == set(GenerateOptions.__annotations__)
 
 
-def test_what_is_not_on_the_line_is_left_to_the_server(address: str, seen: list[dict[str, Any]]) -> None:
+def test_omitted_flags_are_left_to_the_server(address: str, seen: list[dict[str, Any]]) -> None:
     assert main(["generate", "x", "--coordinator", address]) == 1
     (options,) = seen
     parse_request_id(options.pop("request_id"))
     assert options == {"max_tokens": 100}
 
 
-def test_chat_has_the_flags_that_say_which_token_comes_next_and_when_it_ends() -> None:
+def test_chat_has_the_sampling_and_stop_flags() -> None:
     flags = set(get_type_hints(SamplingFlags)) | set(get_type_hints(EndingFlags))
     assert set(inspect.signature(chat).parameters) == flags | {"max_tokens", "coordinator"}
     assert flags < set(inspect.signature(generate).parameters)
@@ -221,7 +221,7 @@ def test_a_cancelled_request_is_one_line(address: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "stageline: error[CANCELLED]: said the server\n"
 
 
-def test_a_detached_request_tells_its_id_and_can_be_attached_to(
+def test_a_detached_request_prints_its_id_and_can_be_attached_to(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "x", "--detach", "60", "--max-tokens", "4", "--coordinator", address]) == 0
@@ -254,7 +254,7 @@ def test_attaching_to_several_choices_needs_to_know_how_many(
     assert capsys.readouterr().out.count("--- choice ") == 2
 
 
-def test_ctrl_c_leaves_a_detached_request_running_and_says_how_to_go_on(
+def test_ctrl_c_leaves_a_detached_request_running_with_a_hint(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request_id = id_text(new_request_id())
@@ -276,7 +276,7 @@ def test_ctrl_c_leaves_a_detached_request_running_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("command", ["attach", "cancel"])
-def test_a_request_that_is_not_there_is_one_line(
+def test_an_unknown_request_is_one_line(
     command: str, address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     request_id = id_text(new_request_id())
@@ -358,7 +358,7 @@ def test_a_kept_secret_that_others_can_read_is_a_usage_error_too(
     assert error.startswith(f"stageline: error[USAGE]: Invalid value: {what} cannot be used: {problem} (see ")
 
 
-def test_a_secret_may_come_on_standard_input(
+def test_a_secret_can_be_read_from_standard_input(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{new_attach_secret()}\n"))
@@ -367,7 +367,7 @@ def test_a_secret_may_come_on_standard_input(
     assert "error[NOT_FOUND]" in capsys.readouterr().err
 
 
-def test_an_empty_secret_is_said_to_be_empty(
+def test_an_empty_secret_is_reported_as_empty(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))

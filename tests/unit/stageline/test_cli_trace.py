@@ -186,7 +186,7 @@ def test_no_coordinator_is_one_line(unused_address: str, capsys: pytest.CaptureF
     assert f"no coordinator at {unused_address}" in capsys.readouterr().err
 
 
-def test_a_coordinator_without_traces_says_so(
+def test_a_coordinator_without_traces_is_reported(
     coordinator: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator.store, "recent", lambda num_requests: [])
@@ -209,7 +209,7 @@ def planted() -> SpanMaker:
     return maker
 
 
-def test_texts_of_spans_cannot_do_anything_to_a_terminal(
+def test_texts_of_spans_cannot_control_a_terminal(
     coordinator: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.store.add(planted().spans)
@@ -251,7 +251,7 @@ def drawn(maker: SpanMaker, width: int = 80) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_what_happened_is_told_apart_without_colours() -> None:
+def test_events_are_distinguishable_without_colours() -> None:
     maker = SpanMaker()
     maker.add(SpanName.INTAKE, 0.0, 1.0)
     maker.queue(1.0, 2.0)

@@ -214,7 +214,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("line", ["coordinator --stages 3", "worker"])
-def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_log_settings_come_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     app = "coordinator.server" if line.startswith("coordinator") else "stage_worker.server"
     seen = _catch_config(monkeypatch, app)
     debug_json = LogSettings(format=LogFormat.JSON, level=LogLevel.DEBUG)
@@ -227,7 +227,7 @@ def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.Monk
     assert [config.logs for config in seen] == [LogSettings(), debug_json, debug_json, LogSettings()]
 
 
-def test_a_log_format_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_log_format_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", "--log-format", "xml"]) == 2
     assert "'xml' is not one of 'console', 'json'" in capsys.readouterr().err
 
@@ -235,7 +235,7 @@ def test_a_log_format_that_there_is_not_is_refused(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("flags", "expected"), [((), None), (("--self-check",), True), (("--no-self-check",), False)]
 )
-def test_the_self_check_can_be_told_and_is_handed_on(
+def test_the_self_check_flag_reaches_the_coordinator(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: bool | None
 ) -> None:
     seen = _catch_config(monkeypatch, "coordinator.server")
@@ -252,9 +252,7 @@ def test_the_self_check_can_be_told_and_is_handed_on(
         ("up --mock step=1ms --self-check", "cannot be used with --mock"),
     ],
 )
-def test_what_computes_nothing_cannot_be_checked(
-    capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
+def test_a_mock_cannot_be_self_checked(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -286,7 +284,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_a_cpu_set_reaches_the_config_and_one_that_is_not_there_is_a_usage_error(
+def test_a_cpu_set_reaches_the_config_and_missing_cpus_are_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.server")
@@ -300,7 +298,7 @@ def test_a_cpu_set_reaches_the_config_and_one_that_is_not_there_is_a_usage_error
     assert "CPUs 3,4 are not among those this process may use: 0,1,2,8" in capsys.readouterr().err
 
 
-def test_the_coordinators_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_address_can_be_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.server")
     monkeypatch.setenv("STAGELINE_COORDINATOR", "head:1234")
     assert main(["worker"]) == 3

@@ -42,7 +42,7 @@ def test_json_adds_up(capsys: Captured) -> None:
         (["--workers", ",".join(["64MiB"] * 13)], "13 stages for a model of 12 layers"),
     ],
 )
-def test_what_is_impossible_is_one_line_and_exit_code_1(
+def test_an_impossible_plan_is_one_line_and_exit_code_1(
     arguments: list[str], words: str, capsys: Captured
 ) -> None:
     assert main(["plan", *arguments]) == 1

@@ -76,7 +76,7 @@ async def test_a_connection_cut_in_mid_stream_is_no_error_and_loses_and_doubles_
 
 
 @pytest.mark.parametrize("after", range(NUM_TOKENS + 1))
-async def test_wherever_the_stream_breaks_it_goes_on_there(served: Served, after: int) -> None:
+async def test_a_broken_stream_resumes_at_its_position(served: Served, after: int) -> None:
     served.inference.faults.append(Fault(after=after))
     assert_whole(await collect(served.client))
     # After its last message a stream has nothing more to say.
@@ -84,7 +84,7 @@ async def test_wherever_the_stream_breaks_it_goes_on_there(served: Served, after
 
 
 @pytest.mark.parametrize("after", range(2 * NUM_TOKENS))
-async def test_every_choice_goes_on_where_it_was(served: Served, after: int) -> None:
+async def test_every_choice_resumes_at_its_position(served: Served, after: int) -> None:
     served.inference.faults.append(Fault(after=after))
     assert_whole(await collect(served.client, n=2), num_choices=2)
     (attach,) = served.inference.attaches
@@ -104,7 +104,7 @@ async def test_a_choice_that_had_ended_before_the_cut_ends_once(served: Served) 
     assert served.inference.calls == ["generate", "generate", "attach"]
 
 
-async def test_a_coordinator_that_is_out_of_reach_for_a_while_is_waited_for(unused_address: str) -> None:
+async def test_an_unreachable_coordinator_is_waited_for(unused_address: str) -> None:
     server, _, inference = await serve(unused_address, num_stages=1)
     outputs: list[GenerateOutput] = []
 
@@ -129,7 +129,7 @@ async def test_a_coordinator_that_is_out_of_reach_for_a_while_is_waited_for(unus
     assert [output.token_ids for output in outputs] == [[index] for index in range(10)]
 
 
-async def test_a_coordinator_that_does_not_come_back_is_given_up_after_the_time_for_it(
+async def test_an_unreachable_coordinator_is_given_up_after_the_timeout(
     unused_address: str,
 ) -> None:
     server, _, _ = await serve(unused_address, num_stages=1)
@@ -164,7 +164,7 @@ async def test_the_call_that_attaches_has_what_is_left_of_the_timeout(served: Se
     assert served.inference.calls == ["generate", "attach"]
 
 
-async def test_a_server_that_keeps_breaking_off_is_given_up_with_its_own_words(served: Served) -> None:
+async def test_a_server_that_keeps_disconnecting_is_given_up_with_its_error(served: Served) -> None:
     served.inference.faults.extend([Fault(after=2), *[Fault()] * 1000])
     async with Client(served.proxy.address, reattach_timeout_s=0.5) as client:
         with pytest.raises(stageline.Unavailable, match=r"^said the server; request .* for 0.5 s$"):
@@ -244,7 +244,7 @@ async def test_under_cancel_a_lost_connection_is_an_error(
     ],
 )
 @pytest.mark.parametrize("num_cuts", [0, 1])
-async def test_what_the_server_says_is_final(
+async def test_errors_of_the_server_are_final(
     served: Served, code: str, kind: type[stageline.StagelineError], num_cuts: int
 ) -> None:
     served.inference.faults.extend([Fault(after=1)] * num_cuts)
@@ -254,7 +254,7 @@ async def test_what_the_server_says_is_final(
     assert len(served.inference.calls) == num_cuts + 1
 
 
-async def test_unavailable_with_details_is_the_servers_word_and_final(served: Served) -> None:
+async def test_unavailable_with_details_is_final(served: Served) -> None:
     reason = error_details_pb2.ErrorInfo(reason="NO_STAGE_WORKERS", domain="stageline")
     served.inference.faults.append(Fault(after=1, detail=reason))
     with pytest.raises(stageline.Unavailable, match=r"^said the server$"):
@@ -297,7 +297,7 @@ async def test_cancelling_the_task_detaches_and_cancel_ends_the_request(served: 
             pass
 
 
-async def test_attach_repeats_everything_from_the_start_or_by_choice_from_where_it_is_told(
+async def test_attach_repeats_output_from_the_start_or_a_given_position(
     served: Served,
 ) -> None:
     first = (await collect(served.client, n=2))[0]
@@ -325,7 +325,7 @@ async def test_attach_goes_on_after_a_cut(served: Served) -> None:
 SECRET = stageline.new_attach_secret()
 
 
-async def test_attaching_to_what_is_not_there_is_an_error(served: Served) -> None:
+async def test_attaching_to_an_unknown_request_is_an_error(served: Served) -> None:
     with pytest.raises(stageline.RequestNotFound):
         await anext(served.client.attach(id_text(new_request_id()), secret=SECRET))
     with pytest.raises(stageline.InvalidRequest, match="from_token is -1"):
@@ -334,7 +334,7 @@ async def test_attaching_to_what_is_not_there_is_an_error(served: Served) -> Non
         served.client.attach("x", secret=SECRET, positions={1: -1})
 
 
-async def test_prompt_logprobs_come_once(served: Served) -> None:
+async def test_prompt_logprobs_are_delivered_once(served: Served) -> None:
     served.inference.faults.append(Fault(after=0))
     completions = await served.client.complete(
         "a b c", max_tokens=NUM_TOKENS, on_disconnect="detach", prompt_logprobs=0, logprobs=1

@@ -107,7 +107,7 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     assert lines[-1] == "spare: out of work"
 
 
-def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> None:
+def test_the_status_shows_block_sharing_and_integrity() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
     status.kv.integrity = cluster_pb2.KV_INTEGRITY_VERDICT_NOT_CHECKED
@@ -129,7 +129,7 @@ def test_the_status_names_the_cause_of_the_last_end_of_an_epoch() -> None:
     assert "Last epoch ended by: no progress" in _render(status_view(status))
 
 
-def test_the_status_says_what_travels_between_stages_if_that_is_something_else() -> None:
+def test_the_status_shows_a_wire_dtype_that_differs() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
     for number, name in ((cluster_pb2.DTYPE_F8_E4M3, "fp8"), (cluster_pb2.DTYPE_I8, "int8")):
@@ -137,7 +137,7 @@ def test_the_status_says_what_travels_between_stages_if_that_is_something_else()
         assert f"llama in bf16 (between stages in {name}), 2 stages" in _render(status_view(status))[0]
 
 
-def test_the_reason_of_a_failed_worker_is_told_once() -> None:
+def test_the_reason_of_a_failed_worker_is_shown_once() -> None:
     reason = "layers 0-3 need 2.0 GiB"
     out = cluster_pb2.WORKER_STATE_QUARANTINED
     failed = cluster_pb2.WorkerStatus(name="a", state=out, detail=reason)
@@ -161,7 +161,7 @@ def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
     assert describe_start(status) == "loading, a 25%"
 
 
-def test_the_status_says_when_stages_are_missing_and_when_a_client_has_to_wait() -> None:
+def test_the_status_shows_missing_stages_and_the_retry_hint() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
     del status.workers[1]

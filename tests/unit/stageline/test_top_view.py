@@ -26,7 +26,7 @@ def shown(
     return console.export_text()
 
 
-def test_before_there_is_a_pipeline_it_says_so() -> None:
+def test_before_the_first_pipeline_top_shows_a_notice() -> None:
     text = shown(
         cluster_pb2.GetStatusResponse(
             model="m",
@@ -65,7 +65,7 @@ def test_the_pipeline_has_a_row_for_each_stage_with_bubbles_where_it_idles() -> 
     assert stage_row(text, 1) == "·" * 40 + "█" * 20
 
 
-def test_bubbles_that_nobody_knows_are_not_0() -> None:
+def test_unknown_bubbles_are_not_shown_as_0() -> None:
     def row(**known: float) -> list[str]:
         activity = telemetry_pb2.GetActivityResponse(stages=[telemetry_pb2.StageActivity()], **known)
         text = shown(cluster_pb2.GetStatusResponse(), activity)
@@ -76,7 +76,7 @@ def test_bubbles_that_nobody_knows_are_not_0() -> None:
     assert row(bubble_share=0.0)[:2] == ["0", "%"]
 
 
-def test_requests_that_live_come_first_and_as_many_as_fit() -> None:
+def test_live_requests_are_listed_first_as_space_permits() -> None:
     requests = [
         telemetry_pb2.RequestActivity(
             request_id=f"0199{index:04}-0000-7000-8000-00000000{index:04}",

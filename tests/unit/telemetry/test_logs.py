@@ -52,7 +52,7 @@ def test_a_console_line_ends_with_the_trace_and_names_other_libraries() -> None:
     assert line.endswith(" WARNING asyncio: odd (trace 4bf92f3577b34da6a3ce929d0e0e4736)")
 
 
-def test_a_json_line_has_words_and_fields() -> None:
+def test_a_json_line_has_message_and_fields() -> None:
     request_id = new_request_id()
     extra = log_context(
         request_id=request_id, epoch=3, step=0, stage=1, worker="gpu-a", duration_s=0.31234, **TRACE
@@ -76,7 +76,7 @@ def test_a_json_line_has_words_and_fields() -> None:
     }
 
 
-def test_a_json_line_says_which_worker_wrote_it() -> None:
+def test_a_json_line_has_the_worker() -> None:
     formatter = JsonFormatter("worker", "gpu-a")
     assert json.loads(formatter.format(record("joined")))["worker"] == "gpu-a"
 
@@ -101,7 +101,7 @@ def test_the_document_explains_every_field() -> None:
     assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == FIELDS
 
 
-def test_what_is_not_known_is_not_written() -> None:
+def test_unknown_fields_are_omitted() -> None:
     assert log_context(step=0) == {"step": 0}
     assert log_context(request_ids=()) == {}
 
@@ -110,7 +110,7 @@ def test_no_field_hides_one_of_logging() -> None:
     assert not set(FIELDS) & set(vars(logging.makeLogRecord({})))
 
 
-def test_the_level_is_that_of_every_package_of_ours() -> None:
+def test_the_level_applies_to_all_our_packages() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     roots = set(project["tool"]["importlinter"]["root_packages"]) - {"stageline_rpc"}
     assert set(PACKAGES) == roots
@@ -201,7 +201,7 @@ FORGED = "a\nERROR forged\r\x1b[2J\u2028\u202eb\x85"
 
 
 @pytest.mark.parametrize("formatter", [ConsoleFormatter("coordinator"), JsonFormatter("coordinator")])
-def test_what_strangers_send_stays_in_its_line_and_does_nothing_to_a_terminal(
+def test_untrusted_text_is_escaped_in_its_line(
     formatter: logging.Formatter,
 ) -> None:
     line = formatter.format(record("worker %s joined", FORGED, worker=FORGED))
@@ -253,7 +253,7 @@ def test_lines_are_written_in_order(pipe: tuple[int, int]) -> None:
     assert read_to_end(reading) == [f"line {number} \N{SNOWMAN}" for number in range(1000)]
 
 
-def test_nobody_waits_for_a_reader_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
+def test_logging_never_blocks_and_lost_lines_are_counted(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     writer = LogWriter(writing, max_waiting=MAX_WAITING)
     say(writer, FILLS_A_PIPE)

@@ -37,7 +37,7 @@ def test_exporter_none_is_no_collector() -> None:
     assert metrics_export(ENDPOINT | {"OTEL_METRICS_EXPORTER": "none"}).collector is None
 
 
-def test_they_are_part_of_what_the_environment_says() -> None:
+def test_metric_settings_are_read_from_the_environment() -> None:
     settings = read_environment(ENDPOINT | {"OTEL_METRIC_EXPORT_INTERVAL": "1500"}, version="1")
     assert settings.metrics == MetricsExport(collector=OtlpProtocol.GRPC, interval_s=1.5)
     off = read_environment(ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, version="1")
@@ -57,7 +57,7 @@ def test_the_interval_is_in_milliseconds() -> None:
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc, http/protobuf"),
     ],
 )
-def test_what_nobody_would_act_on_is_refused(variables: dict[str, str], says: str) -> None:
+def test_unsupported_settings_are_rejected(variables: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         metrics_export(ENDPOINT | variables)
 
@@ -111,7 +111,7 @@ def test_spans_go_to_a_collector_where_one_is_named(
         ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "nan"}, "'nan'"),
     ],
 )
-def test_what_nobody_would_act_on_is_refused_environment(environment: dict[str, str], message: str) -> None:
+def test_unsupported_variables_are_rejected(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_environment(environment, version="1")
 
@@ -132,7 +132,7 @@ def test_what_nobody_would_act_on_is_refused_environment(environment: dict[str, 
         {"OTEL_EXPORTER_OTLP_COMPRESSION": "foo"},
     ],
 )
-def test_what_exporters_can_use_is_left_to_them(environment: dict[str, str]) -> None:
+def test_exporter_variables_are_left_to_the_exporters(environment: dict[str, str]) -> None:
     """Without an endpoint nothing is exported, so nothing is wrong."""
     read_environment(environment, version="1")
 
@@ -167,7 +167,7 @@ def test_samplers_have_their_standard_meaning(
     assert decisions == [alone, below_sampled, below_unsampled]
 
 
-def test_a_ratio_is_of_those_whose_callers_have_not_decided() -> None:
+def test_a_sampling_ratio_applies_to_requests_without_a_decision() -> None:
     sampler = ratio_sampler(0.25)
     ids = range(1, 2**64, 2**64 // 4000)
     share = sum(is_sampled(sampler, trace_id, None, "span") for trace_id in ids) / len(ids)

@@ -66,7 +66,7 @@ async def test_everything_reaches_a_store() -> None:
     assert sink.num_dropped == 0
 
 
-async def test_what_finds_no_room_is_counted() -> None:
+async def test_spans_beyond_the_queue_are_counted() -> None:
     sink = SlowSink()
     sink.start()
     fill(sink, ROOM + 7)
@@ -76,7 +76,7 @@ async def test_what_finds_no_room_is_counted() -> None:
     assert sink.num_taken + sink.num_dropped == ROOM + 7
 
 
-async def test_what_is_not_taken_by_the_end_is_counted() -> None:
+async def test_spans_not_accepted_at_shutdown_are_counted() -> None:
     sink = SlowSink()
     sink.start()
     fill(sink, ROOM)
@@ -109,7 +109,7 @@ async def test_while_the_coordinator_is_silent_spans_are_dropped_and_later_ones_
     assert sink.num_dropped == ROOM
 
 
-async def test_nobody_at_the_address_is_no_trouble(unused_tcp_port: int) -> None:
+async def test_an_unreachable_address_is_harmless(unused_tcp_port: int) -> None:
     sink = CoordinatorSink(f"127.0.0.1:{unused_tcp_port}")
     sink.start()
     fill(sink, ROOM)

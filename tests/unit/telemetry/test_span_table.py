@@ -25,12 +25,12 @@ def attribute_row(attribute: Attr) -> str:
     return f"| `{attribute}` | {', '.join(spans)} | {MEANINGS[attribute]} |"
 
 
-def test_the_table_of_spans_is_that_of_the_code() -> None:
+def test_the_table_of_spans_equals_the_code() -> None:
     assert [spec.name for spec in SPANS] == list(SpanName)
     assert section("All spans") == [span_row(spec) for spec in SPANS]
 
 
-def test_the_table_of_attributes_is_that_of_the_code() -> None:
+def test_the_table_of_attributes_equals_the_code() -> None:
     assert section("All attributes") == [attribute_row(attribute) for attribute in Attr]
 
 

@@ -57,7 +57,7 @@ def deliver(case: Case) -> tuple[list[str], bool]:
 
 @settings(max_examples=examples(5))
 @given(case=st.booleans().flatmap(lambda always: cases(may_always_stop=always)))
-def test_what_is_delivered_is_what_looking_at_each_character_delivers(case: Case) -> None:
+def test_delivered_text_equals_a_character_by_character_reference(case: Case) -> None:
     expected, end = cut_one_by_one(case)
     returned, is_stopped = deliver(case)
     assert "".join(returned) == expected
@@ -66,7 +66,7 @@ def test_what_is_delivered_is_what_looking_at_each_character_delivers(case: Case
 
 @settings(max_examples=examples(2.5))
 @given(case=cases(may_always_stop=True))
-def test_no_stop_string_and_no_part_of_the_one_that_ended_it_ever_gets_out(case: Case) -> None:
+def test_no_part_of_a_stop_string_is_delivered(case: Case) -> None:
     expected, end = cut_one_by_one(case)
     delivered = ""
     for text in deliver(case)[0]:
@@ -77,7 +77,7 @@ def test_no_stop_string_and_no_part_of_the_one_that_ended_it_ever_gets_out(case:
 
 @settings(max_examples=examples(2.5))
 @given(case=st.booleans().flatmap(lambda always: cases(may_always_stop=always)))
-def test_nothing_is_held_back_but_what_may_become_a_stop_string(case: Case) -> None:
+def test_only_prefixes_of_stop_strings_are_held_back(case: Case) -> None:
     _, end = cut_one_by_one(case)
     matcher, seen, num_delivered = StopMatcher(case.stops), "", 0
     for text, may_stop in case.pieces:
@@ -100,7 +100,7 @@ def test_nothing_is_held_back_but_what_may_become_a_stop_string(case: Case) -> N
         ([], "abc", "abc"),
     ],
 )
-def test_the_first_to_be_complete_wins_and_then_the_first_to_begin(
+def test_the_first_completed_stop_string_wins_ties_by_start(
     stops: list[str], text: str, expected: str
 ) -> None:
     for pieces in ([text], list(text)):
@@ -108,7 +108,7 @@ def test_the_first_to_be_complete_wins_and_then_the_first_to_begin(
         assert "".join(returned) == expected
 
 
-def test_a_stop_string_that_is_let_pass_is_text_and_one_that_overlaps_it_is_found() -> None:
+def test_an_ignored_stop_string_is_text_and_an_overlapping_one_is_found() -> None:
     matcher = StopMatcher(["aa"])
     assert matcher.push("aa", may_stop=False) == "a"
     assert matcher.push("a") == ""
@@ -116,7 +116,7 @@ def test_a_stop_string_that_is_let_pass_is_text_and_one_that_overlaps_it_is_foun
     assert matcher.flush() == ""
 
 
-def test_one_that_was_let_pass_inside_what_is_held_back_is_not_found_later() -> None:
+def test_an_ignored_stop_string_in_held_back_text_is_not_found_later() -> None:
     matcher = StopMatcher(["b", "abc"])
     assert matcher.push("ab", may_stop=False) == ""
     assert matcher.push("x") == "abx"
@@ -252,7 +252,7 @@ def test_bytes_of_a_character_are_held_back_until_it_is_complete(codecs: Codecs,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_character_that_is_never_completed_comes_with_flush(codecs: Codecs, kind: str) -> None:
+def test_an_incomplete_character_is_delivered_by_flush(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     detokenizer = IncrementalDetokenizer(codec, [])
     assert detokenizer.push(codec.encode("fox☃")[:-1]) == "fox"

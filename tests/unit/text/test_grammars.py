@@ -189,7 +189,7 @@ def test_a_grammar_that_cannot_begin_is_refused(tmp_path: Path) -> None:
         (GrammarKind.JSON_SCHEMA, "true", '{"a": [null]}', "nil"),
     ],
 )
-def test_a_grammar_takes_what_it_describes(
+def test_a_grammar_accepts_its_language(
     kind: GrammarKind, text: str, good: str, bad: str, tmp_path: Path
 ) -> None:
     directory = save_tokenizer(tmp_path, byte_level())
@@ -197,7 +197,7 @@ def test_a_grammar_takes_what_it_describes(
     assert not accepts(directory, kind, [text], bad)
 
 
-def test_choices_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_choices_are_matched_literally(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path, byte_level())
     choices = ["y", "yes", "no", 'a "quoted"\n\\n', "a|b", "/x/", "你好 😀", "\x7f", "y"]
     for text in choices:
@@ -262,7 +262,7 @@ def test_the_built_in_model_serves_structured_output() -> None:
         (GrammarKind.GRAMMAR, ['start: %json {"if": {}}'], 'Unimplemented keys: ["if"]'),
     ],
 )
-def test_what_is_no_grammar_is_refused_in_one_line_with_the_field(
+def test_an_invalid_grammar_is_rejected_in_one_line_with_the_field(
     kind: GrammarKind, texts: list[str], words: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(UnusableGrammar) as refused:
@@ -309,7 +309,7 @@ def test_names_and_values_that_look_like_keywords_are_none(
     assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
 
 
-def test_a_lenient_schema_is_refused_as_soon_as_something_is_ignored(compiler: GrammarCompiler) -> None:
+def test_a_lenient_schema_with_ignored_parts_is_rejected(compiler: GrammarCompiler) -> None:
     lenient: dict[str, object] = {"x-guidance": {"lenient": True}, "type": "string"}
     assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(lenient)])
     for kind, prefix in ((GrammarKind.JSON_SCHEMA, ""), (GrammarKind.GRAMMAR, "start: %json ")):
@@ -318,7 +318,9 @@ def test_a_lenient_schema_is_refused_as_soon_as_something_is_ignored(compiler: G
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
-def test_what_is_too_large_is_refused_with_the_numbers(kind: GrammarKind, compiler: GrammarCompiler) -> None:
+def test_oversized_grammars_are_rejected_with_the_numbers(
+    kind: GrammarKind, compiler: GrammarCompiler
+) -> None:
     with pytest.raises(UnusableGrammar, match=f"has {MAX_DEFINITION_BYTES + 1} bytes, the limit is"):
         compiler.compile(kind, ["x" * (MAX_DEFINITION_BYTES + 1)])
     with pytest.raises(UnusableGrammar, match="bytes as a grammar, the limit is"):
@@ -336,7 +338,7 @@ def test_what_is_too_large_is_refused_with_the_numbers(kind: GrammarKind, compil
         ("tokenizer.model", EOS, "tokenizer.json: is not a JSON object"),
     ],
 )
-def test_a_checkpoint_that_cannot_serve_grammars_says_why(
+def test_a_checkpoint_without_grammar_support_reports_the_reason(
     content: str | None, eos: tuple[int, ...], words: str, tmp_path: Path
 ) -> None:
     if content is not None:

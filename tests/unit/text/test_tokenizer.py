@@ -36,7 +36,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return KINDS[request.param]()
 
 
-def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_ids_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     codec = load(tmp_path, kind)
@@ -66,7 +66,7 @@ def test_the_file_decides_and_not_the_class_that_the_config_names(tmp_path: Path
     assert [codec.piece(token_id) for token_id in ids][1:3] == ["\u2581", "\u2581Once"]
 
 
-def test_text_survives_the_way_there_and_back(kind: str, tmp_path: Path) -> None:
+def test_text_survives_encode_and_decode(kind: str, tmp_path: Path) -> None:
     codec = load(tmp_path, kind)
     for text in ("Once upon a time", "  two  spaces ", "你好 😀!", "naïve"):
         assert codec.decode(codec.encode(text)) == text
@@ -108,7 +108,7 @@ def test_a_conversation_without_template_is_refused(tmp_path: Path) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_what_the_template_says_reaches_the_caller(template: str, words: str, tmp_path: Path) -> None:
+def test_errors_of_the_template_reach_the_caller(template: str, words: str, tmp_path: Path) -> None:
     codec = load(tmp_path, byte_level(), chat_template=template)
     with pytest.raises(BadConversation, match=words):
         codec.encode_conversation([ChatMessage(role="robot", content="hello")])
@@ -179,7 +179,7 @@ def test_no_torch_is_loaded_for_a_tokenizer(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_codec_says_which_kind_it_is(tmp_path: Path) -> None:
+def test_a_codec_reports_its_kind(tmp_path: Path) -> None:
     codecs: list[TextCodec] = []
     for name, make in KINDS.items():
         (tmp_path / name).mkdir()

@@ -152,7 +152,7 @@ class A:
     assert report["reach_throughs"] == ["a.py:4 self._engine.scheduler.next_step", "a.py:7 self._a.b.c.d"]
 
 
-def test_what_an_idle_cluster_runs_is_told_apart(repository: Repository) -> None:
+def test_idle_work_is_counted_separately(repository: Repository) -> None:
     root = repository({"a.py": "X = 1\n", "b.py": "X = 1\n", "c.py": "X = 1\n"})
 
     def recorded(*functions: tuple[str, str, str]) -> dict[str, object]:

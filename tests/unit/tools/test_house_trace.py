@@ -99,7 +99,7 @@ def test_functions_lambdas_comprehensions_and_resumed_coroutines_count(program: 
     assert program.ran("first") - comprehension == expected
 
 
-def test_a_window_has_neither_what_ran_before_nor_bodies_of_classes(program: Program) -> None:
+def test_a_window_excludes_earlier_calls_and_class_bodies(program: Program) -> None:
     program.windows.open("second")
     program.call("two")
     program.windows.close("second")
@@ -110,7 +110,7 @@ def test_a_window_has_neither_what_ran_before_nor_bodies_of_classes(program: Pro
     assert program.ran("third") == set()
 
 
-def test_a_process_that_was_killed_holds_up_no_window(program: Program) -> None:
+def test_a_killed_process_delays_no_window(program: Program) -> None:
     program.process.kill()
     program.process.wait()
     program.windows.open("late")

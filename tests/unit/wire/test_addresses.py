@@ -48,7 +48,7 @@ def test_every_host_and_port_survives_its_text_form(host: str, port: int) -> Non
         "http://host:80",
     ],
 )
-def test_what_is_no_address_is_refused_with_the_text(text: str) -> None:
+def test_an_invalid_address_is_rejected_with_the_text(text: str) -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         parse_address(text)
 

@@ -34,7 +34,7 @@ def test_the_offset_is_never_off_by_more_than_it_says(ahead_us: int, ways: list[
         assert abs(clock.offset_us - ahead_us) <= clock.uncertainty_us + 1
 
 
-def test_the_exchange_that_was_least_on_the_way_counts() -> None:
+def test_the_exchange_of_shortest_round_trip_counts() -> None:
     clock = ClusterClock()
     clock.note(exchange(ahead_us=AHEAD_US, there_us=200, back_us=200))
     clock.note(exchange(ahead_us=AHEAD_US, there_us=90_000, back_us=100))
@@ -69,13 +69,13 @@ def test_nothing_before_a_clock_was_set_counts(monkeypatch: pytest.MonkeyPatch) 
     assert clock.uncertainty_us == 60
 
 
-def test_an_exchange_that_took_less_than_no_time_is_none() -> None:
+def test_an_exchange_of_negative_duration_is_ignored() -> None:
     clock = ClusterClock()
     clock.note(exchange(ahead_us=AHEAD_US, there_us=-40, back_us=10))
     assert clock.uncertainty_us is None
 
 
-def test_a_moment_is_told_in_the_coordinators_time() -> None:
+def test_timestamps_are_converted_to_coordinator_time() -> None:
     clock = ClusterClock()
     before_us, now_s, after_us = wall_clock_us(), time.monotonic(), wall_clock_us()
     clock.note(exchange(ahead_us=AHEAD_US, there_us=10, back_us=10))

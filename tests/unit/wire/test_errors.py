@@ -48,7 +48,7 @@ def test_no_error_of_ours_ends_a_call_well() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("secret"), KeyError("secret"), RuntimeError("secret"), TimeoutError("secret")]
 )
-def test_the_text_of_a_stranger_is_not_sent(error: Exception) -> None:
+def test_the_text_of_an_unknown_exception_is_not_sent(error: Exception) -> None:
     assert status_of(error) == (grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT)
 
 
@@ -67,7 +67,7 @@ def test_a_mismatch_shows_both_values() -> None:
     )
 
 
-def test_a_fault_that_knows_nothing_still_says_where_it_was() -> None:
+def test_a_fault_without_details_has_its_location() -> None:
     fault = StepFault(StepFaultKind.CHECKSUM, "expected 1, got 2")
     assert fault.describe(stage=1) == (
         "stage 1, unknown step, requests none known: CHECKSUM: expected 1, got 2"

@@ -251,7 +251,7 @@ def test_a_truncated_payload_is_refused() -> None:
         (lambda header: setattr(header, "step_checksum", 1), StepFaultKind.SLICE_SET, "0000000000000001"),
     ],
 )
-def test_a_header_that_lies_is_refused(
+def test_an_inconsistent_header_is_rejected(
     change: Callable[[step_pb2.TensorHeader], object], kind: StepFaultKind, text: str
 ) -> None:
     fault = refusal([change_header(change)])
@@ -279,7 +279,7 @@ def test_a_payload_without_a_header_is_refused() -> None:
     assert "4 bytes" in fault.message
 
 
-def test_a_header_that_is_no_header_is_undecodable() -> None:
+def test_an_invalid_header_is_undecodable() -> None:
     (chunk,) = chunks_of(example_step(), hidden_states(3, 4))
     chunk.hidden = b"\xff\xff"
     fault = refusal([resealed(chunk)])
@@ -341,14 +341,14 @@ def assert_read_as_by_protobuf(message: bytes) -> None:
 
 
 @given(heads, payloads)
-def test_what_is_written_is_one_message_for_protobuf(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_written_frames_are_valid_protobuf(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     read = by_protobuf(write_chunk(head.SerializeToString(), memoryview(payload)))
     head.payload = payload
     assert read == head
 
 
 @given(heads, payloads)
-def test_a_payload_is_a_view_of_what_came(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_a_payload_is_a_view_of_the_received_bytes(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     message = write_chunk(head.SerializeToString(), payload)
     assert_read_as_by_protobuf(message)
     _, read = read_chunk(message)
@@ -359,7 +359,7 @@ def test_a_payload_is_a_view_of_what_came(head: forward_pb2.FrameChunk, payload:
 
 
 @given(heads, st.binary(max_size=200))
-def test_what_another_implementation_writes_is_read(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_frames_of_another_implementation_are_read(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     """Fields in the order of their numbers, in one piece."""
     head.payload = payload
     assert_read_as_by_protobuf(forward_pb2.ForwardRequest(chunk=head).SerializeToString())
@@ -404,7 +404,7 @@ RESULT = StepResult(
 )
 
 
-def test_a_result_comes_back() -> None:
+def test_a_result_round_trips() -> None:
     data = encode_result_frame(RESULT).SerializeToString()
     assert decode_result_frame(deliver_pb2.DeliverRequest.FromString(data)) == RESULT
 
@@ -432,6 +432,6 @@ def test_every_flipped_bit_is_noticed() -> None:
         ),
     ],
 )
-def test_what_is_no_result_is_refused(message: deliver_pb2.DeliverRequest) -> None:
+def test_an_invalid_result_is_rejected(message: deliver_pb2.DeliverRequest) -> None:
     with pytest.raises(StepFault):
         decode_result_frame(message)

@@ -172,7 +172,7 @@ async def test_a_call_without_an_error_is_left_alone(method: str, received: list
     assert await serve_and_call(raise_nothing, method) == received
 
 
-async def test_only_a_stranger_is_logged_with_its_text(caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_unknown_exceptions_are_logged_with_their_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="wire"):
         with pytest.raises(grpc.aio.AioRpcError):
             await serve_and_call(raise_stranger, "UnaryUnary")
@@ -187,7 +187,7 @@ async def test_only_a_stranger_is_logged_with_its_text(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_what_grpc_says_of_a_call_that_is_over_is_left_to_grpc(
+async def test_errors_of_finished_calls_are_left_to_grpc(
     caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     """The end of a stream that a servicer still reads from, when its server stops, is no defect of it."""
@@ -211,7 +211,7 @@ async def test_an_unknown_method_is_unimplemented() -> None:
     assert reason_in(caught.value) == "METHOD_NOT_FOUND"
 
 
-async def test_bytes_that_are_no_message_are_refused_with_a_reason() -> None:
+async def test_undecodable_bytes_are_rejected_with_a_reason() -> None:
     server = new_server()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
     join_pb2_grpc.add_MembershipServiceServicer_to_server(_ReadsFirst(), server)
@@ -281,7 +281,7 @@ def status_in(error: BaseException) -> status_pb2.Status:
         (RuntimeError("a secret"), "INTERNAL_ERROR"),
     ],
 )
-def test_every_answer_names_its_kind(error: Exception, reason: str) -> None:
+def test_every_error_response_has_its_reason(error: Exception, reason: str) -> None:
     info = error_details_pb2.ErrorInfo()
     assert status_in(error).details[0].Unpack(info)
     assert (info.reason, info.domain) == (reason, "stageline")
@@ -293,7 +293,7 @@ def test_no_two_kinds_have_one_name() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_an_overload_says_when_to_try_again() -> None:
+def test_an_overload_has_a_retry_hint() -> None:
     status = status_in(Overloaded("full", retry_after_s=1.5))
     retry = error_details_pb2.RetryInfo()
     assert (status.code, status.message) == (8, "full")
@@ -302,5 +302,5 @@ def test_an_overload_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), RequestNotFound("gone")])
-def test_nothing_is_said_that_is_not_known(error: Exception) -> None:
+def test_unknown_details_are_omitted(error: Exception) -> None:
     assert len(status_in(error).details) == 1

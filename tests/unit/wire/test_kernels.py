@@ -20,11 +20,11 @@ COMPILED, PLAIN = StageKernels("cpu", "compiled"), StageKernels("cpu", "plain")
         [COMPILED, None, COMPILED],
     ],
 )
-def test_stages_that_compute_alike_are_not_worth_a_word(stages: list[StageKernels | None]) -> None:
+def test_stages_with_equal_kernels_give_no_warning(stages: list[StageKernels | None]) -> None:
     assert differing_kernels(stages) == ""
 
 
-def test_stages_that_differ_are_named_with_what_they_compute_by() -> None:
+def test_differing_stages_are_named_with_their_kernels() -> None:
     stages = [COMPILED, PLAIN, COMPILED, StageKernels("cuda:0", "plain")]
     assert differing_kernels(stages) == (
         "stages compute differently: stages 0, 2: compiled on cpu; stage 1: plain on cpu; "

@@ -24,7 +24,7 @@ IDS = st.lists(st.integers(0, 2**32 - 1), max_size=5)
 @given(
     IDS, st.text(max_size=300), st.dictionaries(st.integers(0, 2**32 - 1), st.floats(width=32), max_size=8)
 )
-def test_what_is_within_the_counts_passes(ids: list[int], text: str, biases: dict[int, float]) -> None:
+def test_messages_within_the_limits_pass(ids: list[int], text: str, biases: dict[int, float]) -> None:
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), cache_salt=text)
     request.sampling.logit_bias.update(biases)
     request.sampling.temperature, request.sampling.seed = 0.5, 2**64 - 1
@@ -32,7 +32,7 @@ def test_what_is_within_the_counts_passes(ids: list[int], text: str, biases: dic
 
 
 @given(st.binary(max_size=200))
-def test_what_passes_is_parsed_without_unknown_fields(data: bytes) -> None:
+def test_accepted_messages_parse_without_unknown_fields(data: bytes) -> None:
     with suppress(DecodeError, InvalidRequest):
         SCAN.check(data)
         with suppress(DecodeError):  # such as text that is no UTF-8
@@ -79,12 +79,12 @@ def test_fields_count_in_all() -> None:
         (varint(2 << 3) + b"\x01", "GenerateRequest has field 2, unknown"),  # text as a number
     ],
 )
-def test_what_would_be_ignored_is_refused(data: bytes, text: str) -> None:
+def test_unknown_fields_are_rejected(data: bytes, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         SCAN.check(data)
 
 
-def test_what_may_be_skipped_is_skipped_and_nesting_has_an_end() -> None:
+def test_skippable_fields_are_skipped_and_nesting_is_bounded() -> None:
     scan = MessageScan(
         trace_service_pb2.ExportTraceServiceRequest.DESCRIPTOR, max_fields=500, unknown=UnknownFields.SKIP
     )
@@ -97,7 +97,7 @@ def test_what_may_be_skipped_is_skipped_and_nesting_has_an_end() -> None:
         scan.check(inside(1, inside(2, inside(2, attribute))))
 
 
-def test_a_limit_of_a_field_that_is_not_there_is_a_defect() -> None:
+def test_a_limit_of_an_unknown_field_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"stageline.v1.GenerateRequest has no field stageline.v1.Nothing.x"):
         MessageScan(
             inference_pb2.GenerateRequest.DESCRIPTOR, max_fields=1, max_counts={"stageline.v1.Nothing.x": 1}

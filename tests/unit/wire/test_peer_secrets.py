@@ -22,7 +22,7 @@ def test_the_secret_itself_passes_and_is_never_the_same() -> None:
 
 
 @pytest.mark.parametrize("presented", [b"", b"x" * 31, b"x" * 33, b"y" * 32])
-def test_anything_else_is_refused_without_telling_what_was_expected(presented: bytes) -> None:
+def test_a_wrong_secret_is_rejected_without_revealing_the_right_one(presented: bytes) -> None:
     assert not is_secret(presented, b"x" * 32)
     refused = RefusedPeers(lambda: 0.0)
     error = refused.secret_mismatch("a stream", "hop secret", host="10.0.0.9")
@@ -58,7 +58,7 @@ def test_every_refusal_is_counted_logged_or_not() -> None:
     assert (logged.count(True), len(counted)) == (MAX_TRIES, MAX_TRIES + 5)
 
 
-def test_the_secret_of_an_epoch_that_is_over_is_no_refused_try(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_secret_of_a_past_epoch_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     secrets = HopSecrets(RefusedPeers(lambda: 0.0))
     secrets.begin_epoch(b"x" * 32)
     secrets.begin_epoch(b"y" * 32)

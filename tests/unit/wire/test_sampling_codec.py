@@ -5,7 +5,7 @@ from wire.sampling_codec import decode_sampling, encode_sampling, encoded_ahead
 from wire.steps import StepSampling
 
 
-def test_what_is_encoded_ahead_is_what_would_be_encoded_late() -> None:
+def test_encoding_ahead_equals_encoding_late() -> None:
     sampling = StepSampling(
         temperature=0.5,
         seed=2**64 - 1,

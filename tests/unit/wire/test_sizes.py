@@ -32,7 +32,7 @@ def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
         ("99999TiB", "is too large, the limit is 1024.0 TiB"),
     ],
 )
-def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> None:
+def test_an_invalid_size_is_rejected_with_the_text(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)

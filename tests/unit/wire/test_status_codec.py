@@ -65,7 +65,7 @@ def test_the_document_lists_exactly_the_keys() -> None:
     assert set(listed) == set(keys_in(message_fields(whole_status())))
 
 
-def test_values_are_those_of_protobufs_json() -> None:
+def test_values_equal_protobufs_json() -> None:
     fields = message_fields(whole_status())
     assert (fields["dtype"], fields["state"]) == ("DTYPE_BF16", "CLUSTER_STATE_SERVING")
     assert fields["self_check"] == {
@@ -99,7 +99,7 @@ def test_only_the_set_member_of_a_oneof_is_a_key() -> None:
 
 
 @pytest.mark.parametrize("place", ["coordinator", "w0"])
-def test_a_problem_of_any_pool_is_the_integrity(place: str) -> None:
+def test_a_problem_of_any_pool_is_reported_as_integrity(place: str) -> None:
     sound, broken = (encode_integrity(IntegrityReport(1, 1, text)) for text in ("", "2 blocks of 8 leaked"))
     ledger, stage = (broken, sound) if place == "coordinator" else (sound, broken)
     status = overall_integrity(ledger, {"w0": stage})
@@ -107,7 +107,7 @@ def test_a_problem_of_any_pool_is_the_integrity(place: str) -> None:
     assert status.detail == f"{place}: 2 blocks of 8 leaked"
 
 
-def test_what_was_not_checked_says_so() -> None:
+def test_an_unchecked_pool_is_reported_as_not_checked() -> None:
     status = overall_integrity(encode_integrity(IntegrityReport()), {})
     assert status.integrity == cluster_pb2.KV_INTEGRITY_VERDICT_NOT_CHECKED
     spare = cluster_pb2.WorkerStatus(name="spare")

@@ -168,7 +168,7 @@ def test_every_kind_of_the_wire_enum_has_a_name_here_and_the_reverse() -> None:
     assert wire | {"STEP_FAULT_KIND_UNSPECIFIED": 0} == dict(step_pb2.StepFaultKind.items())
 
 
-def test_what_is_sampled_follows_from_the_inference_step_alone() -> None:
+def test_sampled_slices_follow_from_the_inference_step() -> None:
     assert StepSlice(KEY, 0, (1,), Decode(3)).is_sampled
     assert StepSlice(KEY, 0, (1, 2), Prefill(2, 2, 4)).is_sampled
     assert not StepSlice(KEY, 0, (1, 2), Prefill(0, 2, 4)).is_sampled
@@ -231,9 +231,7 @@ def test_the_first_decodes_of_a_large_step_are_columns(
 
 @pytest.mark.parametrize("other", OTHER_RESULTS)
 @pytest.mark.parametrize(("place", "num_columns"), [(0, 0), (3, 0), (4, 4), (6, 6)])
-def test_only_what_is_a_token_and_nothing_else_is_in_columns(
-    other: SliceResult, place: int, num_columns: int
-) -> None:
+def test_only_plain_tokens_are_in_columns(other: SliceResult, place: int, num_columns: int) -> None:
     result = StepResult(1, 7, (*TOKENS[:place], other, *TOKENS[place:]))
     message = encode_result(result)
     assert len(message.tokens.tokens) == num_columns

@@ -25,7 +25,7 @@ from wire.tensors import (
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 
 
-def test_names_are_those_of_the_flag() -> None:
+def test_names_equal_the_flag_values() -> None:
     names = {name: parse_wire_dtype(name) for name in ("bf16", "fp8", "int8")}
     assert names == {"bf16": DType.BF16, "fp8": FP8, "int8": INT8}
     assert all(dtype.value == name for name, dtype in names.items())
@@ -42,7 +42,7 @@ def test_names_are_those_of_the_flag() -> None:
         (DType.F16, {DType.F16, FP8, INT8}),
     ],
 )
-def test_hidden_states_travel_as_computed_or_smaller(computed: DType, possible: set[WireDType]) -> None:
+def test_hidden_states_are_sent_as_computed_or_smaller(computed: DType, possible: set[WireDType]) -> None:
     every: list[WireDType] = [*DType, *ScaledDType]
     assert {dtype for dtype in every if can_carry(dtype, computed)} == possible
     for dtype in set(every) - possible:
@@ -82,7 +82,7 @@ def test_headers_carry_the_dtype(dtype: WireDType) -> None:
 
 @pytest.mark.parametrize("declared", [DType.F32, DType.BF16, FP8, INT8])
 @pytest.mark.parametrize("sent", [DType.F32, DType.BF16, FP8, INT8])
-def test_only_what_the_stream_declared_is_taken(declared: WireDType, sent: WireDType) -> None:
+def test_only_the_declared_dtype_is_accepted(declared: WireDType, sent: WireDType) -> None:
     step = Step(epoch=1, step_id=7, digest=0)
     view = TensorView(sent, (2, 4), bytes(payload_bytes(sent, (2, 4))))
     (chunk,) = [message.chunk for message in encode_frame(encode_step(step), 7, view)]

@@ -39,7 +39,7 @@ def test_a_header_is_read_and_written() -> None:
         "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
     ],
 )
-def test_what_is_no_header_is_ignored(header: str) -> None:
+def test_an_invalid_header_is_ignored(header: str) -> None:
     assert parse_traceparent(header) is None
 
 
@@ -48,7 +48,7 @@ def test_no_text_is_an_error(header: str) -> None:
     parse_traceparent(header)
 
 
-def test_work_has_one_id_that_both_ends_know_and_that_nothing_else_has() -> None:
+def test_work_has_a_unique_id_known_to_both_ends() -> None:
     request = span_context(1 << 100, 7)
     places = [
         (choice, restart_count, start)

@@ -27,11 +27,11 @@ from wire.user_files import (
         ({"HOME": "/home/a", "XDG_CACHE_HOME": ""}, "/home/a/.cache/stageline"),
     ],
 )
-def test_the_cache_is_where_the_specification_says(environment: dict[str, str], expected: str) -> None:
+def test_the_cache_follows_the_xdg_specification(environment: dict[str, str], expected: str) -> None:
     assert user_cache_directory(environment) == Path(expected)
 
 
-def test_what_is_written_is_read_and_readable_by_the_owner_only(tmp_path: Path) -> None:
+def test_written_files_are_private_and_readable_by_the_owner(tmp_path: Path) -> None:
     path = tmp_path / "state" / "secret"
     for secret in ("first", "second"):
         write_secret(path, secret)

@@ -123,7 +123,7 @@ def test_a_number_in_range_reaches_the_stages(name: str, value: float) -> None:
     assert getattr(sampling_of(**{name: value}), name) == pytest.approx(value, rel=1e-6)
 
 
-def test_what_is_absent_does_nothing_and_the_seed_is_drawn() -> None:
+def test_absent_parameters_have_no_effect_and_a_seed_is_chosen() -> None:
     samplings = [sampling_of() for _ in range(3)]
     assert all(sampling == StepSampling(seed=sampling.seed) for sampling in samplings)
     assert len({sampling.seed for sampling in samplings}) == 3
@@ -176,7 +176,7 @@ def test_eos_and_stop_tokens_stop_unless_eos_is_to_be_ignored() -> None:
     assert [token for token in range(9) if ends_with(ignoring, token)] == [2, 7]
 
 
-def test_before_min_tokens_whatever_would_stop_is_held_back() -> None:
+def test_stop_tokens_are_held_back_before_min_tokens() -> None:
     assert sampling_of(stop_token_ids=[9]).min_tokens_hold_back == ()
     assert sampling_of(stop_token_ids=[9], min_tokens=1).min_tokens_hold_back == (2, 5, 9)
     assert sampling_of(ignore_eos=True, min_tokens=1).min_tokens_hold_back == ()
@@ -259,7 +259,7 @@ def test_the_text_ends_before_a_stop_string_but_not_before_min_tokens() -> None:
     assert text_of(tokens, stop=["x", "de"], min_tokens=3) == "de"
 
 
-def test_special_tokens_are_left_out_unless_they_are_wanted() -> None:
+def test_special_tokens_are_skipped_unless_requested() -> None:
     assert text_of((3, 5, 4)) == "de"
     assert text_of((3, 5, 4), skip_special_tokens=True) == "de"
     assert text_of((3, 5, 4), skip_special_tokens=False) == "dfe"
@@ -283,7 +283,7 @@ def test_an_echo_begins_with_the_prompt() -> None:
         ({"echo": True, "logprobs": 0, "prompt_logprobs": 2}, True, 2, 2),
     ],
 )
-def test_the_prompt_is_scored_once_for_whoever_wants_it(
+def test_the_prompt_is_scored_once_for_all_choices(
     sampling: dict[str, Any], scored: bool, for_client: int | None, reported: int
 ) -> None:
     request = accept_request(ask(n=2, **sampling))
@@ -304,13 +304,13 @@ STRUCTURES: dict[str, Any] = {
 }
 
 
-def test_every_kind_of_structured_output_is_known_here() -> None:
+def test_every_kind_of_structured_output_is_parsed() -> None:
     kinds = SamplingParameters.DESCRIPTOR.oneofs_by_name["structured_output"].fields
     assert {field.name for field in kinds} == set(STRUCTURES)
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_where_no_grammar_is_served_structured_output_is_refused_and_not_ignored(kind: str) -> None:
+def test_structured_output_is_rejected_where_no_grammar_is_served(kind: str) -> None:
     text = refusal(ask(**{kind: STRUCTURES[kind]}))
     assert text == f"{kind}: structured output is not served"
 
@@ -441,7 +441,7 @@ def test_bans_and_biases_of_all_choices_together_are_bounded() -> None:
 OnDisconnect = inference_pb2.OnDisconnect
 
 
-def test_the_limits_of_this_file_are_what_they_say() -> None:
+def test_the_kv_cache_bounds_sequences_below_the_model_limit() -> None:
     assert PLAN.max_sequence_tokens == KV_LIMIT < MODEL_LIMIT
 
 
@@ -526,7 +526,7 @@ def test_a_prompt_beyond_the_limit_is_refused_without_max_tokens_too() -> None:
     assert str(KV_LIMIT + 1) in refusal(request_of(*[1] * KV_LIMIT))
 
 
-def test_max_tokens_of_zero_computes_the_prompt_only_which_may_fill_all_there_is() -> None:
+def test_max_tokens_of_zero_computes_a_prompt_that_may_fill_the_context() -> None:
     sequence = accept(request_of(*[1] * KV_LIMIT, max_tokens=0))
     assert (sequence.num_prompt_tokens, sequence.max_tokens) == (KV_LIMIT, 0)
     assert str(KV_LIMIT + 1) in refusal(request_of(*[1] * (KV_LIMIT + 1), max_tokens=0))
@@ -541,7 +541,7 @@ def test_max_tokens_of_zero_computes_the_prompt_only_which_may_fill_all_there_is
         (500, 12),
     ],
 )
-def test_max_tokens_is_256_or_what_there_is_room_for(num_prompt_tokens: int, max_tokens: int) -> None:
+def test_max_tokens_defaults_to_256_or_the_remaining_context(num_prompt_tokens: int, max_tokens: int) -> None:
     assert accept(request_of(*[1] * num_prompt_tokens)).max_tokens == max_tokens
 
 
@@ -570,7 +570,7 @@ def test_choices_differ_in_their_number_alone(num_choices: int) -> None:
     }
 
 
-def test_one_drawn_seed_is_for_all_choices() -> None:
+def test_all_choices_share_one_chosen_seed() -> None:
     request = accept_request(request_of(1, sampling={"n": 5}))
     assert len({choice.sequence.sampling.seed for choice in request.choices}) == 1
 
@@ -590,7 +590,7 @@ def test_a_class_of_priority_is_worth_an_age(
     assert accept(request_of(1, priority=priority)).order.due_s == due_s
 
 
-def test_a_priority_that_this_version_does_not_know_is_refused() -> None:
+def test_an_unknown_priority_is_rejected() -> None:
     message = request_of(1)
     message.priority = 4  # type: ignore[assignment]
     assert refusal(message) == "priority is 4, must be LOW, NORMAL or HIGH"
@@ -607,9 +607,7 @@ def test_a_priority_that_this_version_does_not_know_is_refused() -> None:
         (OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(MAX_KEEP_S)), MAX_KEEP_S),
     ],
 )
-def test_output_outlives_its_request_only_where_that_is_asked_for(
-    policy: OnDisconnect | None, keep_s: float | None
-) -> None:
+def test_output_is_kept_only_where_requested(policy: OnDisconnect | None, keep_s: float | None) -> None:
     assert accept_request(request_of(1, on_disconnect=policy)).keep_s == (
         None if keep_s is None else pytest.approx(keep_s)
     )
@@ -629,13 +627,13 @@ def test_a_time_to_keep_that_would_be_ignored_is_refused(action: OnDisconnect.Ac
     )
 
 
-def test_an_action_that_this_version_does_not_know_is_refused() -> None:
+def test_an_unknown_disconnect_action_is_rejected() -> None:
     message = request_of(1)
     message.on_disconnect.action = 3  # type: ignore[assignment]
     assert refusal(message) == "on_disconnect is 3, must be CANCEL or DETACH"
 
 
-def test_only_what_the_tokenizer_works_on_goes_to_its_threads() -> None:
+def test_only_tokenizer_work_goes_to_its_threads() -> None:
     assert not needs_tokenizer(request_of(1, sampling={"bad_word_ids": [inference_pb2.TokenIds(ids=[1])]}))
     assert needs_tokenizer(request_of(1, sampling={"bad_words": ["ab"]}))
     assert needs_tokenizer(inference_pb2.GenerateRequest(text="a"))
@@ -652,7 +650,7 @@ def test_a_request_keeps_its_id_or_gets_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["mine", "0" * 32, "9d1f6f0a-1f0b-4a0e-8f6c-3c2b6a1d5e4f"])
-def test_an_id_that_is_no_uuid7_is_refused(text: str) -> None:
+def test_an_id_other_than_uuid7_is_rejected(text: str) -> None:
     with pytest.raises(InvalidRequest, match="request_id"):
         request_id_of(request_of(1, request_id=text))
 
@@ -682,7 +680,7 @@ def full_request() -> inference_pb2.GenerateRequest:
         *("OnDisconnect", "Choices"),
     ],
 )
-def test_a_field_that_would_be_ignored_is_refused_wherever_it_is(place: str) -> None:
+def test_an_ignored_field_is_rejected_at_any_depth(place: str) -> None:
     request = full_request()
     decoder = GenerateDecoder(max_model_len=MODEL_LIMIT, vocab_size=VOCAB_SIZE)
     decoder.decode(request.SerializeToString())

@@ -61,7 +61,7 @@ def waiting() -> Iterator[Waiting]:
     model.close()
 
 
-def test_epochs_that_begin_and_break_do_not_prolong_the_wait(waiting: Waiting) -> None:
+def test_epochs_that_break_do_not_prolong_the_wait(waiting: Waiting) -> None:
     request = waiting.submit()
     waiting.break_epoch()
     for _ in range(7):
@@ -112,7 +112,7 @@ def test_an_epoch_that_serves_is_given_time(waiting: Waiting) -> None:
     assert request.error is None
 
 
-def test_whoever_came_later_waits_for_its_own_time(waiting: Waiting) -> None:
+def test_a_later_request_has_its_own_timeout(waiting: Waiting) -> None:
     old = waiting.submit()
     waiting.break_epoch()
     waiting.pass_s(20.0)
@@ -123,7 +123,7 @@ def test_whoever_came_later_waits_for_its_own_time(waiting: Waiting) -> None:
     assert new.error is not None
 
 
-def test_nobody_waits_longer_because_of_a_trouble_before_its_time(waiting: Waiting) -> None:
+def test_an_earlier_outage_does_not_prolong_the_wait(waiting: Waiting) -> None:
     waiting.break_epoch()
     waiting.pass_s(29.0)
     waiting.serve_again()
@@ -133,7 +133,7 @@ def test_nobody_waits_longer_because_of_a_trouble_before_its_time(waiting: Waiti
     assert request.error is None
 
 
-def test_while_the_journal_cannot_be_written_health_is_degraded_and_new_requests_are_not_served(
+def test_an_unwritable_journal_degrades_health_and_rejects_requests(
     waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     availability = waiting.availability
@@ -149,7 +149,7 @@ def test_while_the_journal_cannot_be_written_health_is_degraded_and_new_requests
     assert waiting.told[-1] is True
 
 
-def test_nobody_is_late_for_the_time_in_which_the_journal_could_not_be_written(
+def test_journal_outages_do_not_count_towards_the_timeout(
     waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = waiting.submit()

@@ -78,7 +78,7 @@ def test_a_worker_that_is_lost_during_the_check_ends_it() -> None:
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
 
 
-def test_a_verdict_nobody_waits_for_changes_nothing() -> None:
+def test_a_stale_verdict_changes_nothing() -> None:
     cluster = checking()
     assert cluster.state.checked(2, "failed: numbers") == []
     cluster.state.checked(1, None)
@@ -87,7 +87,7 @@ def test_a_verdict_nobody_waits_for_changes_nothing() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
-def test_a_plan_with_a_problem_is_given_up_and_says_why() -> None:
+def test_a_plan_with_a_problem_is_abandoned_with_the_reason() -> None:
     cluster = checking()
     (stop,) = cluster.state.checked(1, "failed: numbers")
     assert isinstance(stop, StopServing)
@@ -95,7 +95,7 @@ def test_a_plan_with_a_problem_is_given_up_and_says_why() -> None:
     assert cluster.state.detail == "the self-check of a, b failed: numbers"
 
 
-def test_a_refused_plan_is_not_made_again_when_somebody_leaves() -> None:
+def test_a_rejected_plan_is_not_repeated_when_a_worker_leaves() -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers")
     cluster.join("c", memory_bytes=0)
@@ -105,7 +105,7 @@ def test_a_refused_plan_is_not_made_again_when_somebody_leaves() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_refused_plan_is_made_again_when_one_of_its_workers_is_another_process(name: str) -> None:
+def test_a_rejected_plan_is_repeated_when_one_of_its_workers_restarted(name: str) -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers")
     cluster.lose(name)
@@ -183,7 +183,7 @@ def everywhere(*names: str) -> set[tuple[str, int]]:
     return {(name, layer) for name in names for layer in range(8)}
 
 
-def test_a_bad_newcomer_is_put_aside_and_the_plan_before_serves_again() -> None:
+def test_a_bad_new_worker_is_quarantined_and_the_previous_plan_serves() -> None:
     checks = Checks(num_stages=3, bad=everywhere("d")).join("a", "b", "c")
     checks.lose("c")
     assert checks.cluster.stage_names == ["a", "b"]
@@ -196,7 +196,7 @@ def test_a_bad_newcomer_is_put_aside_and_the_plan_before_serves_again() -> None:
     assert checks.cluster.stage_names == ["a", "b", "e"]
 
 
-def test_a_bad_spare_gives_way_to_another_spare() -> None:
+def test_another_spare_replaces_a_bad_spare() -> None:
     checks = Checks(num_stages=2, bad=everywhere("x")).join("a", "b", "x", "y")
     checks.lose("b")
     assert checks.state.phase is ClusterPhase.SERVING
@@ -204,7 +204,7 @@ def test_a_bad_spare_gives_way_to_another_spare() -> None:
     assert set(checks.quarantined()) == {"x"}
 
 
-def test_a_bad_spare_gives_way_to_those_who_are_left() -> None:
+def test_the_remaining_workers_replace_a_bad_spare() -> None:
     checks = Checks(num_stages=2, bad=everywhere("x")).join("a", "b", "x")
     checks.lose("b")
     assert checks.checked == ["ab", "ax", "a"]
@@ -240,7 +240,7 @@ def test_a_worker_that_is_bad_with_some_layers_only_serves_with_others() -> None
     assert checks.cluster.stage_names == ["c", "b"]
 
 
-def test_who_may_be_bad_is_suspect_says_why_and_reads_its_layers_again() -> None:
+def test_a_suspect_worker_shows_the_reason_and_reloads_its_layers() -> None:
     checks = Checks(num_stages=2, bad=everywhere("a", "b")).join("a", "b")
     record = checks.state.workers["a"]
     assert (record.shown_state, record.shown_detail) == (
@@ -259,7 +259,7 @@ def test_a_failed_check_is_a_reason_for_the_end_of_its_epoch() -> None:
     assert stop == StopServing(1, "the self-check failed: numbers", EndCause.FAULT)
 
 
-def test_one_that_has_become_bad_is_found() -> None:
+def test_a_worker_that_degrades_is_found() -> None:
     """It was above doubt with one layer, and fails alone with all of them."""
     checks = Checks(num_stages=2, bad=set()).join("a", "b", "c")
     checks.bad = everywhere("a")
@@ -271,14 +271,14 @@ def test_one_that_has_become_bad_is_found() -> None:
 # A check that names the stage, and one of a cluster that serves
 
 
-def test_who_deviates_first_is_the_suspect_and_nobody_else() -> None:
+def test_only_the_first_deviating_stage_is_suspect() -> None:
     cluster = checking(num_stages=3)
     cluster.state.checked(1, "failed: numbers", stage=1)
     doubts = {worker.identity.name: worker.doubts for worker in cluster.state.workers}
     assert doubts == {"a": (), "b": ("the self-check of a, b, c failed: numbers",), "c": ()}
 
 
-def test_who_deviated_first_gives_way_to_a_newcomer_and_is_put_aside() -> None:
+def test_the_first_deviating_worker_is_replaced_and_quarantined() -> None:
     cluster = checking(num_stages=3)
     cluster.state.checked(1, "failed: numbers", stage=1)
     cluster.join("d")
@@ -290,7 +290,7 @@ def test_who_deviated_first_gives_way_to_a_newcomer_and_is_put_aside() -> None:
     assert states["b"] is WorkerState.QUARANTINED
 
 
-def test_who_was_above_doubt_can_be_the_cause() -> None:
+def test_a_trusted_worker_can_be_the_cause() -> None:
     cluster = checking(num_stages=2)
     cluster.state.checked(1, None)
     cluster.get_ready()
@@ -300,7 +300,7 @@ def test_who_was_above_doubt_can_be_the_cause() -> None:
     assert cluster.state.workers["a"].doubts and not cluster.state.workers["b"].doubts
 
 
-def test_only_an_epoch_of_a_check_keeps_what_stages_hand_on() -> None:
+def test_only_an_epoch_of_a_check_keeps_hidden_states() -> None:
     cluster = ClusterDriver(num_stages=1, needs_check=True)
     cluster.join("a")
     (begin,) = cluster.load_all()
@@ -355,7 +355,7 @@ def test_plans_that_failed_against_a_dropped_reference_are_made_again() -> None:
     assert not any(record.doubts for record in cluster.state.workers)
 
 
-def test_a_source_whose_weights_differ_is_out_and_what_failed_against_it_is_made_again() -> None:
+def test_a_source_with_wrong_weights_is_quarantined_and_plans_are_repeated() -> None:
     cluster = blocked_by_a_reference()
     actions = cluster.state.weights_differ("c", "tensor x")
     assert [type(action) for action in actions] == [AssignStage, AssignStage]
@@ -363,7 +363,7 @@ def test_a_source_whose_weights_differ_is_out_and_what_failed_against_it_is_made
     assert cluster.state.workers["c"].state is WorkerState.QUARANTINED
 
 
-def test_a_worker_that_is_out_because_of_a_wrong_reference_is_used_again() -> None:
+def test_a_worker_quarantined_by_a_wrong_reference_is_used_again() -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers", stage=0, source="c")
     cluster.join("c")
@@ -378,7 +378,7 @@ def test_a_worker_that_is_out_because_of_a_wrong_reference_is_used_again() -> No
     assert set(cluster.stage_names) == {"a", "b"}
 
 
-def test_who_is_out_because_of_another_reference_stays_out() -> None:
+def test_a_worker_quarantined_by_another_reference_stays_quarantined() -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers", stage=0, source="b")
     cluster.join("c")

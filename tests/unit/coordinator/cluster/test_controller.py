@@ -42,7 +42,7 @@ async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed
     assert list(controller.state.workers) == []
 
 
-async def test_the_process_that_has_a_name_keeps_it_at_another_address() -> None:
+async def test_a_process_keeps_its_name_at_another_address() -> None:
     controller = new_controller(num_stages=1)
     old = controller.join(identity_of("a"))
     moved = replace(identity_of("a"), incarnation=new_incarnation(), address="elsewhere:1")
@@ -60,7 +60,7 @@ async def test_a_stream_ends_once() -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"\0" * 32])
-async def test_nobody_takes_the_name_of_a_worker_that_is_heard_at_any_address(secret: bytes) -> None:
+async def test_the_name_of_a_live_worker_is_taken_at_any_address(secret: bytes) -> None:
     controller = new_controller(num_stages=1)
     worker = controller.join(identity_of("a"))
     stranger = replace(identity_of("a"), incarnation=new_incarnation())

@@ -36,7 +36,7 @@ def shown(cluster: ClusterDriver, name: str) -> WorkerState:
 # Survivors, and those who come back
 
 
-def test_survivors_share_the_layers_when_nobody_comes_back() -> None:
+def test_survivors_share_the_layers_when_no_worker_rejoins() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert cluster.lose("b")[-1] == WAITS_FOR_RETURN
     actions = cluster.shrink()
@@ -48,7 +48,7 @@ def test_survivors_share_the_layers_when_nobody_comes_back() -> None:
     assert isinstance(cluster.get_ready()[-1], StartServing)
 
 
-def test_one_that_comes_back_in_time_takes_its_place_and_the_timer_does_nothing() -> None:
+def test_a_worker_that_rejoins_in_time_keeps_its_stage() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("a")
     cluster.join("a", incarnation=2)
@@ -128,7 +128,7 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
 # After a coordinator that has served
 
 
-def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> None:
+def test_a_restarted_coordinator_waits_and_then_plans_without_lost_workers() -> None:
     cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
     assert cluster.state.start() == [StartTimer(DEFAULT_POLICY.coordinator_rejoin_s, GraceExpired(0))]
     assert cluster.join_all("a", "c") == []
@@ -138,7 +138,7 @@ def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_los
     assert isinstance(begin, BeginEpoch) and begin.epoch == 8
 
 
-def test_with_all_workers_it_waits_for_nothing() -> None:
+def test_a_restarted_coordinator_does_not_wait_with_all_workers() -> None:
     cluster = ClusterDriver(num_stages=2, has_served=True)
     cluster.state.start()
     assert kinds(cluster.join_all("a", "b")) == [AssignStage] * 2
@@ -146,7 +146,7 @@ def test_with_all_workers_it_waits_for_nothing() -> None:
     assert cluster.shrink(0) == []
 
 
-def test_without_anybody_it_takes_whoever_comes_after_that_time() -> None:
+def test_a_restarted_coordinator_uses_the_first_workers_after_the_wait() -> None:
     cluster = ClusterDriver(num_stages=2, has_served=True)
     cluster.state.start()
     assert cluster.shrink(0) == []
@@ -179,7 +179,7 @@ def test_a_flapping_worker_waits_longer_each_time() -> None:
     assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
 
 
-def test_a_worker_that_waits_is_not_used_and_says_why() -> None:
+def test_a_held_worker_is_not_used_and_shows_the_reason() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     flap(cluster, "b", 1)
     cluster.lose("b")
@@ -197,7 +197,7 @@ def test_a_worker_that_waits_is_not_used_and_says_why() -> None:
     assert shown(cluster, "b") is WorkerState.LOADING
 
 
-def test_the_hold_of_an_older_incarnation_releases_nobody() -> None:
+def test_the_hold_of_an_older_incarnation_releases_no_worker() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     flap(cluster, "b", 1)
     cluster.lose("b")
@@ -208,7 +208,7 @@ def test_the_hold_of_an_older_incarnation_releases_nobody() -> None:
     assert shown(cluster, "b") is WorkerState.JOINING
 
 
-def test_losses_are_forgiven_when_all_goes_well_for_a_while() -> None:
+def test_losses_expire_after_a_stable_period() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     flap(cluster, "b", 3)
     cluster.state.on_steady()
@@ -223,7 +223,7 @@ def test_a_worker_that_is_lost_as_often_as_the_others_does_not_wait() -> None:
             assert kinds(cluster.join(name, incarnation=incarnation)) == [AssignStage] * 3
 
 
-def test_a_worker_without_which_there_is_no_plan_does_not_wait() -> None:
+def test_a_worker_needed_for_any_plan_is_not_held() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     for returned in flap(cluster, "b", 5)[1:]:
         assert kinds(returned) == [StartTimer, AssignStage, AssignStage]
@@ -242,14 +242,14 @@ def test_losses_count_half_after_a_while_with_breaks() -> None:
     assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
 
 
-def test_nobody_waits_for_the_return_of_a_worker_that_was_silent() -> None:
+def test_a_silent_worker_has_no_rejoin_timer() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.state.workers.set_silent("b", identity_of("b").incarnation, is_silent=True)
     assert kinds(cluster.lose("b", "no heartbeat for 2.0 s")) == [StopServing, AssignStage]
     assert cluster.stage_names == ["a"]
 
 
-def test_a_spare_may_come_and_go_as_it_likes() -> None:
+def test_a_spare_may_join_and_leave_at_any_time() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     assert flap(cluster, "spare", 5) == [[]] * 5
@@ -259,7 +259,7 @@ def test_a_spare_may_come_and_go_as_it_likes() -> None:
 # Leaving
 
 
-def test_a_spare_leaves_at_once_and_is_told_once() -> None:
+def test_a_spare_leaves_at_once_and_is_notified_once() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     assert cluster.state.drain("spare") == [DismissWorker(identity_of("spare"), "drained")]
@@ -269,7 +269,7 @@ def test_a_spare_leaves_at_once_and_is_told_once() -> None:
     assert cluster.lose("spare") == []
 
 
-def test_whoever_leaves_hands_its_layers_to_a_spare() -> None:
+def test_a_draining_worker_hands_its_layers_to_a_spare() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     actions = cluster.state.drain("a")
@@ -279,20 +279,20 @@ def test_whoever_leaves_hands_its_layers_to_a_spare() -> None:
     assert cluster.lose("a") == []
 
 
-def test_whoever_leaves_hands_its_layers_to_those_who_stay() -> None:
+def test_a_draining_worker_hands_its_layers_to_the_remaining_workers() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert kinds(cluster.state.drain("b")) == [StopServing, AssignStage, AssignStage, DismissWorker]
     assert cluster.stage_names == ["a", "c"]
 
 
-def test_a_cluster_does_without_one_that_leaves_before_it_has_served() -> None:
+def test_a_cluster_plans_without_a_worker_that_leaves_before_serving() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b", "c")
     assert kinds(cluster.state.drain("b")) == [AssignStage, AssignStage, DismissWorker]
     assert cluster.stage_names == ["a", "c"]
 
 
-def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
+def test_the_last_worker_finishes_running_requests_before_it_leaves() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     worker = identity_of("a")
     assert cluster.state.drain("a") == [FinishRunning(worker)]
@@ -305,7 +305,7 @@ def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
     assert cluster.state.detail.startswith("worker a is drained; 0 of 1 workers joined; ")
 
 
-def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
+def test_remaining_workers_report_the_shortage_without_a_rejoin_timer() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     assert kinds(cluster.state.drain("a")) == [FinishRunning]
     assert kinds(cluster.state.drained("a", identity_of("a").incarnation)) == [StopServing, DismissWorker]
@@ -315,7 +315,7 @@ def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
     assert kinds(cluster.join("b", incarnation=2, memory_bytes=2000)) == [AssignStage]
 
 
-def test_one_that_comes_takes_over_from_one_that_waits_to_leave() -> None:
+def test_a_joining_worker_replaces_a_draining_one() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     cluster.state.drain("a")
     actions = cluster.join("b")
@@ -332,7 +332,7 @@ def test_drained_of_an_older_incarnation_or_without_a_drain_does_nothing() -> No
     assert cluster.state.drain("unknown") == []
 
 
-def test_nobody_is_given_a_stage_while_it_leaves() -> None:
+def test_a_draining_worker_gets_no_stage() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join("a")
     assert kinds(cluster.state.drain("a")) == [DismissWorker]
@@ -343,7 +343,7 @@ def test_nobody_is_given_a_stage_while_it_leaves() -> None:
 # Silence, neighbours, lateness
 
 
-def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
+def test_a_silent_worker_is_suspect_until_its_next_heartbeat() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     incarnation = identity_of("a").incarnation
     cluster.state.workers.set_silent("a", incarnation, is_silent=True)
@@ -355,7 +355,7 @@ def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
     assert shown(cluster, "a") is WorkerState.READY
 
 
-def test_a_silent_worker_gives_way_to_spares() -> None:
+def test_spares_replace_a_silent_worker() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join_all("spare", "other")
     cluster.state.workers.set_silent("b", identity_of("b").incarnation, is_silent=True)
@@ -363,7 +363,7 @@ def test_a_silent_worker_gives_way_to_spares() -> None:
     assert sorted(cluster.stage_names) == ["other", "spare"]
 
 
-def test_a_stage_that_is_not_reached_twice_is_done_without() -> None:
+def test_a_stage_unreachable_twice_is_replaced() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert kinds(cluster.state.hop_failed(1, 0, "cannot send")) == [StopServing, BeginEpoch]
     assert cluster.state.hop_failed(1, 0, "again, of the old epoch") == []
@@ -387,7 +387,7 @@ def test_failures_to_reach_a_stage_count_only_in_a_row() -> None:
     assert kinds(cluster.state.hop_failed(3, 1, "cannot send")) == [StopServing, BeginEpoch]
 
 
-def test_where_nobody_can_take_its_place_an_unreached_stage_is_tried_again() -> None:
+def test_an_irreplaceable_unreachable_stage_is_retried() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     for epoch in (1, 2, 3):
         assert kinds(cluster.state.hop_failed(epoch, 0, "cannot send")) == [StopServing, BeginEpoch]
@@ -395,13 +395,13 @@ def test_where_nobody_can_take_its_place_an_unreached_stage_is_tried_again() -> 
     assert shown(cluster, "b") is WorkerState.READY
 
 
-def test_the_way_from_last_to_the_coordinator_blames_no_stage() -> None:
+def test_the_link_from_last_to_the_coordinator_blames_no_stage() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     for epoch in (1, 2, 3):
         assert kinds(cluster.state.hop_failed(epoch, 1, "cannot send")) == [StopServing, BeginEpoch]
 
 
-def test_only_those_who_are_late_are_disconnected() -> None:
+def test_only_late_workers_are_disconnected() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b", "c")
     cluster.load_all()
@@ -414,7 +414,7 @@ def test_only_those_who_are_late_are_disconnected() -> None:
 
 
 @pytest.mark.parametrize("ready", ["", "ab"])
-def test_where_all_or_none_are_ready_nobody_is_to_blame_for_the_delay(ready: str) -> None:
+def test_no_worker_is_blamed_for_a_delay_if_all_or_none_are_ready(ready: str) -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b", "spare")
     cluster.load_all()
@@ -454,14 +454,14 @@ def test_a_lost_worker_is_missed_until_all_stages_serve_again() -> None:
     assert cluster.state.detail == ""
 
 
-def test_one_that_is_back_is_not_missed() -> None:
+def test_a_rejoined_worker_is_not_missed() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.lose("b")
     cluster.join("b", incarnation=2)
     assert lost_text(cluster) == {}
 
 
-def test_spares_and_those_who_have_left_are_not_missed() -> None:
+def test_spares_and_drained_workers_are_not_missed() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     cluster.lose("spare")
@@ -470,7 +470,7 @@ def test_spares_and_those_who_have_left_are_not_missed() -> None:
     assert lost_text(cluster) == {}
 
 
-def test_only_a_few_are_remembered() -> None:
+def test_the_list_of_missed_workers_is_bounded() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     for number in range(12):
         cluster.lose(cluster.stage_names[0])

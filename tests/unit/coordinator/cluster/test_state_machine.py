@@ -29,7 +29,7 @@ def only_begin(actions: list[Action]) -> BeginEpoch:
 # Forming a cluster
 
 
-def test_nothing_happens_before_the_last_worker_is_here() -> None:
+def test_no_plan_is_made_before_the_last_worker_joins() -> None:
     cluster = ClusterDriver(num_stages=3)
     assert cluster.state.detail == "waiting for 3 workers"
     assert cluster.join("a") == []
@@ -51,7 +51,7 @@ def test_the_order_of_arrival_does_not_change_the_plan(order: tuple[str, ...]) -
     assert cluster.stage_names == ["gpu-1", "gpu-2", "gpu-10"]
 
 
-def test_each_worker_is_told_its_own_stage() -> None:
+def test_each_worker_is_assigned_its_own_stage() -> None:
     cluster = ClusterDriver(num_stages=3)
     actions = cluster.join_all("c", "a", "b")
     assigned = [action for action in actions if isinstance(action, AssignStage)]
@@ -168,7 +168,7 @@ def test_an_epoch_can_fail_before_it_serves() -> None:
     assert (stop, only_begin([begin]).epoch) == (StopServing(1, "not ready in time", EndCause.BROKEN), 2)
 
 
-def test_pauses_grow_while_epochs_bear_no_fruit_and_a_result_ends_that() -> None:
+def test_pauses_grow_without_progress_and_reset_with_a_result() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     delays = [only_begin(cluster.state.epoch_failed(epoch, "fault")).delay_s for epoch in range(1, 10)]
     assert delays[0] > 0
@@ -260,7 +260,7 @@ def test_a_spare_that_leaves_leaves_no_trace() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
-def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
+def test_waiting_workers_are_recounted_when_one_leaves() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b")
     cluster.lose("a")
@@ -290,7 +290,7 @@ def test_a_worker_that_cannot_load_is_tried_again_once() -> None:
     assert cluster.state.workers["b"].detail == ""
 
 
-def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
+def test_a_worker_that_fails_to_load_twice_is_quarantined_with_the_reason() -> None:
     cluster = ClusterDriver(num_stages=1)
     cluster.join("a")
     cluster.fail_load("a")
@@ -304,7 +304,7 @@ def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
     assert (record.state, record.shown_state) == (WorkerState.QUARANTINED, WorkerState.QUARANTINED)
 
 
-def test_a_load_that_succeeds_makes_up_for_one_that_failed() -> None:
+def test_a_successful_load_resets_the_failure_count() -> None:
     cluster = ClusterDriver(num_stages=1)
     cluster.join("a")
     cluster.fail_load("a")
@@ -315,7 +315,7 @@ def test_a_load_that_succeeds_makes_up_for_one_that_failed() -> None:
     assert cluster.state.workers["a"].state is WorkerState.LOADING
 
 
-def test_those_who_can_load_share_the_layers_of_one_who_cannot() -> None:
+def test_workers_that_can_load_share_the_layers_of_one_that_cannot() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.join("b", incarnation=2)
     cluster.fail_load("b")
@@ -332,7 +332,7 @@ def test_before_it_has_served_a_cluster_waits_for_all_workers() -> None:
     assert "worker b is out" in cluster.state.detail
 
 
-def test_a_worker_that_is_out_is_used_again_when_it_is_new() -> None:
+def test_a_quarantined_worker_is_used_again_after_a_restart() -> None:
     cluster = ClusterDriver(num_stages=1)
     cluster.join("b")
     cluster.fail_load("b")
@@ -391,7 +391,7 @@ def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() 
     assert state.workers["a"].detail == "its weights differ: tensor x"
 
 
-def test_a_spare_whose_weights_differ_is_put_aside_and_the_plan_serves_on() -> None:
+def test_a_spare_with_wrong_weights_is_quarantined_and_the_plan_serves() -> None:
     """It had a stage when it was asked, and has none when it answers."""
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("c")
@@ -414,7 +414,7 @@ def test_an_impossible_plan_blocks_with_the_numbers() -> None:
     assert all(worker.state is WorkerState.SPARE for worker in cluster.state.workers)
 
 
-def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None:
+def test_a_blocked_cluster_plans_again_when_a_worker_rejoins_larger() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
     cluster.join("a", memory_bytes=60)
     cluster.join("b", memory_bytes=30)
@@ -422,7 +422,7 @@ def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None
     assert cluster.state.phase is ClusterPhase.LOADING
 
 
-def test_a_blocked_cluster_uses_a_larger_worker_that_comes_late() -> None:
+def test_a_blocked_cluster_uses_a_larger_worker_that_joins_late() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
     for name, memory_bytes in (("a", 10), ("b", 60)):
         cluster.join(name, memory_bytes=memory_bytes)
@@ -440,7 +440,7 @@ def test_workers_are_exchanged_only_where_no_plan_fits() -> None:
     assert cluster.stage_names == ["a", "b"]
 
 
-def test_a_blocked_cluster_plans_again_when_a_failed_worker_comes_back() -> None:
+def test_a_blocked_cluster_plans_again_when_a_failed_worker_rejoins() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
     cluster.join("a", memory_bytes=60)
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS

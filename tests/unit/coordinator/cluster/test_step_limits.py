@@ -19,13 +19,13 @@ def note(limits: MemoryLimits, num_tokens: int, num_sequences: int) -> bool:
     )
 
 
-def test_nothing_is_limited_before_memory_was_short() -> None:
+def test_no_limit_applies_before_memory_was_short() -> None:
     limits = MemoryLimits()
     assert limits.apply(PLAN) is PLAN
     assert limits.text == ""
 
 
-def test_half_of_the_step_that_did_not_fit_is_the_most_from_then_on() -> None:
+def test_the_limit_becomes_half_of_the_step_that_did_not_fit() -> None:
     limits = MemoryLimits()
     limits.begin_plan(1)
     assert note(limits, 400, 10)
@@ -37,7 +37,7 @@ def test_half_of_the_step_that_did_not_fit_is_the_most_from_then_on() -> None:
     assert bounds(limits) == (96, 1)
 
 
-def test_one_block_and_one_sequence_are_left_and_then_it_says_no() -> None:
+def test_the_limit_shrinks_to_one_block_and_one_sequence_and_then_fails() -> None:
     limits = MemoryLimits()
     limits.begin_plan(1)
     sizes = []

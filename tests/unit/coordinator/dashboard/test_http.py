@@ -201,13 +201,13 @@ async def test_names_of_this_machine_are_served_through_any_forwarded_port(http:
     assert (await http.get("/api/status", headers={"Host": name})).status == 200
 
 
-async def test_where_it_listens_for_others_any_name_is_served(coordinator: Coordinator) -> None:
+async def test_any_host_name_is_served_on_other_interfaces(coordinator: Coordinator) -> None:
     server = DashboardServer(coordinator.sources, listen="0.0.0.0:0", token=None)
     async with TestClient(TestServer(server.app)) as client:
         assert (await client.get("/api/status", headers={"Host": "gpu-a.lan:7481"})).status == 200
 
 
-async def test_status_is_the_json_of_what_grpc_tells(http: Http) -> None:
+async def test_status_is_the_json_of_the_grpc_response(http: Http) -> None:
     status = await (await http.get("/api/status")).json()
     assert (status["model"], status["state"], status["can_act"]) == (
         "mock",
@@ -237,7 +237,7 @@ async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordin
 @pytest.mark.parametrize(
     "query", ["after=-1", "after=x", "since=1e3", "after=9999999999999999999", "since=%D9%A3"]
 )
-async def test_numbers_that_are_none_are_refused(http: Http, query: str) -> None:
+async def test_malformed_numbers_are_rejected(http: Http, query: str) -> None:
     response = await http.get(f"/api/activity?{query}")
     assert response.status == 400
     assert "must be a whole number" in await error_of(response)
@@ -262,7 +262,7 @@ async def test_traces_are_listed_and_read(http: Http) -> None:
     ("query", "status"),
     [("", 200), ("?limit=512", 200), ("?limit=513", 400), ("?limit=0", 400), ("?limit=x", 400)],
 )
-async def test_so_many_traces_are_listed_at_once(
+async def test_the_number_of_listed_traces_is_bounded(
     http: Http, query: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits: list[int | None] = []
@@ -291,7 +291,7 @@ async def test_metrics_come_in_the_form_that_is_accepted(http: Http) -> None:
         (ClusterPhase.BLOCKED, cluster_pb2.HEALTH_DEGRADED, 503),
     ],
 )
-async def test_ready_is_who_serves_and_healthy_is_who_answers(
+async def test_ready_means_serving_and_healthy_means_answering(
     coordinator: Coordinator,
     http: Http,
     phase: ClusterPhase,
@@ -339,7 +339,7 @@ async def test_a_missing_or_wrong_token_changes_nothing(
     assert (coordinator.cancelled, coordinator.drained) == ([], [])
 
 
-async def test_whoever_has_the_token_cancels_and_drains(coordinator: Coordinator, http: Http) -> None:
+async def test_cancel_and_drain_work_with_the_token(coordinator: Coordinator, http: Http) -> None:
     cancel, drain = actions(coordinator)
     assert (await http.post("/api/token", headers=BEARER)).status == 200
     assert (await http.post(cancel, headers=BEARER)).status == 200
@@ -347,7 +347,7 @@ async def test_whoever_has_the_token_cancels_and_drains(coordinator: Coordinator
     assert (coordinator.cancelled, coordinator.drained) == ([coordinator.request.id], ["worker-0"])
 
 
-async def test_who_is_not_here_can_be_neither_cancelled_nor_drained(http: Http) -> None:
+async def test_unknown_requests_and_workers_are_not_found(http: Http) -> None:
     gone = await http.post(f"/api/requests/{id_text(new_request_id())}/cancel", headers=BEARER)
     assert (gone.status, (await error_of(gone))[-9:]) == (404, "not found")
     assert (await http.post("/api/requests/nonsense/cancel", headers=BEARER)).status == 400
@@ -384,7 +384,7 @@ async def test_defects_are_logged_and_not_shown(
     assert "secret detail" in caplog.text
 
 
-async def test_who_takes_too_long_is_answered_all_the_same(
+async def test_slow_operations_are_answered_with_a_timeout(
     coordinator: Coordinator, http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(self: object, num_requests: int) -> None:
@@ -409,13 +409,15 @@ async def test_a_port_that_is_taken_is_one_clear_line(coordinator: Coordinator) 
         await first.stop()
 
 
-def test_the_url_is_one_that_can_be_opened(coordinator: Coordinator) -> None:
+def test_the_url_can_be_opened(coordinator: Coordinator) -> None:
     for listen, url in (("0.0.0.0:7481", "http://127.0.0.1:7481/"), ("[::]:7481", "http://[::1]:7481/")):
         assert DashboardServer(coordinator.sources, listen=listen, token=None).url == url
 
 
 @pytest.mark.parametrize("line", [b"GET /api/status HTTP/9.x\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
-async def test_what_is_no_http_is_no_error_of_ours(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_connections_other_than_http_are_not_logged_as_errors(
+    line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     server = DashboardServer(Coordinator().sources, listen="127.0.0.1:0", token=None)
     await server.start()

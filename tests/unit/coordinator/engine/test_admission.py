@@ -23,7 +23,7 @@ def pace_of(*ends_s: float) -> RetryAfterEstimator:
     return pace
 
 
-def test_a_second_where_nothing_is_known() -> None:
+def test_the_hint_is_a_second_without_measurements() -> None:
     assert pace_of().retry_after_s == 1.0
     assert pace_of(100.0).retry_after_s == 1.0
 
@@ -34,7 +34,7 @@ def test_the_first_interval_counts_whole_and_every_other_one_a_fifth() -> None:
 
 
 @pytest.mark.parametrize(("interval_s", "hint_s"), [(0.0, 0.1), (0.01, 0.1), (29.0, 29.0), (1e9, 30.0)])
-def test_the_hint_is_never_at_once_and_never_beyond_patience(interval_s: float, hint_s: float) -> None:
+def test_the_hint_has_a_lower_and_an_upper_bound(interval_s: float, hint_s: float) -> None:
     assert pace_of(*(number * interval_s for number in range(9))).retry_after_s == pytest.approx(hint_s)
 
 
@@ -46,7 +46,7 @@ def test_the_hint_is_between_the_shortest_and_the_longest_interval(intervals_s: 
     assert min(intervals_s) - 1e-6 <= pace.retry_after_s <= max(intervals_s) + 1e-6
 
 
-def test_a_new_pace_shows_after_a_while() -> None:
+def test_the_hint_adapts_to_a_new_rate() -> None:
     slow = [number * 10.0 for number in range(10)]
     fast = [90.0 + number * 0.5 for number in range(1, 30)]
     assert pace_of(*slow, *fast).retry_after_s == pytest.approx(0.5, rel=0.1)
@@ -97,7 +97,7 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
         AdmissionLimits(**{"queue_size": 1, name: 0})
 
 
-def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
+def test_requests_in_preparation_count_towards_the_queue() -> None:
     house = House(queue_size=2)
     house.enter()
     with house.admission.preparing("client"):
@@ -109,7 +109,7 @@ def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
     assert house.admits()
 
 
-def test_a_place_comes_back_also_when_the_request_is_refused_later() -> None:
+def test_a_place_is_freed_when_the_request_is_rejected_later() -> None:
     house = House(queue_size=1, max_client_requests=1)
     with pytest.raises(KeyError), house.admission.preparing("client"):
         raise KeyError
@@ -149,7 +149,7 @@ def test_a_request_counts_as_its_choices() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"queue_size": 4}, {"max_client_requests": 4}])
-def test_more_choices_than_a_limit_ever_lets_in_are_no_overload(limits: dict[str, int]) -> None:
+def test_more_choices_than_the_limit_are_invalid_and_not_an_overload(limits: dict[str, int]) -> None:
     house = House(**limits)
     with (
         pytest.raises(InvalidRequest, match=f"n is 5, the limit is 4 .{next(iter(limits))}."),
@@ -158,7 +158,7 @@ def test_more_choices_than_a_limit_ever_lets_in_are_no_overload(limits: dict[str
         pass
 
 
-def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
+def test_the_client_limit_counts_requests_in_any_state() -> None:
     house = House(max_client_requests=2)
     running = house.enter("a")
     start_first_choice(running)
@@ -180,7 +180,7 @@ def test_without_a_limit_a_client_may_have_any_number() -> None:
     assert house.admits()
 
 
-def test_a_refusal_says_when_to_come_again() -> None:
+def test_a_rejection_has_a_retry_hint() -> None:
     house = House(queue_size=1)
     house.enter()
     for now_s in (10.0, 14.0):

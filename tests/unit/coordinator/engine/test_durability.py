@@ -37,7 +37,7 @@ def coordinators(tmp_path: Path) -> Iterator[Coordinators]:
     crashes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), min_size=1, max_size=3),
     folds=st.booleans(),
 )
-def test_whatever_crashes_clients_get_what_an_undisturbed_run_gives(
+def test_clients_get_the_output_of_an_undisturbed_run_after_any_crash(
     asked: list[Wish], crashes: list[tuple[int, int, bool]], folds: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def _serve_across_crashes(
     world.model.check_idle()
 
 
-def test_what_nobody_has_read_is_there_after_a_crash(coordinators: Coordinators) -> None:
+def test_unread_output_survives_a_crash(coordinators: Coordinators) -> None:
     wish = Wish(max_tokens=6, n=2, logprobs=2, prompt_logprobs=1)
     request_id = coordinators.submit(wish).stream.request.id
     coordinators.model.run()
@@ -89,7 +89,7 @@ def test_what_nobody_has_read_is_there_after_a_crash(coordinators: Coordinators)
     check_whole(coordinators.model.attach(request_id), wish)
 
 
-def test_a_finished_request_is_kept_for_its_client_to_come_back_and_then_forgotten(
+def test_a_finished_request_is_kept_for_reattaching_and_then_forgotten(
     coordinators: Coordinators,
 ) -> None:
     read = coordinators.submit(Wish(max_tokens=2)).stream.request.id
@@ -119,7 +119,7 @@ def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
     assert coordinators.journal.ids == []
 
 
-def test_a_client_that_does_not_come_back_is_waited_for_and_then_cancelled(
+def test_a_request_whose_client_does_not_reattach_is_cancelled(
     coordinators: Coordinators,
 ) -> None:
     request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
@@ -135,7 +135,7 @@ def test_a_client_that_does_not_come_back_is_waited_for_and_then_cancelled(
     coordinators.model.check_idle()
 
 
-def test_a_client_that_has_come_back_and_leaves_cancels_as_before(coordinators: Coordinators) -> None:
+def test_a_disconnect_after_reattaching_cancels(coordinators: Coordinators) -> None:
     request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
     coordinators.crash()
     coordinators.model.attach(request_id).close()
@@ -147,7 +147,7 @@ def test_a_client_that_has_come_back_and_leaves_cancels_as_before(coordinators: 
         coordinators.request(request_id)
 
 
-def test_a_detached_request_is_kept_as_long_as_was_asked_for(coordinators: Coordinators) -> None:
+def test_a_detached_request_is_kept_for_the_requested_time(coordinators: Coordinators) -> None:
     request_id = coordinators.submit(Wish(max_tokens=3, keep_s=500.0)).stream.request.id
     coordinators.crash()
     coordinators.model.run()
@@ -174,7 +174,7 @@ def test_a_cancelled_request_stays_cancelled(coordinators: Coordinators, keep_s:
         assert str(call.error) == "the request was cancelled"
 
 
-def test_a_deadline_is_that_of_the_last_call_and_may_have_passed_meanwhile(
+def test_the_deadline_of_the_last_call_applies_after_a_restart(
     coordinators: Coordinators,
 ) -> None:
     late, early = (
@@ -188,7 +188,7 @@ def test_a_deadline_is_that_of_the_last_call_and_may_have_passed_meanwhile(
     assert coordinators.request(late).is_live
 
 
-def test_the_old_order_holds(coordinators: Coordinators) -> None:
+def test_the_queue_order_survives_a_restart(coordinators: Coordinators) -> None:
     ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).stream.request.id for _ in range(12)]
     coordinators.model.run_step()
     coordinators.crash()
@@ -197,7 +197,7 @@ def test_the_old_order_holds(coordinators: Coordinators) -> None:
     assert started == ids[: len(started)]
 
 
-def test_a_restart_is_counted_and_what_came_from_the_cache_is_not_forgotten(
+def test_a_restart_is_counted_and_cached_tokens_are_kept(
     coordinators: Coordinators,
 ) -> None:
     wish = Wish(prompt=(1,) * 9, max_tokens=9)
@@ -218,7 +218,7 @@ def test_a_restart_is_counted_and_what_came_from_the_cache_is_not_forgotten(
     assert sequence.num_restarts == 2
 
 
-def test_whoever_reads_when_the_coordinator_stops_is_told_to_come_back(coordinators: Coordinators) -> None:
+def test_readers_are_told_to_reattach_when_the_coordinator_stops(coordinators: Coordinators) -> None:
     wish = Wish(max_tokens=9)
     call = coordinators.submit(wish)
     for _ in range(3):

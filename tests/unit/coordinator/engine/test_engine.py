@@ -41,7 +41,7 @@ ONE_AT_A_TIME = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_st
         Wish(prompt=tuple(range(7)) * 5, n=2, echo=True, logprobs=3, prompt_logprobs=1),
     ],
 )
-def test_a_request_gets_what_it_would_get_alone(new_model: NewModel, wish: Wish) -> None:
+def test_a_request_gets_the_tokens_of_its_solo_run(new_model: NewModel, wish: Wish) -> None:
     model = new_model(num_stages=2)
     call = model.submit(wish.request())
     model.run()
@@ -61,7 +61,7 @@ def test_choices_share_the_full_blocks_of_the_prompt(new_model: NewModel) -> Non
 # Choices
 
 
-def test_one_choice_that_fails_ends_the_request_and_nobody_else(new_model: NewModel) -> None:
+def test_a_failed_choice_ends_its_request_alone(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
     bad, good = Wish(prompt=(1,) * 9, n=3, max_tokens=9), Wish(prompt=(1,) * 9, n=2, max_tokens=9)
     request = bad.request()
@@ -227,7 +227,7 @@ def test_a_full_queue_takes_nothing_and_leaves_nothing_behind(new_model: NewMode
 # Epochs
 
 
-def test_streams_go_on_where_a_lost_pipeline_left_them(new_model: NewModel) -> None:
+def test_streams_continue_after_a_lost_pipeline(new_model: NewModel) -> None:
     model = new_model(num_stages=3)
     wish = Wish(prompt=(3,) * 9, n=2, max_tokens=12, echo=True, logprobs=2, prompt_logprobs=1)
     call = model.submit(wish.request())
@@ -244,7 +244,7 @@ def test_streams_go_on_where_a_lost_pipeline_left_them(new_model: NewModel) -> N
     model.check_idle()
 
 
-def test_a_request_that_a_smaller_plan_can_never_hold_fails_and_holds_up_nobody(new_model: NewModel) -> None:
+def test_a_request_too_large_for_a_smaller_plan_fails_alone(new_model: NewModel) -> None:
     model = new_model(num_blocks=8)
     large = Wish(prompt=(1,) * 20, max_tokens=12, n=2).request()
     small = Wish(max_tokens=5).request(arrival=1)
@@ -282,7 +282,7 @@ def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_qu
     assert model.totals == (1, 0, 0)
 
 
-def test_what_fits_exactly_is_kept(new_model: NewModel) -> None:
+def test_a_request_that_fits_exactly_is_kept(new_model: NewModel) -> None:
     model = new_model(num_blocks=8)
     request = Wish(prompt=(1,) * 10, max_tokens=6).request()
     model.submit(request)
@@ -291,7 +291,7 @@ def test_what_fits_exactly_is_kept(new_model: NewModel) -> None:
     assert model.engine.live_sequences == [request.choices[0].sequence]
 
 
-def test_requests_of_a_faulty_step_are_tried_again_and_no_other_is_blamed(new_model: NewModel) -> None:
+def test_only_requests_of_a_faulty_step_are_retried(new_model: NewModel) -> None:
     model = new_model(num_blocks=8, limits=ONE_AT_A_TIME)
     in_step = Wish(prompt=(1,) * 14, max_tokens=9).request()
     named = Wish(max_tokens=9).request(arrival=1)

@@ -68,7 +68,7 @@ def killing(request_id: RequestId) -> Callable[[Step], bool]:
 
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize(("poisonous", "most_deaths"), [(0, 3), (7, 4), (15, 4)])
-def test_of_sixteen_requests_the_one_that_kills_fails_and_no_other(
+def test_of_sixteen_requests_only_the_one_that_kills_workers_fails(
     new_model: NewModel, num_stages: int, poisonous: int, most_deaths: int
 ) -> None:
     """The first death is among others, the second in a group of suspects unless they were few."""
@@ -111,7 +111,7 @@ def test_a_request_with_choices_that_kills_late_fails_alone(new_model: NewModel)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_workers_that_die_by_chance_fail_nobody(new_model: NewModel, seed: int) -> None:
+def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) -> None:
     """However often: a token between two deaths proves that the request is not why."""
     chance = random.Random(seed)
     model = new_model(num_stages=2)
@@ -140,7 +140,7 @@ def test_workers_that_die_by_chance_fail_nobody(new_model: NewModel, seed: int) 
 # Suspects
 
 
-def test_suspects_run_one_at_a_time_and_newcomers_wait_for_them(new_model: NewModel) -> None:
+def test_suspects_run_one_at_a_time_before_new_requests(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
     wishes = [Wish(prompt=(number,) * 5, max_tokens=6) for number in range(3)]
     requests, calls = submit_all(model, wishes[:2])
@@ -163,7 +163,7 @@ def test_suspects_run_one_at_a_time_and_newcomers_wait_for_them(new_model: NewMo
     model.check_idle()
 
 
-def test_after_a_death_suspects_run_in_groups_and_after_another_one_alone(new_model: NewModel) -> None:
+def test_suspects_run_in_groups_after_one_failure_and_alone_after_two(new_model: NewModel) -> None:
     """Nine suspects: three turns for all of them; those of the group in which a worker dies run alone."""
     model = new_model(num_stages=2)
     wishes = [Wish(prompt=(number,) * 4, max_tokens=6) for number in range(9)]
@@ -226,7 +226,7 @@ def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
     check_whole(call, wish)
 
 
-def test_what_was_only_in_the_queue_is_no_suspect(new_model: NewModel) -> None:
+def test_queued_requests_are_not_suspects(new_model: NewModel) -> None:
     model = new_model(num_blocks=6)
     first, second = Wish(prompt=(1,) * 15, max_tokens=3), Wish(prompt=(2,) * 15, max_tokens=3)
     _, calls = submit_all(model, [first, second])
@@ -257,7 +257,7 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_suspect_that_is_cancelled_holds_up_nobody(new_model: NewModel, runs: bool) -> None:
+def test_a_cancelled_suspect_delays_no_request(new_model: NewModel, runs: bool) -> None:
     """Neither the one that runs nor one that waits for its turn."""
     model = new_model(num_stages=2)
     requests, calls = submit_all(model, [wish_of(number) for number in range(3)])
@@ -273,7 +273,7 @@ def test_a_suspect_that_is_cancelled_holds_up_nobody(new_model: NewModel, runs: 
     model.check_idle()
 
 
-def test_who_follows_a_cancelled_suspect_is_not_blamed_for_what_that_one_does(new_model: NewModel) -> None:
+def test_failures_of_a_cancelled_suspect_do_not_blame_its_successor(new_model: NewModel) -> None:
     """The step that kills is still on its way when its client gives up."""
     model = new_model(num_stages=2)
     requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
@@ -349,7 +349,7 @@ def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFault
     check_whole(calls[1], wish_of(2))
 
 
-def test_of_sixteen_requests_the_one_that_breaks_its_step_fails_and_no_other(new_model: NewModel) -> None:
+def test_of_sixteen_requests_only_the_one_that_breaks_its_step_fails(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
     wishes = [wish_of(number) for number in range(16)]
     requests, calls = submit_all(model, wishes)
@@ -376,7 +376,7 @@ def test_of_sixteen_requests_the_one_that_breaks_its_step_fails_and_no_other(new
 # Finishing what runs
 
 
-def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
+def test_draining_starts_no_queued_request(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
     _, calls = submit_all(model, [wish_of(1), wish_of(2)])
     model.run_step()
@@ -403,7 +403,7 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     model.check_idle()
 
 
-def test_what_was_preempted_has_begun_and_is_finished_too(new_model: NewModel) -> None:
+def test_draining_finishes_preempted_requests(new_model: NewModel) -> None:
     model = new_model(num_blocks=8)
     wishes = [Wish(prompt=(number,) * 9, max_tokens=11) for number in range(2)]
     _, calls = submit_all(model, wishes)
@@ -474,7 +474,7 @@ def test_a_request_that_breaks_every_stream_fails_and_the_others_are_served(new_
     model.check_idle()
 
 
-def test_where_every_stream_breaks_nobody_is_the_cause_and_all_have_their_turn(
+def test_no_request_is_blamed_where_every_stream_breaks(
     new_model: NewModel,
 ) -> None:
     model = new_model()

@@ -134,7 +134,7 @@ def test_a_cancellation_during_an_outage_is_written_after_it(
     assert isinstance(coordinators.request(request_id).error, RequestCancelled)
 
 
-def test_what_waits_stays_small_however_often_clients_attach(
+def test_pending_writes_stay_bounded_however_often_clients_attach(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
     request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).stream.request.id
@@ -150,7 +150,7 @@ def test_what_waits_stays_small_however_often_clients_attach(
     assert coordinators.request(request_id).deadline_s == 2099.0
 
 
-def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
+def test_observers_are_notified_when_an_outage_begins_and_ends(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
     seen: list[str | None] = []
@@ -172,7 +172,7 @@ def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
         max_size=6,
     ),
 )
-def test_whatever_fails_when_clients_get_what_an_undisturbed_run_gives(
+def test_clients_get_the_output_of_an_undisturbed_run_under_any_disk_fault(
     asked: list[Wish], script: list[tuple[int, int, str]]
 ) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:

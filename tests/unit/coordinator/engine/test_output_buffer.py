@@ -41,7 +41,7 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), seed=st.integers(0, 99))
-def test_what_is_read_as_it_comes_is_the_whole_output(
+def test_incremental_reads_add_up_to_the_whole_output(
     codecs: Codecs, kind: str, data: st.DataObject, seed: int
 ) -> None:
     script = data.draw(scripts(codecs[kind]))
@@ -129,7 +129,7 @@ def test_a_stop_string_that_only_the_end_completes_is_not_delivered(codecs: Code
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_end_completes_and_what_it_holds_back_come_in_their_order(codecs: Codecs, kind: str) -> None:
+def test_completed_and_held_back_text_keep_their_order(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     tokens = codec.encode("fox ☃")[:-1]
     buffer = Script((), tuple(tokens), stops=("fox !", "\ufffd!")).run(codec)
@@ -191,7 +191,7 @@ def test_without_a_tokenizer_there_are_tokens_only() -> None:
 
 
 @pytest.mark.parametrize("from_token", [-1, 3])
-def test_tokens_that_were_never_generated_cannot_be_asked_for(from_token: int) -> None:
+def test_reading_past_the_generated_tokens_is_rejected(from_token: int) -> None:
     buffer = OutputBuffer(None, prompt=(7,))
     buffer.append(8)
     with pytest.raises(TokenNotGenerated, match=f"from_token is {from_token}, the output has 2 tokens"):

@@ -52,7 +52,7 @@ def test_tokens_coalesce_until_they_are_read(new_model: NewModel) -> None:
     assert (call.is_over, call.error) == (True, None)
 
 
-def test_a_reader_waits_for_news_and_is_woken_by_it(new_model: NewModel) -> None:
+def test_a_waiting_reader_is_woken_by_new_output(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     call = model.submit(Wish(max_tokens=2).request())
     assert call.read() is None
@@ -65,9 +65,7 @@ def test_a_reader_waits_for_news_and_is_woken_by_it(new_model: NewModel) -> None
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_what_came_before_an_error_is_delivered_and_then_the_error(
-    new_model: NewModel, is_waiting: bool
-) -> None:
+def test_output_before_an_error_is_delivered_first(new_model: NewModel, is_waiting: bool) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     request = Wish(max_tokens=9).request()
     call = model.submit(request)
@@ -141,7 +139,7 @@ def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bo
     assert (call.error, request.error) == (None, None)
 
 
-def test_a_call_that_is_superseded_after_the_end_gets_no_rest(new_model: NewModel) -> None:
+def test_a_call_superseded_after_the_end_gets_no_more_output(new_model: NewModel) -> None:
     model = new_model()
     request = Wish(max_tokens=9, keep_s=60.0).request()
     stale = model.submit(request)
@@ -216,7 +214,7 @@ def test_positions_that_do_not_exist_are_refused_and_the_reader_stays(
     assert (call.error, call.tokens(0), call.tokens(1)) == (None, solo(wish).tokens, solo(wish, 1).tokens)
 
 
-def test_what_is_not_there_cannot_be_attached_to(new_model: NewModel) -> None:
+def test_an_unknown_request_cannot_be_attached_to(new_model: NewModel) -> None:
     model = new_model()
     with pytest.raises(RequestNotFound):
         model.attach(new_request_id())
@@ -231,7 +229,7 @@ def test_what_is_not_there_cannot_be_attached_to(new_model: NewModel) -> None:
 # Kept output
 
 
-def test_kept_output_is_forgotten_a_while_after_the_last_reader_has_left(new_model: NewModel) -> None:
+def test_kept_output_expires_after_the_last_reader_detaches(new_model: NewModel) -> None:
     model = new_model()
     wish = Wish(max_tokens=3, keep_s=10.0)
     request = wish.request()
@@ -258,7 +256,7 @@ def test_kept_output_is_forgotten_a_while_after_the_last_reader_has_left(new_mod
     assert model.engine.registry.num_kept == 0
 
 
-def test_a_kept_request_that_was_cancelled_says_so_after_what_there_was(new_model: NewModel) -> None:
+def test_a_kept_cancelled_request_delivers_its_output_and_then_the_error(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     wish = Wish(max_tokens=9, keep_s=10.0)
     request = wish.request()
@@ -274,7 +272,7 @@ def test_a_kept_request_that_was_cancelled_says_so_after_what_there_was(new_mode
 # Log-probabilities of the prompt
 
 
-def test_those_of_the_prompt_come_before_the_first_token_and_chunk_by_chunk(new_model: NewModel) -> None:
+def test_prompt_logprobs_arrive_by_chunk_before_the_first_token(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     wish = Wish(prompt=LONG, max_tokens=2, n=2, prompt_logprobs=2, logprobs=1)
     call = model.submit(wish.request())
@@ -291,7 +289,7 @@ def test_those_of_the_prompt_come_before_the_first_token_and_chunk_by_chunk(new_
     assert tuple(logprobs) == solo(wish).logprobs
 
 
-def test_a_prompt_of_one_token_has_one_that_nothing_precedes(new_model: NewModel) -> None:
+def test_a_prompt_of_one_token_has_one_empty_prompt_logprob(new_model: NewModel) -> None:
     model = new_model()
     call = model.submit(Wish(prompt=(4,), max_tokens=1, prompt_logprobs=2).request())
     model.run()
@@ -322,7 +320,7 @@ def test_an_echo_without_logprobs_is_there_at_once(new_model: NewModel) -> None:
 
 
 @pytest.mark.parametrize("prompt_token", [None, 0, 1, 16, 17, 18, 21])
-def test_in_the_middle_of_them_they_go_on_where_the_client_says(
+def test_prompt_logprobs_resume_at_the_requested_position(
     new_model: NewModel, prompt_token: int | None
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
@@ -339,7 +337,7 @@ def test_in_the_middle_of_them_they_go_on_where_the_client_says(
     assert call.tokens() == solo(wish).tokens
 
 
-def test_who_has_tokens_has_those_of_the_prompt(new_model: NewModel) -> None:
+def test_a_reader_with_tokens_already_has_the_prompt_logprobs(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     request = Wish(max_tokens=4, prompt_logprobs=2, keep_s=10.0).request()
     model.submit(request)

@@ -31,7 +31,7 @@ def test_a_live_request_is_found_and_its_id_is_taken() -> None:
     assert registry.live == [request]
 
 
-def test_what_ends_is_gone_unless_it_is_to_be_kept() -> None:
+def test_ended_requests_are_removed_unless_kept() -> None:
     registry, gone, kept = RequestRegistry(), Wish().request(), Wish(keep_s=5.0).request()
     for request in (gone, kept):
         registry.add(request)
@@ -63,7 +63,7 @@ def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_clien
 
 
 @pytest.mark.parametrize(("ended_s", "detached_s", "expires_s"), [(100.0, 0.0, 105.0), (100.0, 103.0, 108.0)])
-def test_what_is_kept_expires_after_its_end_and_its_last_reader(
+def test_kept_requests_expire_after_their_end_and_last_reader(
     ended_s: float, detached_s: float, expires_s: float
 ) -> None:
     registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
@@ -76,7 +76,7 @@ def test_what_is_kept_expires_after_its_end_and_its_last_reader(
         assert registry.num_kept == num_kept
 
 
-def test_what_somebody_reads_does_not_expire() -> None:
+def test_a_request_with_a_reader_does_not_expire() -> None:
     registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
     registry.add(request)
     end(registry, request)
@@ -86,7 +86,7 @@ def test_what_somebody_reads_does_not_expire() -> None:
     assert registry.num_kept == 1
 
 
-def test_no_more_than_so_many_are_kept_and_the_oldest_goes_first() -> None:
+def test_the_number_of_kept_requests_is_bounded_evicting_the_oldest() -> None:
     registry = RequestRegistry()
     requests = [Wish(keep_s=5.0).request() for _ in range(MAX_KEPT + 2)]
     for request in requests:

@@ -105,7 +105,7 @@ def test_a_preempted_request_is_cancelled_once_and_the_queue_forgets_it(new_mode
     model.check_idle()
 
 
-def test_who_leaves_is_cancelled_unless_it_asked_to_go_on(new_model: NewModel) -> None:
+def test_a_disconnect_cancels_unless_detached(new_model: NewModel) -> None:
     model = new_model()
     stays, goes = Wish(max_tokens=9, keep_s=60.0).request(), Wish(max_tokens=9).request(arrival=1)
     for request in (stays, goes):
@@ -116,7 +116,7 @@ def test_who_leaves_is_cancelled_unless_it_asked_to_go_on(new_model: NewModel) -
     assert model.totals == (1, 1, 0)
 
 
-def test_nobody_is_told_of_an_end_that_came_before_it_left(new_model: NewModel) -> None:
+def test_an_end_before_the_disconnect_is_not_counted_as_cancelled(new_model: NewModel) -> None:
     model = new_model()
     call = model.submit(Wish(max_tokens=1).request())
     model.run()
@@ -152,7 +152,7 @@ def test_a_detached_request_is_cancelled_at_its_deadline(new_model: NewModel) ->
 
 
 @pytest.mark.parametrize("deadline_s", [None, 2000.0])
-def test_the_deadline_of_whoever_attaches_replaces_the_one_before(
+def test_the_deadline_of_an_attaching_call_replaces_the_previous_one(
     new_model: NewModel, deadline_s: float | None
 ) -> None:
     model = new_model()
@@ -168,7 +168,7 @@ def test_the_deadline_of_whoever_attaches_replaces_the_one_before(
 # Slow readers
 
 
-def test_a_slow_reader_is_cancelled_with_the_numbers_and_holds_up_nobody(new_model: NewModel) -> None:
+def test_a_slow_reader_is_cancelled_with_the_numbers_and_delays_no_other(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5))
     slow, fast = Wish(max_tokens=20), Wish(prompt=(4, 4), max_tokens=20)
     slow_call = model.submit(slow.request())
@@ -185,7 +185,7 @@ def test_a_slow_reader_is_cancelled_with_the_numbers_and_holds_up_nobody(new_mod
     model.check_idle()
 
 
-def test_who_reads_now_and_then_and_who_is_detached_is_not_slow(new_model: NewModel) -> None:
+def test_occasional_readers_and_detached_requests_are_not_slow(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5), limits=ONE_AT_A_TIME)
     reads, detached = Wish(max_tokens=20), Wish(max_tokens=20, keep_s=60.0)
     call = model.submit(reads.request())
@@ -197,7 +197,7 @@ def test_who_reads_now_and_then_and_who_is_detached_is_not_slow(new_model: NewMo
     check_whole(model.attach(request.id), detached)
 
 
-def test_a_backlog_is_not_the_fault_of_who_attaches(new_model: NewModel) -> None:
+def test_a_backlog_does_not_count_against_an_attaching_reader(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5), limits=ONE_AT_A_TIME)
     wish = Wish(max_tokens=30, keep_s=60.0)
     request = wish.request()
@@ -218,7 +218,7 @@ def test_a_backlog_is_not_the_fault_of_who_attaches(new_model: NewModel) -> None
 # The sweeper
 
 
-def test_a_request_that_nobody_reads_and_nobody_keeps_is_counted_and_ended(
+def test_an_orphaned_request_is_counted_and_ended(
     new_model: NewModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = new_model()

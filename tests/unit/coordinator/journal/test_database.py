@@ -38,7 +38,7 @@ def modes(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("umask")
-def test_only_the_owner_may_read_a_new_file_and_what_is_beside_it(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_a_new_file_and_its_side_files(tmp_path: Path) -> None:
     opened = open_journal(tmp_path / "x.db")
     found = modes(tmp_path / "x.db")
     opened.close()
@@ -50,7 +50,7 @@ def test_only_the_owner_may_read_a_new_file_and_what_is_beside_it(tmp_path: Path
     assert found[".lock"] & 0o077 == 0
 
 
-def test_it_is_private_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_private_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real, seen = tmp_path / "x.db", sqlite3.connect, list[tuple[int, int]]()
 
     def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:

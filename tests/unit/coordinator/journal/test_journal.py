@@ -37,7 +37,7 @@ from wire.steps import TokenLogprobs
 SCORE = TokenLogprobs(7, -0.1, 2, ((8, -0.05), (7, -0.1)))
 
 
-def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_accepted_requests_are_restored_unchanged(tmp_path: Path) -> None:
     path, first, second = tmp_path / "j.db", accepted_request(), accepted_request(num_tokens=1)
     entries = [
         Entry(request_id=first.request_id, choice=0, prompt_logprobs=(SCORE, SCORE)),
@@ -68,19 +68,19 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
-def test_tokens_come_back(tokens: list[int]) -> None:
+def test_tokens_are_restored(tokens: list[int]) -> None:
     assert decode_tokens(encode_tokens(tokens)) == tuple(tokens)
 
 
 @given(st.lists(entries_of(RequestId(b""))))
-def test_progress_comes_back(entries: list[Entry]) -> None:
+def test_progress_is_restored(entries: list[Entry]) -> None:
     progress = RequestProgress()
     for at, entry in enumerate(entries):
         progress.add(entry, float(at))
     assert decode_progress(encode_progress(progress)) == progress
 
 
-def test_old_steps_go_when_those_that_need_them_are_compacted_or_forgotten(
+def test_old_steps_are_deleted_once_no_request_needs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOG_ROWS", 100)
@@ -206,7 +206,7 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, place: 
         Journal(tmp_path / place, IDENTITY)
 
 
-def test_a_refused_journal_can_be_opened_by_who_may(tmp_path: Path) -> None:
+def test_a_rejected_journal_can_be_opened_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "j.db"
     opened_once(path)
     with pytest.raises(JournalUnusable):
@@ -214,7 +214,7 @@ def test_a_refused_journal_can_be_opened_by_who_may(tmp_path: Path) -> None:
     opened_once(path)
 
 
-def test_a_full_disk_is_an_error_and_what_was_written_before_is_there(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_keeps_earlier_writes(tmp_path: Path) -> None:
     path, accepted = tmp_path / "j.db", accepted_request()
     with opened(path) as journal:
         journal.accept(accepted)
@@ -225,7 +225,7 @@ def test_a_full_disk_is_an_error_and_what_was_written_before_is_there(tmp_path: 
     assert left.accepted == accepted
 
 
-def test_finished_says_why() -> None:
+def test_a_finished_request_has_its_reason() -> None:
     progress = RequestProgress()
     entry = Entry(request_id=RequestId(b""), choice=0, token=1, finish_reason=FinishReason.LENGTH)
     progress.add(entry, 1.0)
@@ -250,7 +250,7 @@ def change(path: Path, statement: str) -> None:
     connection.close()
 
 
-def test_that_it_has_served_is_known_to_whoever_opens_it_next(tmp_path: Path) -> None:
+def test_the_next_coordinator_reads_that_the_journal_has_served(tmp_path: Path) -> None:
     with opened(tmp_path / "j.db") as journal:
         assert not journal.has_served
         journal.set_served()

@@ -70,7 +70,7 @@ def written() -> Written:
     return Written()
 
 
-def test_what_waits_is_written_in_order_when_there_is_room_again(written: Written) -> None:
+def test_pending_writes_are_written_in_order_after_an_outage(written: Written) -> None:
     written.write("a")
     written.journal.error = FULL
     for what in "bcd":
@@ -100,7 +100,7 @@ def test_of_two_writes_with_one_key_the_later_is_kept(written: Written) -> None:
     assert written.journal.written[1:] == ["step 997", "step 998", "deadline 999", "step 999"]
 
 
-def test_probes_come_at_growing_intervals_and_soon_again_after_a_recovery(written: Written) -> None:
+def test_probe_intervals_grow_and_reset_after_a_recovery(written: Written) -> None:
     def probed_at(until_s: int) -> list[int]:
         times = []
         for now_s in range(until_s):

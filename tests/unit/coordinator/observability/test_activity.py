@@ -161,7 +161,7 @@ def test_queue_and_first_token_begin_with_the_call_as_in_traces() -> None:
     assert snapshot.rates.first_token.p50_s == pytest.approx(5.0, rel=0.011)
 
 
-def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
+def test_waiting_for_a_new_epoch_is_not_a_preemption() -> None:
     recorder = ActivityRecorder(0.0)
     seen = set[RequestPhase]()
 
@@ -207,7 +207,7 @@ def test_a_request_that_has_ended_is_remembered_with_its_end(
     assert ended.error is error
 
 
-def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
+def test_only_the_last_of_many_requests_are_kept() -> None:
     story = Story()
     for index in range(MAX_ENDED + 50):
         request = story.accept(1000.0 + index)
@@ -238,7 +238,7 @@ def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
     ]
 
 
-def test_who_asks_again_gets_only_newer_steps() -> None:
+def test_a_repeated_query_returns_only_newer_steps() -> None:
     story = Story()
     request = story.accept(1000.0)
     story.prefill(request, sent_s=1000.0, answered_s=1000.1)

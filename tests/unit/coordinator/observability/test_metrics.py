@@ -202,7 +202,7 @@ def test_a_pause_is_one_long_wait_for_a_token_and_no_second_first_one() -> None:
     assert watched.times(definitions.QUEUE_TIME) == (1, 0.0)
 
 
-def test_a_request_that_never_began_has_an_end_and_no_more() -> None:
+def test_a_request_that_never_started_records_only_its_end() -> None:
     watched = WatchedEngine()
     request = watched.submit()
     watched.now_s += 3.0
@@ -215,7 +215,7 @@ def test_a_request_that_never_began_has_an_end_and_no_more() -> None:
     assert watched.times(definitions.REQUEST_TIME, "failed") == (1, 0.0)
 
 
-def test_nothing_is_kept_of_what_has_ended() -> None:
+def test_nothing_is_kept_of_ended_requests() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
     for _ in range(5):
@@ -253,7 +253,7 @@ def test_every_state_of_a_worker_has_its_label() -> None:
     assert tuple(state.name.lower() for state in WorkerState) == definitions.WORKER_STATE.values
 
 
-def test_a_request_is_as_far_as_the_choice_that_is_least_far() -> None:
+def test_the_phase_of_a_request_is_that_of_its_slowest_choice() -> None:
     watched = WatchedEngine()
     request = watched.submit(num_prompt_tokens=14, max_tokens=30, num_choices=2)
     seen = [request_state(request)]
@@ -266,7 +266,7 @@ def test_a_request_is_as_far_as_the_choice_that_is_least_far() -> None:
     assert request_state(request) == "queued"
 
 
-def test_a_lost_worker_that_is_a_member_no_more_is_counted_until_it_is_back() -> None:
+def test_a_lost_worker_is_counted_until_it_rejoins() -> None:
     members = Members(DEFAULT_POLICY)
     for name in ("a", "b"):
         members.add(identity_of(name))
@@ -311,20 +311,20 @@ def test_the_last_of_each_worker_counts() -> None:
     [export("stranger"), export(""), export("w0", service="stageline-coordinator")],
     ids=["unknown", "nameless", "another service"],
 )
-def test_strangers_are_refused(request_: ExportMetricsServiceRequest) -> None:
+def test_unknown_workers_are_rejected(request_: ExportMetricsServiceRequest) -> None:
     workers = WorkerMetricsStore(lambda: {"w0"})
     assert workers.take(request_, 0.0) == NUM_POINTS
     assert workers.last() == {}
 
 
-def test_too_much_is_refused() -> None:
+def test_oversized_snapshots_are_rejected() -> None:
     workers = WorkerMetricsStore(lambda: {"w0"})
     request = export("w0")
     request.resource_metrics[0].schema_url = "x" * MAX_BYTES
     assert workers.take(request, 0.0) == NUM_POINTS
 
 
-def test_there_is_room_for_so_many_workers() -> None:
+def test_the_number_of_workers_is_bounded() -> None:
     names = {f"w{index}" for index in range(definitions.WORKER.num_values + 1)}
     workers = WorkerMetricsStore(lambda: names)
     refused = [workers.take(export(name), 0.0) for name in sorted(names)]
@@ -332,7 +332,7 @@ def test_there_is_room_for_so_many_workers() -> None:
     assert workers.take(export("w0"), 0.0) == 0
 
 
-def test_who_has_left_is_shown_for_a_while() -> None:
+def test_a_worker_that_left_is_shown_for_a_while() -> None:
     here = {"w0", "w1"}
     workers = WorkerMetricsStore(lambda: here)
     for name in ("w0", "w1"):

@@ -44,7 +44,7 @@ class SomeTrace:
         (RequestPoisoned("two workers"), logging.ERROR),
     ],
 )
-def test_only_what_we_have_failed_is_told_above_debug(
+def test_only_our_own_failures_are_logged_above_debug(
     caplog: pytest.LogCaptureFixture, error: ServingError | None, level: int
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="coordinator")

@@ -91,7 +91,7 @@ def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTr
     assert told.span_id == root.context.span_id
 
 
-def test_what_is_not_sampled_costs_stages_nothing_and_is_not_recorded(new_traced: NewTraced) -> None:
+def test_unsampled_requests_are_neither_sent_to_stages_nor_recorded(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
     traced.model.submit(Wish(max_tokens=5).request())
     traced.run()
@@ -121,7 +121,7 @@ def test_an_interruption_is_recorded_with_what_came_before_it(new_traced: NewTra
     assert (cluster.attributes or {})[Attr.NUM_REQUESTS] == 1
 
 
-def test_who_is_preempted_waits_and_the_pieces_make_up_the_whole(new_traced: NewTraced) -> None:
+def test_a_preemption_is_a_wait_and_the_spans_add_up(new_traced: NewTraced) -> None:
     traced = new_traced(num_blocks=8)
     requests = [Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first) for first in (1, 2)]
     for request in requests:
@@ -139,7 +139,7 @@ def test_who_is_preempted_waits_and_the_pieces_make_up_the_whole(new_traced: New
         assert tokens + len(decodes) == 14
 
 
-def test_who_makes_way_for_suspects_is_not_preempted(new_traced: NewTraced) -> None:
+def test_requeueing_for_suspects_is_not_a_preemption(new_traced: NewTraced) -> None:
     traced = new_traced()
     for first in (1, 2):
         traced.model.submit(Wish(prompt=(first,) * 4, max_tokens=12).request(arrival=first))
@@ -166,7 +166,7 @@ def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
     assert (root.attributes or {})[Attr.OUTCOME] == "failed"
 
 
-async def test_refusals_are_told_and_clients_that_leave_are_not() -> None:
+async def test_rejections_are_recorded_and_disconnects_are_not() -> None:
     told: list[Exception] = []
     traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(1.0), model="m", on_refusal=told.append)
     errors = [Overloaded("full"), InvalidRequest("no prompt"), asyncio.CancelledError(), GeneratorExit()]
@@ -178,7 +178,7 @@ async def test_refusals_are_told_and_clients_that_leave_are_not() -> None:
     assert list(map(str, told)) == ["full", "no prompt", "no id"]
 
 
-def test_the_next_coordinator_goes_on_under_the_same_span(new_traced: NewTraced) -> None:
+def test_a_restarted_coordinator_continues_the_same_span(new_traced: NewTraced) -> None:
     begun, caller = span_context(11, 12), span_context(11, 13)
     traced = new_traced()
     request = Wish(max_tokens=3).request()

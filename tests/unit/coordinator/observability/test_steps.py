@@ -142,7 +142,7 @@ def test_steps_in_flight_make_no_stage_look_idle() -> None:
     assert [stage_load.busy_share for stage_load in loads] == pytest.approx([0.5, 0.5], rel=0.03)
 
 
-def test_steps_without_times_or_without_slices_tell_nothing() -> None:
+def test_steps_without_times_or_slices_give_no_load() -> None:
     history = Watched()
     history.send(step(0), 1.0)
     history.answer(result(0, 1, 1), 1.1)
@@ -189,7 +189,7 @@ def test_a_stage_that_takes_twice_as_long_is_named(times: tuple[float, ...]) -> 
     )
 
 
-def test_stages_that_are_alike_are_not_blamed() -> None:
+def test_similar_stages_are_not_named_slow() -> None:
     loads = [load(20), load(21), load(20)]
     found = find_bottleneck(loads)
     assert found is not None
@@ -199,7 +199,7 @@ def test_stages_that_are_alike_are_not_blamed() -> None:
         assert describe_pipeline(loads, ["a", "b", "c"], window_s=10, bubble_share=share) == told + more
 
 
-def test_a_stage_is_slow_here_when_it_is_in_traces() -> None:
+def test_slow_stages_agree_with_traces() -> None:
     def is_notable(ratio: float) -> bool:
         found = find_bottleneck([load(20), load(20), load(20 * ratio)])
         assert found is not None
@@ -208,11 +208,11 @@ def test_a_stage_is_slow_here_when_it_is_in_traces() -> None:
     assert (is_notable(STANDS_OUT - 0.01), is_notable(STANDS_OUT + 0.01)) == (False, True)
 
 
-def test_a_single_stage_has_none_to_compare_with() -> None:
+def test_a_single_stage_is_never_slow() -> None:
     assert find_bottleneck([load(20)]) is None
     assert describe_pipeline([load(20)], ["w"], window_s=10, bubble_share=None) == "Stage 0 (w) is 50 % busy."
     assert describe_pipeline([], [], window_s=10, bubble_share=None) == "Idle: no step in the last 10 s."
 
 
-def test_two_steps_are_too_few_to_blame_anybody() -> None:
+def test_two_steps_are_too_few_to_name_a_slow_stage() -> None:
     assert find_bottleneck([load(20, num_steps=2), load(40, num_steps=2)]) is None

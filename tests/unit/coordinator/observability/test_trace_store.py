@@ -92,7 +92,7 @@ def test_late_spans_of_a_trace_that_is_gone_are_dropped() -> None:
     assert kept(store) == [request_id(2)]
 
 
-def test_what_is_known_of_dropped_traces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_dropped_traces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "MAX_DROPPED_IDS", 3)
     store = filled(*range(1, 11), num_traces=1)
     assert store.add(batch(8)).num_dropped == NUM_SPANS
@@ -143,7 +143,7 @@ def test_requests_of_one_trace_are_told_apart() -> None:
         assert read(found) == maker.trace()
 
 
-def test_stages_whose_parent_has_not_come_are_shown_with_the_only_request() -> None:
+def test_stages_without_a_parent_are_shown_with_the_only_request() -> None:
     store = TraceStore()
     store.add(span for span in batch(1) if span.scope_spans[0].spans[0].name != SpanName.DECODE)
     assert [work.num_steps for work in read(store.find(request_id(1))).stages] == [17, 17, 17]
@@ -162,7 +162,7 @@ def test_a_part_that_several_ids_have_is_refused_with_them() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["xxxx", "1890a5d"])
-def test_what_is_no_part_of_an_id_is_not_found(wanted: str) -> None:
+def test_a_text_outside_every_id_is_not_found(wanted: str) -> None:
     with pytest.raises(RequestNotFound):
         filled(1).find(wanted)
 
@@ -179,7 +179,7 @@ def test_recent_requests_are_listed_by_their_start_and_not_by_their_arrival() ->
     assert [found.request_id for found in store.recent(1)] == [request_id(3)]
 
 
-def test_who_recorded_a_span_is_kept_with_it() -> None:
+def test_the_recording_process_is_kept_with_a_span() -> None:
     maker = request(1)
     for span in maker.spans:
         span.schema_url = "of the resource"
@@ -193,7 +193,7 @@ def test_who_recorded_a_span_is_kept_with_it() -> None:
     assert {_with_source(span) for span in _split(data.resource_spans)} == before
 
 
-def test_what_is_known_of_processes_counts_and_goes_with_their_traces() -> None:
+def test_process_attributes_count_and_are_evicted_with_their_traces() -> None:
     store = TraceStore(StoreLimits(size_bytes=256 * 1024))
     for number in range(1, 200):
         for message in (messages := batch(number)):
@@ -205,7 +205,7 @@ def test_what_is_known_of_processes_counts_and_goes_with_their_traces() -> None:
     assert len(store._sources) <= 128
 
 
-def test_a_process_that_says_too_much_of_itself_is_refused() -> None:
+def test_a_process_with_oversized_attributes_is_rejected() -> None:
     store = TraceStore()
     message = of_scope(Span(trace_id=b"t" * 16, span_id=b"s" * 8))
     message.schema_url = "x" * 10_000
@@ -213,7 +213,7 @@ def test_a_process_that_says_too_much_of_itself_is_refused() -> None:
     assert (store.num_traces, store.counts.refused) == (0, 1)
 
 
-def test_spans_of_another_scope_are_refused_and_nothing_makes_room_for_them() -> None:
+def test_spans_of_another_scope_are_rejected_without_evictions() -> None:
     store = filled(1, 2, num_traces=2)
     for number in range(100, 200):
         span = Span(trace_id=trace_id(number), span_id=b"s" * 8)
@@ -224,7 +224,7 @@ def test_spans_of_another_scope_are_refused_and_nothing_makes_room_for_them() ->
 @pytest.mark.parametrize(
     "planted", ["[/x]", "\x1b[31m", "", "x", request_id(1).upper(), "{" + request_id(1) + "}", "0" * 36]
 )
-def test_a_root_of_no_request_of_ours_is_refused(planted: str) -> None:
+def test_a_root_of_an_unknown_request_is_rejected(planted: str) -> None:
     store = filled(1)
     taken = store.add(
         [span for span in served(request_id=planted, trace_id=b"p" * 16).spans if _is_root(span)]

@@ -77,7 +77,7 @@ def test_a_model_that_is_too_large_is_refused_with_its_numbers() -> None:
         (tuple("abcdefghi"), "9 stages for a model of 8 layers: the minimum is one per stage"),
     ],
 )
-def test_workers_that_cannot_be_planned_for_are_refused(names: tuple[str, ...], message: str) -> None:
+def test_unusable_workers_are_rejected(names: tuple[str, ...], message: str) -> None:
     with pytest.raises(PlanImpossible) as refused:
         make_plan(
             llama(),
@@ -94,7 +94,7 @@ def test_less_kv_than_a_block_is_refused() -> None:
         make_plan(llama(), DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=4, max_kv_tokens=3)
 
 
-def test_values_that_never_make_sense_are_refused() -> None:
+def test_invalid_values_are_rejected() -> None:
     with pytest.raises(ValueError, match="block size is 0 tokens"):
         make_plan(llama(), DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=0)
     with pytest.raises(ValueError, match="max_step_tokens is 0"):

@@ -230,7 +230,7 @@ def test_tied_embeddings_count_on_both_ends_and_once_on_only() -> None:
 
 
 @pytest.mark.parametrize("ends_gib", [40.0, 1.0])
-def test_200_layers_on_64_workers_are_planned_in_no_time(ends_gib: float) -> None:
+def test_200_layers_on_64_workers_are_planned_quickly(ends_gib: float) -> None:
     sizes = [int(ends_gib * GIB), *[(6, 8, 12, 16, 24, 40)[i % 6] * GIB for i in range(62)], 40 * GIB]
     begin = time.process_time()
     plan = make_plan(llama_8b(200), DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)

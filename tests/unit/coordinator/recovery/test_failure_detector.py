@@ -80,7 +80,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return Seen(monkeypatch)
 
 
-async def test_silence_is_told_once_and_then_the_lease_is_over(seen: Seen) -> None:
+async def test_silence_is_reported_once_before_the_lease_expires(seen: Seen) -> None:
     seen.before_tick = lambda: seen.hear("a")
     await seen.pass_ticks(4)
     assert seen.said == []
@@ -109,7 +109,7 @@ async def test_time_passes_with_breaks_and_without(seen: Seen) -> None:
     assert (seen.num_times, seen.num_steady) == (2, 0)
 
 
-async def test_who_is_heard_in_time_is_not_lost(seen: Seen) -> None:
+async def test_a_worker_that_heartbeats_in_time_is_not_lost(seen: Seen) -> None:
     seen.before_tick = lambda: seen.hear("a")
     await seen.pass_ticks(7)
     seen.hear("b")
@@ -117,7 +117,7 @@ async def test_who_is_heard_in_time_is_not_lost(seen: Seen) -> None:
     assert seen.said == [("b", True), ("b", False)]
 
 
-async def test_a_coordinator_that_was_held_up_loses_nobody(seen: Seen) -> None:
+async def test_a_stalled_coordinator_loses_no_worker(seen: Seen) -> None:
     """Heartbeats arrived but were not read yet."""
     seen.held_up_s = 60.0
     await seen.pass_ticks(1)
@@ -129,7 +129,7 @@ async def test_a_coordinator_that_was_held_up_loses_nobody(seen: Seen) -> None:
     assert (seen.said, seen.num_ticks) == ([], 2)
 
 
-async def test_a_coordinator_that_is_always_late_still_loses_who_is_silent(seen: Seen) -> None:
+async def test_a_slow_coordinator_still_loses_silent_workers(seen: Seen) -> None:
     seen.held_up_s = 1.0
     await seen.pass_ticks(4)
     assert (seen.said, seen.num_ticks) == ([], 0)
@@ -147,7 +147,7 @@ async def test_half_a_minute_without_a_break_is_steady(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-async def test_a_break_or_a_loss_begins_the_count_anew(seen: Seen, is_lost: bool) -> None:
+async def test_a_break_or_a_loss_resets_the_count(seen: Seen, is_lost: bool) -> None:
     seen.connections.pop()
 
     def before_tick() -> None:

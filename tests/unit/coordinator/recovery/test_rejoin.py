@@ -19,13 +19,13 @@ def cause_of(cluster: ClusterDriver, reason: str = "it broke") -> EndCause:
     return stop.cause
 
 
-def test_an_epoch_that_breaks_blames_nobody_and_the_third_in_a_row_does() -> None:
+def test_only_the_third_broken_epoch_in_a_row_blames_requests() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     causes = [cause_of(cluster) for _ in range(4)]
     assert causes == [EndCause.BROKEN, EndCause.BROKEN, EndCause.NO_PROGRESS, EndCause.NO_PROGRESS]
 
 
-def test_a_token_makes_up_for_what_broke_and_a_part_of_a_prompt_does_not() -> None:
+def test_a_token_resets_the_count_and_a_prompt_chunk_does_not() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     for _ in range(2):
         cause_of(cluster)
@@ -35,7 +35,7 @@ def test_a_token_makes_up_for_what_broke_and_a_part_of_a_prompt_does_not() -> No
     assert cause_of(cluster) is EndCause.BROKEN
 
 
-def test_a_faulty_step_is_no_break() -> None:
+def test_a_faulty_step_is_not_a_broken_epoch() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     for _ in range(4):
         (stop, _) = cluster.state.epoch_failed(cluster.state.epoch, "SHAPE", EndCause.FAULT)
@@ -43,7 +43,7 @@ def test_a_faulty_step_is_no_break() -> None:
         cluster.get_ready()
 
 
-def test_the_trouble_is_told_with_its_number_and_ends_with_a_token() -> None:
+def test_failures_are_reported_with_their_number_until_a_token() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     assert cluster.state.trouble == ""
     cause_of(cluster, "the connection to stage 0 broke")
@@ -76,14 +76,14 @@ def fault(epoch: int, stage: int, *requests: int) -> FaultReport:
     )
 
 
-def test_one_request_alone_does_not_speak_against_a_stage_and_another_does() -> None:
+def test_a_stage_is_suspect_only_after_failures_of_two_requests() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     for epoch in (1, 2, 3):
         assert kinds(cluster.state.stage_failed(fault(epoch, 1, 7))) == [StopServing, BeginEpoch]
     assert kinds(cluster.state.stage_failed(fault(4, 1, 8))) == [StopServing, AssignStage]
 
 
-def test_a_stage_that_spoils_two_steps_is_done_without() -> None:
+def test_a_stage_that_produced_non_finite_steps_twice_is_replaced() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert kinds(cluster.state.stage_failed(fault(1, 1))) == [StopServing, BeginEpoch]
     cluster.get_ready()
@@ -100,14 +100,14 @@ def test_a_stage_that_spoils_two_steps_is_done_without() -> None:
     )
 
 
-def test_where_nobody_can_take_its_place_it_is_tried_again() -> None:
+def test_an_irreplaceable_stage_is_retried() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     for epoch in (1, 2, 3):
         assert kinds(cluster.state.stage_failed(fault(epoch, 1))) == [StopServing, BeginEpoch]
     assert cluster.state.workers["b"].shown_state is WorkerState.READY
 
 
-def test_when_it_is_used_again_it_reads_its_layers_again() -> None:
+def test_a_retried_stage_reloads_its_layers() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     for epoch in (1, 2):
         cluster.state.stage_failed(fault(epoch, 1))
@@ -118,7 +118,7 @@ def test_when_it_is_used_again_it_reads_its_layers_again() -> None:
     assert (assign.worker.name, assign.force_reload) == ("b", True)
 
 
-def test_what_was_long_ago_does_not_count_and_what_is_late_changes_nothing() -> None:
+def test_old_failures_expire_and_late_ones_change_nothing() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.state.stage_failed(fault(1, 1))
     assert cluster.state.stage_failed(fault(1, 1)) == []

@@ -136,7 +136,7 @@ async def test_another_worker_is_asked_when_one_refuses(
     assert workers.asked == ["large", "small"]
 
 
-async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
+async def test_a_rejection_by_all_workers_lists_their_reasons_and_is_not_kept(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references = References(served, policy=DEFAULT_POLICY)
@@ -149,7 +149,7 @@ async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
     assert (await references.get(QUESTION, SOURCES)).origin == "the reference of worker large"
 
 
-async def test_a_reference_of_another_model_is_a_refusal(
+async def test_a_reference_of_another_model_counts_as_a_rejection(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Workers(monkeypatch)
@@ -158,7 +158,7 @@ async def test_a_reference_of_another_model_is_a_refusal(
         await References(other, policy=DEFAULT_POLICY).get(QUESTION, SOURCES[1:])
 
 
-async def test_what_takes_too_long_goes_on_and_is_there_later(
+async def test_a_slow_reference_continues_and_is_available_later(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, references = (
@@ -213,7 +213,7 @@ async def test_a_reference_whose_failures_do_not_blame_one_other_worker_is_dropp
     assert workers.asked == ["large", "small", "large"]
 
 
-async def test_a_reference_that_failed_a_plan_goes_with_its_source(
+async def test_a_reference_that_failed_a_plan_is_dropped_with_its_source(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
@@ -295,7 +295,7 @@ async def test_a_corrupt_file_is_computed_again_with_a_line_in_the_log(
     assert read_references(file, served.fingerprint).keys() == {"f32"}
 
 
-async def test_a_cache_that_cannot_be_written_is_done_without(
+async def test_an_unwritable_cache_is_ignored(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Workers(monkeypatch)
@@ -308,7 +308,7 @@ async def test_a_cache_that_cannot_be_written_is_done_without(
     assert caplog.text.count("is not kept for the next start") == 1
 
 
-async def test_what_is_recorded_is_for_the_built_in_model_and_its_fingerprint(
+async def test_the_recorded_reference_is_for_the_built_in_model_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = Workers(monkeypatch)
@@ -436,24 +436,24 @@ def test_differences_count_as_a_fraction_of_the_spread() -> None:
     assert deviation([(moved, ROW)], REFERENCE) == pytest.approx(0.25)
 
 
-def test_a_token_that_only_one_side_lists_counts_with_what_it_is_above_the_others_last() -> None:
+def test_a_token_listed_by_one_side_counts_above_the_last_of_the_other() -> None:
     # 4 in the place of 2: 0.5 above the last that the reference lists, which 2 is itself above the last here.
     other = replace(ROW, top=((1, -0.5), (4, -1.0)))
     assert deviation([(other, ROW)], REFERENCE) == pytest.approx(math.sqrt(0.5**2 / 4) / 2.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_no_deviation_that_can_be_allowed(value: float) -> None:
+def test_non_finite_values_always_fail_the_check(value: float) -> None:
     assert not deviation([(replace(ROW, logprob=value), ROW)], REFERENCE) <= tolerance(REFERENCE)
 
 
-def test_logits_without_spread_are_compared_all_the_same() -> None:
+def test_logits_without_spread_are_compared() -> None:
     flat = replace(REFERENCE, logit_spread=0.0, rounding=0.0)
     assert deviation([(ROW, ROW)], flat) == 0.0
     assert deviation([(replace(ROW, logprob=-2.0), ROW)], flat) > tolerance(flat)
 
 
-def test_twice_what_rounding_does_is_allowed_and_a_little_at_least() -> None:
+def test_twice_the_rounding_error_is_allowed_with_a_minimum() -> None:
     assert tolerance(REFERENCE) == pytest.approx(2 * ROUNDING / 2.0)
     assert tolerance(replace(REFERENCE, rounding=0.0)) == MIN_TOLERANCE
 
@@ -492,14 +492,14 @@ def test_the_first_stage_that_deviates_is_named() -> None:
 
 
 @pytest.mark.parametrize("told", [{}, {0: array("f", [1.0])}])
-def test_where_a_stage_does_not_tell_none_is_named(told: dict[int, array[float]]) -> None:
+def test_no_stage_is_named_without_its_hidden_states(told: dict[int, array[float]]) -> None:
     wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
     verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong), states=told)
     assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, None)
     assert verdict.detail.endswith("no hidden states of stage 0 to compare")
 
 
-def test_another_token_than_by_far_the_most_likely_one_fails() -> None:
+def test_a_token_other_than_the_clear_maximum_fails() -> None:
     second = TokenLogprobs(2, row_after(0, 0).top[1][1], 2, row_after(0, 0).top)
     verdict = verdict_of(
         changed(
@@ -641,7 +641,7 @@ async def test_a_reference_that_a_plan_has_failed_with_is_not_kept() -> None:
     assert running.references.blamed == ["a"]
 
 
-async def test_an_answer_that_was_not_compared_says_nothing_of_the_reference() -> None:
+async def test_an_uncompared_answer_does_not_confirm_the_reference() -> None:
     running = Running()
     running.results[0] = replace(running.results[0], results=())
     assert (await running.run()).deviation is None
@@ -649,7 +649,7 @@ async def test_an_answer_that_was_not_compared_says_nothing_of_the_reference() -
     assert running.references.blamed == []
 
 
-async def test_hidden_states_that_do_not_come_are_waited_for_in_vain_but_not_for_long() -> None:
+async def test_missing_hidden_states_time_out() -> None:
     running = Running()
     running.states = None
     verdict = await running.run()

@@ -78,7 +78,7 @@ def replay(script: Script, made: Plan) -> None:
     tables.check_integrity()
 
 
-def test_what_serves_is_in_it() -> None:
+def test_the_script_covers_every_serving_path() -> None:
     made = plan()
     script = script_for(made)
     replay(script, made)
@@ -145,7 +145,7 @@ def test_subscribers_learn_of_evicted_blocks_and_of_no_block_of_a_check() -> Non
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16, 64, 128, 300])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
-def test_every_plan_has_one(block_size: int, num_blocks: int, window: int | None) -> None:
+def test_every_plan_has_a_script(block_size: int, num_blocks: int, window: int | None) -> None:
     made = plan(block_size=block_size, num_blocks=num_blocks, max_step_tokens=max(block_size, 8))
     script = script_for(made, window=window)
     replay(script, made)
@@ -166,14 +166,14 @@ def test_every_limit_is_kept(max_step_tokens: int, max_step_sequences: int, max_
     assert script.num_rows > 0
 
 
-def test_what_has_no_room_is_left_out_and_named() -> None:
+def test_cases_without_room_are_skipped_and_named() -> None:
     assert parts_for(plan(), 16)[1] == ["sequences of 16 tokens do not leave a block of 16"]
     assert parts_for(plan(max_step_tokens=8), 20)[1] == ["a step of 8 tokens does not hold a block of 16"]
     assert script_for(plan(num_blocks=2)).left_out == ()
     assert script_for(plan(num_blocks=1)).left_out
 
 
-def test_the_id_of_its_request_is_nobody_elses() -> None:
+def test_the_request_id_of_a_check_is_unique() -> None:
     with pytest.raises(ValueError, match="expected version 7"):
         parse_request_id("00000000-0000-0000-0000-000000000000")
     assert {

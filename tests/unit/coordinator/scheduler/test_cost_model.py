@@ -18,7 +18,7 @@ def test_two_rates_are_found_from_noisy_measurements() -> None:
     assert fit.second == pytest.approx(5, rel=0.05)
 
 
-def test_features_that_cannot_be_told_apart_are_explained_by_the_first() -> None:
+def test_indistinguishable_features_are_explained_by_the_first() -> None:
     fit = OnlineLeastSquares()
     for time in (9.0, 11.0, 10.0):
         fit.add(1.0, 8.0, time)
@@ -36,7 +36,7 @@ def test_no_rate_is_negative(times: tuple[float, float]) -> None:
     assert fit.predict(1.0, 1.5) > 0
 
 
-def test_one_outlier_counts_little_and_a_new_speed_is_believed() -> None:
+def test_one_outlier_counts_little_and_a_new_speed_is_adopted() -> None:
     fit = OnlineLeastSquares()
     for _ in range(50):
         fit.add(1.0, 0.0, 10.0)
@@ -47,7 +47,7 @@ def test_one_outlier_counts_little_and_a_new_speed_is_believed() -> None:
     assert fit.predict(1.0, 0.0) == pytest.approx(100, rel=0.05)
 
 
-def test_nothing_is_known_before_the_first_measurement() -> None:
+def test_no_estimate_exists_before_the_first_measurement() -> None:
     fit, median = OnlineLeastSquares(), RecentMedian()
     assert (fit.is_known, fit.predict(1.0, 2.0), median.value) == (False, 0.0, 0.0)
 

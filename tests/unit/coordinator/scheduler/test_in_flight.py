@@ -19,9 +19,7 @@ def patience_of(*ratios: float) -> StepTimeoutEstimator:
 
 
 @pytest.mark.parametrize(("unknown_s", "limit_s"), [(10.0, 10.0), (0.5, DEFAULT_POLICY.min_step_timeout_s)])
-def test_while_nothing_is_known_the_limit_is_the_one_for_unknown_steps(
-    unknown_s: float, limit_s: float
-) -> None:
+def test_without_measurements_the_limit_for_unknown_steps_applies(unknown_s: float, limit_s: float) -> None:
     assert StepTimeoutEstimator(DEFAULT_POLICY).limit_s(1.0, unknown_s=unknown_s) == limit_s
     assert patience_of(1.0).limit_s(0.0, unknown_s=unknown_s) == limit_s
 
@@ -41,11 +39,11 @@ def test_one_of_a_hundred_does_not_count_and_two_do() -> None:
     assert patience_of(*[1.0] * 98, 50.0, 50.0).limit_s(1.0, unknown_s=0.0) == pytest.approx(400.0)
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_entries_are_forgotten() -> None:
     assert patience_of(*[50.0] * 512, *[1.0] * 512).limit_s(1.0, unknown_s=0.0) == pytest.approx(8.0)
 
 
-def test_steps_that_could_not_be_predicted_teach_nothing() -> None:
+def test_unpredicted_steps_are_not_learned_from() -> None:
     patience = StepTimeoutEstimator(DEFAULT_POLICY)
     patience.observe(100.0, 0.0)
     assert patience.limit_s(1.0, unknown_s=3.0) == 3.0

@@ -111,7 +111,7 @@ async def test_an_epoch_that_ends_or_begins_clears_and_ids_go_on(
     feed.close()
 
 
-async def test_a_slow_subscriber_is_told_to_come_again_and_nobody_else_is_held_up(
+async def test_a_slow_subscriber_is_dropped_without_delaying_others(
     log: KvCacheManager, feed: KvEventPublisher
 ) -> None:
     slow, quick = feed.subscribe(), feed.subscribe()
@@ -153,7 +153,7 @@ def test_private_blocks_are_never_announced(log: KvCacheManager) -> None:
     assert (log.num_inactive, log.num_free) == (0, 3)
 
 
-def test_what_is_private_after_a_collision_is_not_announced_either(
+def test_private_blocks_after_a_collision_are_not_announced(
     log: KvCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(log, (1, 2))
@@ -203,9 +203,7 @@ async def test_a_snapshot_keeps_both_hashes_and_the_parent_on_the_wire(
     subscription.close()
 
 
-async def test_token_ids_are_told_where_they_are_asked_for(
-    log: KvCacheManager, feed: KvEventPublisher
-) -> None:
+async def test_token_ids_are_sent_on_request(log: KvCacheManager, feed: KvEventPublisher) -> None:
     serve(log, (1, 2, 3, 4))
     feed.publish(log.take_events())
     subscription = feed.subscribe()

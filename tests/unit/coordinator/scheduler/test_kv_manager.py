@@ -187,7 +187,7 @@ def test_freed_full_blocks_stay_cached_and_destroyed_ones_do_not() -> None:
     assert (log.num_active, log.num_inactive, log.num_free) == (0, 1, 3)
 
 
-def test_an_owner_that_nobody_names_breaks_the_integrity() -> None:
+def test_an_unknown_owner_breaks_the_integrity() -> None:
     log = KvCacheManager(num_blocks=4, block_size=2)
     admitted(log, (1, 2, 3))
     with pytest.raises(IntegrityBroken):
@@ -205,7 +205,7 @@ def test_a_prompt_with_the_hash_of_another_counts_no_hit(monkeypatch: pytest.Mon
     assert (same.num_cached_tokens, same.num_new_blocks) == (2, 1)
 
 
-def test_without_prefix_caching_equal_prompts_are_strangers() -> None:
+def test_without_prefix_caching_equal_prompts_share_nothing() -> None:
     log = KvCacheManager(num_blocks=8, block_size=2, prefix_caching=False)
     one = admitted(log, (1, 2, 3))
     plan = log.plan(sequence_of((1, 2, 3), number=1))
@@ -231,7 +231,7 @@ def test_scored_prompts_leave_shared_blocks_to_others_and_read_none() -> None:
     assert set(shared_blocks) <= cached
 
 
-def test_what_a_scored_prompt_has_computed_is_shared() -> None:
+def test_blocks_computed_for_a_scored_prompt_are_shared() -> None:
     log = KvCacheManager(num_blocks=12, block_size=16)
     serve(log, sequence_of(tuple(range(70)), is_scored=True))
     assert log.plan(sequence_of(tuple(range(70)), number=1)).num_cached_tokens == 64
@@ -279,7 +279,7 @@ def test_a_block_that_is_complete_when_its_sequence_ends_can_be_hit(
     assert replica.digest == log.digest
 
 
-def test_what_ends_with_an_error_is_not_promoted() -> None:
+def test_a_sequence_that_ends_with_an_error_is_not_promoted() -> None:
     log = KvCacheManager(num_blocks=8, block_size=2)
     sequence = running(log, (1, 2, 3))
     append(log, sequence, 4)
@@ -310,7 +310,7 @@ def test_a_last_block_whose_hash_is_taken_ends_as_a_private_one(monkeypatch: pyt
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("window", range(1, 7))
-def test_the_first_chunk_of_what_can_be_admitted_fits(window: int, block_size: int) -> None:
+def test_the_first_chunk_of_an_admissible_sequence_fits(window: int, block_size: int) -> None:
     """Whatever the pool, the length of the step and of the prompt, and how much of it is cached."""
     sizes = itertools.product(range(1, 7), range(block_size, 6), range(1, 10), range(4))
     for num_blocks, max_step_tokens, num_tokens, num_before in sizes:

@@ -92,12 +92,12 @@ def test_slow_transfers_are_filled_with_more_steps() -> None:
     assert pace_of(far).steps_in_flight(load_of(64)) == 8
 
 
-def test_what_memory_allows_bounds_the_steps() -> None:
+def test_memory_bounds_the_number_of_steps() -> None:
     assert pace_of(Stages(transfer_us=1e6), max_steps_in_flight=5).steps_in_flight(load_of(64)) == 5
     assert pace_of(Stages(transfer_us=1e6), max_steps_in_flight=2).steps_in_flight(load_of(64)) == 2
 
 
-def test_where_steps_cost_what_they_compute_transfers_cost_nothing_more_to_hide() -> None:
+def test_compute_bound_steps_hide_transfers_for_free() -> None:
     """Four steps of 4 ms: each is on its way for twice 4 and 8 ms, so a stage is always busy."""
     pace = pace_of(Stages(base_us=0, per_decode_us=1_000, transfer_us=8_000))
     assert pace.steps_in_flight(load_of(16)) == 4
@@ -204,7 +204,7 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
         assert sum(increment > 0 for increment in added) * steps_per_cycle <= 0.5 * len(added)
 
 
-def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None:
+def test_the_rest_of_a_prompt_does_not_wait_longer_than_its_own_cost() -> None:
     pace, load = pace_of(Stages()), load_of(16)
     pace.record_step(load, prefill_us=32_000)
     waited = 0

@@ -20,7 +20,7 @@ from wire.ids import SequenceKey, new_request_id
 from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult, TokenLogprobs
 
 
-def test_more_is_remembered_than_on_a_stage_and_takes_less_than_four_megabytes() -> None:
+def test_restart_counts_exceed_those_of_a_stage_within_four_megabytes() -> None:
     assert scheduler.MAX_REMEMBERED > validation.ENDED_REMEMBERED
     assert scheduler.MAX_REMEMBERED * 270 < 4e6
 
@@ -39,14 +39,14 @@ def test_a_key_starts_above_the_last_restart_count_of_its_predecessor() -> None:
     assert (used.first_unused(one), used.first_unused(other)) == (3, 0)
 
 
-def test_another_epoch_knows_nothing_of_this_one() -> None:
+def test_restart_counts_are_reset_by_another_epoch() -> None:
     used, one = UsedRestartCounts(), key()
     used.record_end(one, 2)
     used.clear()
     assert used.first_unused(one) == 0
 
 
-def test_memory_is_bounded_and_forgets_what_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_counts_are_bounded_evicting_the_first_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 2)
     used, first, second, third = UsedRestartCounts(), key(), key(), key()
     for sequence_key in (first, second, first, third):
@@ -228,7 +228,7 @@ def test_a_hit_is_held_from_the_moment_it_counts() -> None:
 # Admission and preemption
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_no_request_overtakes_the_head_of_the_queue() -> None:
     model = model_of(num_blocks=4)
     model.submit(range(9), max_tokens=3)
     long, short = model.submit(range(100, 109), max_tokens=1), model.submit([1], max_tokens=1)
@@ -239,7 +239,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     model.check_all_ended()
 
 
-def test_an_admission_leaves_the_watermark_to_those_who_run() -> None:
+def test_an_admission_leaves_the_watermark_to_running_sequences() -> None:
     model = model_of(num_blocks=200, max_step_tokens=1000, max_steps_in_flight=3)
     model.submit([1], max_tokens=5)
     model.submit(range(4 * 196), max_tokens=1)
@@ -374,7 +374,7 @@ def test_a_finished_sequence_is_ended_in_the_next_step() -> None:
     assert model.sent[-1].slices == ()
 
 
-def test_nothing_to_do_is_no_step() -> None:
+def test_no_step_is_sent_without_work() -> None:
     model = model_of()
     assert model.scheduler.next_step(0.0) is None
     model.submit([1], max_tokens=1)
@@ -402,7 +402,7 @@ def test_a_slice_error_fails_one_request_and_leaves_none_of_its_blocks_behind() 
         (step_pb2.SliceError.KIND_GRAMMAR, GrammarFailed),
     ],
 )
-def test_what_failed_says_where_and_why(kind: int, error: type[ServingError]) -> None:
+def test_a_failed_request_has_stage_and_reason(kind: int, error: type[ServingError]) -> None:
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
     outcome = SliceError(kind, 3, "logits are not finite")
@@ -449,7 +449,7 @@ def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
     assert [update.token for update in scheduler.complete(StepResult(step.epoch, 0, right), 0.0)] == [5, 5]
 
 
-def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> None:
+def test_a_token_with_unrequested_log_probabilities_is_rejected() -> None:
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
     result = SliceResult(sequence.key, 0, 5, TokenLogprobs(5, -1.0, 1))
@@ -524,7 +524,7 @@ def test_the_sequences_of_a_step_are_those_it_computes_now() -> None:
     assert scheduler.sequences_in_step(0) == []
 
 
-def test_a_sequence_that_started_anew_is_not_one_of_its_old_step() -> None:
+def test_a_restarted_sequence_is_not_part_of_its_old_step() -> None:
     """A faulty step fails its requests, but not those that were preempted since."""
     model = model_of(num_blocks=4, max_step_tokens=8, max_steps_in_flight=2)
     model.scheduler.end_epoch()
@@ -555,7 +555,7 @@ def test_a_step_that_holds_less_than_a_block_is_refused() -> None:
         Scheduler(DEFAULT_POLICY).begin_epoch(1, KvCacheManager(num_blocks=8, block_size=4), limits)
 
 
-def test_finish_reasons_reach_whoever_asked() -> None:
+def test_finish_reasons_reach_the_caller() -> None:
     model = model_of()
     prompt = [1, 2, 3]
     generated, _ = solo_run(prompt, 8, frozenset())
@@ -570,7 +570,7 @@ def test_finish_reasons_reach_whoever_asked() -> None:
 # Lending an idle epoch to the self-check
 
 
-def test_an_epoch_is_lent_only_while_nobody_needs_it() -> None:
+def test_an_epoch_is_lent_only_while_idle() -> None:
     model = model_of()
     model.submit([1, 2], max_tokens=1)
     assert model.scheduler.lend_epoch() is None, "a sequence waits"

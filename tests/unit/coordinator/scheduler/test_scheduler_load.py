@@ -201,7 +201,7 @@ def test_every_load_ends_with_the_tokens_of_solo_runs(data: st.DataObject) -> No
 
 @settings(QUIET, max_examples=examples(1.75))
 @given(data=st.data())
-def test_cancels_errors_and_restarts_disturb_nobody_else(data: st.DataObject) -> None:
+def test_cancels_errors_and_restarts_change_no_other_request(data: st.DataObject) -> None:
     setup = data.draw(setups())
     requests = data.draw(st.lists(arrivals(setup), max_size=10))
     kinds = st.sampled_from([*CALM * 4, *Event])
@@ -251,7 +251,7 @@ def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() 
         play_at_once(setup, [((0,), 1), ((0,), 1), ((1,), 4), ((6,), 4), ((0,), 4), ((0, 0), 1)])
 
 
-def test_a_preempted_sequence_comes_back_only_when_its_first_chunk_fits() -> None:
+def test_a_preempted_sequence_restarts_only_when_its_first_chunk_fits() -> None:
     """A window of one token hides the newest block too, which the sequence holds nevertheless."""
     setup = Setup(1, 3, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=1)
     play_at_once(setup, [((0,), 1), ((0,), 1), ((0,), 2), ((1,), 2)])

@@ -94,9 +94,7 @@ def test_within_a_class_they_are_served_as_they_came(gaps: list[tuple[Priority, 
 
 
 @pytest.mark.parametrize(("late", "early"), list(product(Priority, repeat=2)))
-def test_a_higher_class_overtakes_who_has_waited_less_than_so_many_ages(
-    late: Priority, early: Priority
-) -> None:
+def test_a_higher_class_overtakes_within_its_age_limit(late: Priority, early: Priority) -> None:
     ages = late - early
     for after_s in (0.0, 1.0, 9.9, 10.0, 10.1, 19.9, 20.0, 20.1, 1000.0):
         # Who came first wins when both are due at once.
@@ -104,7 +102,7 @@ def test_a_higher_class_overtakes_who_has_waited_less_than_so_many_ages(
 
 
 @given(CLASSES, CLASSES, st.floats(0, 1e6), st.floats(1e-6, 1e6))
-def test_nobody_is_overtaken_by_who_comes_two_ages_later(
+def test_no_request_is_overtaken_by_one_two_ages_later(
     late: Priority, early: Priority, waited_s: float, more_s: float
 ) -> None:
     first = order(early, waited_s, arrival=0)
@@ -231,7 +229,7 @@ def test_a_single_token_goes_from_prefill_to_finished() -> None:
 
 
 @pytest.mark.parametrize("token", [5, STOP_TOKEN])
-def test_where_nothing_is_to_be_generated_the_answer_only_ends_the_prompt(token: int) -> None:
+def test_without_tokens_to_generate_the_result_only_ends_the_prompt(token: int) -> None:
     sequence = new_sequence(max_tokens=0)
     prefill(sequence)
     assert sequence.accept_token(token) is FinishReason.LENGTH
@@ -256,7 +254,7 @@ def test_a_stop_token_in_the_prompt_does_not_stop() -> None:
     assert sequence.accept_token(1) is None
 
 
-def test_cached_tokens_are_those_of_the_first_start() -> None:
+def test_cached_tokens_are_counted_at_the_first_start() -> None:
     sequence = new_sequence(tuple(range(9)))
     begin(sequence, num_cached_tokens=4)
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (4, 4)
@@ -367,7 +365,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     assert sequence.take_chunk(1) == ((7,), Prefill(0, 1, 1))
 
 
-def test_what_is_scored_is_computed_even_if_it_is_cached() -> None:
+def test_scored_tokens_are_computed_even_if_cached() -> None:
     sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
     with pytest.raises(InvariantBroken, match="is computed where it is scored"):
         begin(sequence, num_cached_tokens=4)

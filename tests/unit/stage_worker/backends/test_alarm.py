@@ -113,7 +113,9 @@ def test_a_moment_that_has_passed_rings_at_once(run_scenario: RunScenario) -> No
 
 
 @pytest.mark.parametrize(("first_s", "second_s"), [(0.01, 0.03), (0.03, 0.01), (0.01, -1.0)])
-def test_what_was_set_before_is_forgotten(run_scenario: RunScenario, first_s: float, second_s: float) -> None:
+def test_setting_an_alarm_replaces_the_previous_one(
+    run_scenario: RunScenario, first_s: float, second_s: float
+) -> None:
     async def scenario() -> None:
         bells = Bells(Alarm())
         start_s = time.monotonic()
@@ -129,7 +131,7 @@ def test_what_was_set_before_is_forgotten(run_scenario: RunScenario, first_s: fl
     run_scenario(scenario)
 
 
-def test_an_alarm_may_be_set_from_what_it_calls(run_scenario: RunScenario) -> None:
+def test_an_alarm_may_be_set_from_its_callback(run_scenario: RunScenario) -> None:
     async def scenario() -> None:
         alarm, moments = Alarm(), list[float]()
         done = asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ def a_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-async def test_a_step_that_does_not_end_in_time_is_told_of_however_often_it_is_waited_for() -> None:
+async def test_an_overdue_step_is_reported_on_every_wait() -> None:
     hung: asyncio.Queue[str] = asyncio.Queue()
     watchdog = StepWatchdog(0.05, hung.put_nowait)
     watchdog.expect(a_future())
@@ -26,7 +26,7 @@ async def test_a_step_that_does_not_end_in_time_is_told_of_however_often_it_is_w
     assert hung.empty()
 
 
-async def test_a_step_that_ends_in_time_is_not_told_of_and_the_next_has_all_its_time() -> None:
+async def test_a_step_in_time_is_not_reported_and_the_next_has_a_full_timeout() -> None:
     hung: asyncio.Queue[str] = asyncio.Queue()
     watchdog = StepWatchdog(3600, hung.put_nowait)
     first = a_future()
@@ -62,13 +62,13 @@ async def test_everything_runs_in_one_other_thread_in_order(compute: ComputeThre
     assert threading.get_ident() not in threads
 
 
-async def test_errors_come_back_and_the_thread_goes_on(compute: ComputeThread) -> None:
+async def test_errors_are_returned_and_the_thread_continues(compute: ComputeThread) -> None:
     with pytest.raises(ZeroDivisionError):
         await compute.run(lambda: 1 // 0)
     assert await compute.run(lambda: 7) == 7
 
 
-async def test_what_is_cancelled_before_its_turn_is_left_out(compute: ComputeThread) -> None:
+async def test_work_cancelled_while_queued_is_skipped(compute: ComputeThread) -> None:
     gate, entered, ran = threading.Event(), threading.Event(), []
 
     def hold() -> None:

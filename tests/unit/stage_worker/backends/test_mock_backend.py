@@ -31,7 +31,7 @@ TIMES = st.floats(0, 100)
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=30))
-def test_a_step_begins_when_it_is_there_and_the_one_before_has_ended(
+def test_a_step_begins_after_its_arrival_and_the_previous_end(
     steps: list[tuple[float, float]],
 ) -> None:
     clock, now_s, ended_s = DeadlineClock(), 0.0, 0.0
@@ -72,7 +72,7 @@ def test_an_alarm_goes_off_at_its_moment_and_not_before(
 
 
 @LOOPS
-def test_an_alarm_that_is_set_again_or_closed_forgets_what_was_before(
+def test_resetting_or_closing_an_alarm_cancels_the_previous_one(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     async def main() -> None:
@@ -130,7 +130,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     assert bench.backend.stop(timeout_s=0), "twice is fine"
 
 
-async def test_it_is_called_a_mock() -> None:
+async def test_the_backend_reports_mock() -> None:
     backend = MockBackend(SHORT)
     assert (backend.device, backend.is_mock, backend.memory_bytes) == ("mock", True, MEMORY_BYTES)
     assert MockBackend(SHORT, memory_bytes=1000).memory_bytes == 1000
@@ -200,7 +200,7 @@ async def test_a_fault_comes_through_the_future_and_does_not_wait(bench: Bench) 
         await refused
 
 
-async def test_a_step_that_nobody_waits_for_any_more_is_let_go(bench: Bench) -> None:
+async def test_a_step_without_a_waiter_is_abandoned(bench: Bench) -> None:
     errors = _errors_of_the_loop()
     abandoned = bench.submit(bench.log.step())
     assert abandoned.cancel()
@@ -209,7 +209,7 @@ async def test_a_step_that_nobody_waits_for_any_more_is_let_go(bench: Bench) -> 
     assert errors == []
 
 
-async def test_a_new_epoch_begins_when_the_step_that_was_let_go_would_have_ended(bench: Bench) -> None:
+async def test_a_new_epoch_begins_at_the_end_of_an_abandoned_step(bench: Bench) -> None:
     came_s = time.monotonic()
     assert bench.submit(bench.log.step(), at_s=came_s).cancel()
     await bench.backend.begin_epoch(bench.executor, 2, stage=0)
@@ -219,7 +219,7 @@ async def test_a_new_epoch_begins_when_the_step_that_was_let_go_would_have_ended
     assert ran.started_s == came_s + SHORT.step
 
 
-async def test_a_stopped_backend_lets_go_of_what_it_computes(bench: Bench) -> None:
+async def test_a_stopped_backend_abandons_its_step(bench: Bench) -> None:
     errors = _errors_of_the_loop()
     done = bench.submit(bench.log.step())
     assert bench.backend.stop(timeout_s=0)

@@ -36,7 +36,7 @@ def reachable(sampling: StepSampling) -> set[int | None]:
     return {made.choose(first) for first in range(VOCAB_SIZE)}
 
 
-def test_what_asks_nothing_of_tokens_has_no_constraints() -> None:
+def test_default_sampling_has_no_constraints() -> None:
     assert not MockConstraints.are_in(StepSampling(temperature=1.0, top_p=0.5, min_tokens=3))
     assert MockConstraints.are_in(StepSampling(min_tokens=3, min_tokens_hold_back=(5,)))
 
@@ -136,7 +136,7 @@ def test_a_vocabulary_of_nothing_but_ends_is_refused() -> None:
         mock_token(0, 0, vocab_size=2, eos_token_ids=(0, 1))
 
 
-def test_first_makes_zeros_and_middle_passes_on_what_came() -> None:
+def test_first_produces_zeros_and_middle_forwards_its_input() -> None:
     part = StepSlice(key_of(0), 0, (1, 2, 3), Prefill(0, 3, 3))
     made = MockCompute(FIRST).compute(frame_of(part), [])
     assert isinstance(made, TensorView)
@@ -167,7 +167,7 @@ def test_last_answers_what_is_sampled_with_known_tokens() -> None:
         (StepSampling(repetition_penalty=1.5), "penalties"),
     ],
 )
-def test_what_needs_probabilities_fails_alone(sampling: StepSampling, what: str) -> None:
+def test_parameters_that_need_probabilities_fail_alone(sampling: StepSampling, what: str) -> None:
     compute = MockCompute(LAST)
     compute.start(StartRecord(key_of(0), 0, 1, (1,), sampling))
     compute.start(StartRecord(key_of(1), 0, 1, (1,), StepSampling()))
@@ -181,7 +181,7 @@ def test_what_needs_probabilities_fails_alone(sampling: StepSampling, what: str)
     assert all(isinstance(result.outcome, int) for result in compute.compute(step, []))  # type: ignore[union-attr]
 
 
-def test_a_mock_must_know_what_the_model_is_like() -> None:
+def test_a_mock_needs_the_shape_of_the_model() -> None:
     with pytest.raises(ValueError, match="got 0 and 20"):
         MockCompute(replace(LAST, model_shape=ModelShape(vocab_size=20)))
 

@@ -74,7 +74,7 @@ def test_hidden_states_have_the_shape_of_the_step_and_last_answers(num_stages: i
     ]
 
 
-def test_a_middle_stage_hands_on_what_came() -> None:
+def test_a_middle_stage_forwards_its_input() -> None:
     assignment = mock_assignment(stage=1)
     executor = StepExecutor(assignment, MockCompute(assignment))
     executor.begin_epoch(1, stage=1)
@@ -126,7 +126,7 @@ GRAMMAR = GrammarSpec(definition="start: /a+/", tokenizer_checksum=1)
         ({"is_scored": True}, "prompt log-probabilities"),
     ],
 )
-def test_what_it_cannot_answer_fails_its_sequence_alone(wish: dict[str, Any], what: str) -> None:
+def test_unsupported_requests_fail_their_sequence_alone(wish: dict[str, Any], what: str) -> None:
     stages = MockStages(3)
     asking = stages.log.add((1, 2, 3), **wish)
     stages.log.add((1, 2, 3))
@@ -137,7 +137,7 @@ def test_what_it_cannot_answer_fails_its_sequence_alone(wish: dict[str, Any], wh
     assert good.outcome == mock_token(3, 2, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
 
 
-def test_what_an_ended_sequence_asked_for_is_forgotten() -> None:
+def test_the_constraints_of_an_ended_sequence_are_forgotten() -> None:
     """The same key may begin again, without the wish that cannot be granted."""
     stages = MockStages(1)
     asking = stages.log.add((1, 2, 3), sampling=StepSampling(logprobs=1))
@@ -154,7 +154,7 @@ def test_what_an_ended_sequence_asked_for_is_forgotten() -> None:
     ]
 
 
-def test_a_begun_epoch_knows_its_place_and_no_sequence() -> None:
+def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
     assignment = mock_assignment(stage=2)
     compute = MockCompute(assignment)
     stages = MockStages(1)

@@ -50,7 +50,7 @@ def test_times_have_names_and_units(text: str, spec: MockSpec) -> None:
         ("step=20ms,", "''"),
     ],
 )
-def test_whatever_else_is_refused_by_name(text: str, named: str) -> None:
+def test_unknown_keys_are_rejected_by_name(text: str, named: str) -> None:
     with pytest.raises(ValueError, match="mock time") as raised:
         MockSpec.parse(text)
     assert named in str(raised.value)
@@ -64,7 +64,7 @@ def test_a_step_takes_its_own_time_that_of_its_tokens_and_that_of_their_context(
     assert spec.step_s([decode(0), chunk(10, 2)]) == pytest.approx(1.0 + 0.3 + 10 * (1 + 11 + 12) / 1000)
 
 
-def test_failures_are_counts_and_never_happen_unless_asked_for() -> None:
+def test_failures_are_counts_and_off_by_default() -> None:
     spec = MockSpec.parse("step=5ms,poison_after=100,hang_after=7,oom_at=64")
     assert (spec.poison_after, spec.hang_after, spec.oom_at) == (100, 7, 64)
     spec = MockSpec.parse("step=5ms")
@@ -72,12 +72,12 @@ def test_failures_are_counts_and_never_happen_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["poison_after=0", "hang_after=5ms", "oom_at=-1", "poison_after=1.5"])
-def test_a_count_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_count_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="expected a number from 1 to"):
         MockSpec.parse(text)
 
 
-def test_a_poisoned_device_fails_for_good_and_one_without_memory_computes_what_is_smaller() -> None:
+def test_a_poisoned_device_stays_failed_and_out_of_memory_allows_smaller_steps() -> None:
     device = MockDevice(MockSpec(poison_after=2))
     device.compute(1)
     device.compute(1)

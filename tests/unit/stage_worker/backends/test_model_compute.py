@@ -44,7 +44,7 @@ def states(*bad_rows: int, value: float = math.nan) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_single_value_that_is_not_finite_is_seen(dtype: torch.dtype, value: float) -> None:
+def test_a_single_non_finite_value_is_detected(dtype: torch.dtype, value: float) -> None:
     assert are_finite(states().to(dtype))
     assert not are_finite(states(4, value=value).to(dtype))
 
@@ -65,7 +65,7 @@ def test_while_others_are_finite_the_request_is_the_cause(rows: tuple[int, ...])
     handed_on(states(), states(*rows))
 
 
-def test_where_nothing_is_finite_that_came_in_so_the_stage_is() -> None:
+def test_a_stage_that_produces_no_finite_value_is_the_cause() -> None:
     with pytest.raises(StepFault, match="4 of 4 sequences") as raised:
         handed_on(states(), states(*ALL))
     assert raised.value.kind is StepFaultKind.NON_FINITE
@@ -73,12 +73,12 @@ def test_where_nothing_is_finite_that_came_in_so_the_stage_is() -> None:
         handed_on(states(1), states(*ALL))
 
 
-def test_what_came_in_so_is_not_the_fault_of_this_stage() -> None:
+def test_non_finite_input_is_not_the_fault_of_this_stage() -> None:
     handed_on(states(*ALL), states(*ALL))
     handed_on(states(2, 3, 4, 5), states(2, 3, 4, 5))
 
 
-def test_a_request_alone_is_the_cause_unless_all_of_it_is_spoilt() -> None:
+def test_a_lone_request_is_the_cause_unless_all_of_it_is_non_finite() -> None:
     step, fine = replace(STEP, slices=STEP.slices[:1]), states()[:3]
     handed_on(fine, states(1, 2)[:3], step)
     handed_on(states(1)[:3], states(0, 1, 2)[:3], step)
@@ -86,7 +86,7 @@ def test_a_request_alone_is_the_cause_unless_all_of_it_is_spoilt() -> None:
         handed_on(fine, states(0, 1, 2)[:3], step)
 
 
-def test_pages_of_a_sequence_that_is_not_finite_spoil_what_follows_of_it() -> None:
+def test_non_finite_pages_of_a_sequence_affect_its_later_tokens() -> None:
     finite = FiniteStates()
     first = replace(STEP, slices=STEP.slices[:1])
     later = replace(STEP, slices=(StepSlice(key(1), 0, (8,), Prefill(3, 1, 4)),))

@@ -62,7 +62,7 @@ def test_times_have_names_and_units(text: str, spec: MockSpec) -> None:
         ("step=" + "9" * 400 + "s", "at most 3600s"),
     ],
 )
-def test_anything_else_is_refused_by_what_is_wrong(text: str, message: str) -> None:
+def test_invalid_values_are_rejected_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared below
         MockSpec.parse(text)
     assert message in str(refused.value)
@@ -72,7 +72,7 @@ def test_a_step_without_slices_takes_no_time() -> None:
     assert MockSpec(step=1.0, token=1.0, context=1.0).step_s(()) == 0.0
 
 
-def test_a_step_takes_its_base_once_and_so_much_per_token() -> None:
+def test_a_step_takes_a_base_time_and_a_time_per_token() -> None:
     spec = MockSpec(step=0.02, token=0.001)
     assert spec.step_s([decode(7)]) == pytest.approx(0.021)
     assert spec.step_s([decode(7), chunk(0, 9), decode(0)]) == pytest.approx(0.031)

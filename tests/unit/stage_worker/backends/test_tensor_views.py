@@ -59,7 +59,9 @@ def error_bound(hidden: Tensor, wire: ScaledDType, run: DType) -> Tensor:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("wire", "run"), SCALED_CASES)
 @given(data=st.data())
-def test_scaled_rows_come_back_within_their_bound(wire: ScaledDType, run: DType, data: st.DataObject) -> None:
+def test_scaled_rows_round_trip_within_their_bound(
+    wire: ScaledDType, run: DType, data: st.DataObject
+) -> None:
     hidden = data.draw(rows(run))
     back = there_and_back(hidden, wire)
     error = (back.double() - hidden.double()).abs()
@@ -111,7 +113,7 @@ def poisoned(run: DType, bad: float) -> Tensor:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("run", RUN_DTYPES)
 @pytest.mark.parametrize("wire", [*RUN_DTYPES, *ScaledDType])
-def test_what_is_not_finite_is_never_hidden(wire: WireDType, run: DType, bad: float) -> None:
+def test_non_finite_values_are_never_hidden(wire: WireDType, run: DType, bad: float) -> None:
     if not can_carry(wire, run):
         return
     back = there_and_back(poisoned(run, bad), wire)
@@ -146,7 +148,7 @@ def at_offset(data: bytes, offset: int) -> memoryview:
 
 @pytest.mark.parametrize("dtype", RUN_DTYPES)
 @pytest.mark.parametrize("offset", range(8))
-def test_only_what_lies_askew_is_copied(dtype: DType, offset: int) -> None:
+def test_only_misaligned_payloads_are_copied(dtype: DType, offset: int) -> None:
     hidden = torch.randn(3, 5).to(TORCH_DTYPES[dtype])
     data = at_offset(bytes(to_view(hidden).data), offset)
     tensor = from_view(TensorView(dtype, (3, 5), data), device=CPU)

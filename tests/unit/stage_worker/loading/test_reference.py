@@ -94,7 +94,7 @@ def expected_outputs(directory: Path, dtype: DType, text: Text) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_log_probabilities_and_hidden_states_are_those_of_transformers(directory: Path, dtype: DType) -> None:
+def test_log_probabilities_and_hidden_states_equal_transformers(directory: Path, dtype: DType) -> None:
     reference = reference_of(directory, dtype=dtype)
     check_against(directory, dtype, reference)
 
@@ -149,7 +149,7 @@ def test_texts_do_not_see_each_other(llama: Path) -> None:
         assert row.logprob == pytest.approx(expected.logprob, abs=1e-5)
 
 
-def test_rounding_grows_with_what_hidden_states_travel_in(llama: Path) -> None:
+def test_rounding_grows_with_the_wire_dtype(llama: Path) -> None:
     whole, small = (reference_of(llama, wire_dtype=wire) for wire in (DType.F32, ScaledDType.I8))
     assert (whole.rounding, whole.layers[0].rounding) == (0.0, 0.0)
     assert small.rounding > 1e-4 and small.layers[0].rounding > 1e-4
@@ -210,7 +210,7 @@ def test_another_checkpoint_is_refused(llama: Path) -> None:
         reference_of(llama, fingerprint="0123")
 
 
-def test_a_checkpoint_that_is_not_here_is_refused(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(HandshakeMismatch, match="is not a directory"):
         reference_of(tmp_path / "nothing", fingerprint="0123")
 
@@ -224,7 +224,7 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
         reference_of(directory, dtype=DType.F16)
 
 
-def test_logits_that_are_not_finite_are_no_reference(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_give_no_reference(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = torch.zeros(2, sum(map(len, TEXTS)), 128)
     broken[0, 23, 5] = math.inf
     monkeypatch.setattr(StreamedModel, "logits", lambda model, hidden: iter([(0, broken)]))
@@ -237,7 +237,7 @@ def test_a_token_outside_the_vocabulary_is_refused(llama: Path) -> None:
         reference_of(llama, texts=((1,), (5, 128)))
 
 
-def test_a_reference_that_nobody_waits_for_ends_early(llama: Path) -> None:
+def test_a_reference_without_a_waiter_stops_early(llama: Path) -> None:
     progress = LoadProgress()
     progress.cancel()
     with pytest.raises(StaleStream):
@@ -264,7 +264,7 @@ def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_what_is_recorded_of_the_built_in_model_is_true(tmp_path: Path, dtype: DType) -> None:
+def test_the_recorded_reference_equals_a_computed_one(tmp_path: Path, dtype: DType) -> None:
     """Run `python -m tools.record_reference` after the model was trained anew."""
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     recorded = read_references(SELF_CHECK_FILE, checkpoint.fingerprint)[dtype.value]
@@ -274,7 +274,7 @@ def test_what_is_recorded_of_the_built_in_model_is_true(tmp_path: Path, dtype: D
     check_against(MODEL_DIRECTORY, dtype, recorded)
 
 
-def test_a_record_is_that_of_the_present_code(tmp_path: Path) -> None:
+def test_the_recorded_reference_equals_a_fresh_recording(tmp_path: Path) -> None:
     record(tmp_path / "fresh.json")
     fingerprint = Checkpoint.open(MODEL_DIRECTORY).fingerprint
     fresh, recorded = (

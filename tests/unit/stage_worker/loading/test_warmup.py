@@ -80,7 +80,7 @@ def test_the_smallest_limits_are_kept(directory: Path, limits: dict[str, int]) -
     load_stage(assignment, RESOURCES)
 
 
-def test_the_first_epoch_after_it_is_as_if_it_had_not_been(directory: Path) -> None:
+def test_warm_up_leaves_no_state_for_the_first_epoch(directory: Path) -> None:
     assignment = new_assignment(directory, stage=1)
     executor = load_stage(assignment, RESOURCES).executor
     executor.begin_epoch(1, stage=1)

@@ -139,7 +139,7 @@ def is_only_packed(ranges: tuple[int, int], *, tied: bool, kernels: Kernels) -> 
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("choice", ["plain", "packed", "in place"])
 @pytest.mark.parametrize("model", MODELS)
-def test_any_sequence_of_ranges_ends_as_a_fresh_load_and_reads_only_what_moved(
+def test_any_sequence_of_ranges_equals_a_fresh_load_and_reads_only_new_layers(
     model: str, choice: str, checkpoints: dict[str, Checkpoint]
 ) -> None:
     checkpoint, kernels = checkpoints[model], CHOICES[choice]
@@ -169,7 +169,7 @@ def test_any_sequence_of_ranges_ends_as_a_fresh_load_and_reads_only_what_moved(
         held, before = wanted, (begin, end)
 
 
-def test_what_is_said_of_a_load(checkpoints: dict[str, Checkpoint]) -> None:
+def test_a_load_reports_loaded_and_kept_parts(checkpoints: dict[str, Checkpoint]) -> None:
     checkpoint, parts = checkpoints["llama"], LoadedParts()
 
     def said(begin: int, end: int) -> str:
@@ -181,7 +181,7 @@ def test_what_is_said_of_a_load(checkpoints: dict[str, Checkpoint]) -> None:
     assert said(4, 8) == "layers none loaded, 4-7 kept; final norm kept; head kept"
 
 
-def test_a_tied_head_is_not_said_twice(checkpoints: dict[str, Checkpoint]) -> None:
+def test_a_tied_head_is_listed_once(checkpoints: dict[str, Checkpoint]) -> None:
     stage = new_stage(checkpoints["tied"], 0, LAYERS, PLAIN)
     read = stage.load(checkpoints["tied"])
     assert str(read) == "layers 0-7 loaded, none kept; embeddings loaded; final norm loaded"

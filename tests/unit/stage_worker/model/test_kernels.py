@@ -157,7 +157,7 @@ def test_rows_that_fill_up_a_small_batch_change_nothing(
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(48, generator=torch.Generator().manual_seed(2))])
-def test_packed_products_are_those_of_plain_weights(
+def test_packed_products_equal_those_of_plain_weights(
     bias: Tensor | None, checkpoints: dict[str, Checkpoint]
 ) -> None:
     skip_unless_possible(PACKED_SDPA, checkpoints["llama"].config)
@@ -189,7 +189,7 @@ def test_packed_weights_are_in_memory_once(
     assert (matrix() is not None) is is_kept, layer
 
 
-def test_only_bfloat16_on_a_cpu_departs_from_what_every_device_can(
+def test_only_bfloat16_on_a_cpu_uses_special_kernels(
     checkpoints: dict[str, Checkpoint],
 ) -> None:
     config = checkpoints["llama"].config
@@ -208,7 +208,7 @@ def test_only_bfloat16_on_a_cpu_departs_from_what_every_device_can(
     assert Kernels.of(config, torch.device("cpu"), torch.bfloat16, KernelChoice.COMPILED) == chosen
 
 
-def test_compiled_kernels_that_cannot_be_are_refused_with_the_reason(
+def test_unavailable_compiled_kernels_are_rejected_with_the_reason(
     checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, cpu = checkpoints["llama"].config, torch.device("cpu")
@@ -230,7 +230,7 @@ def test_compiled_kernels_that_cannot_be_are_refused_with_the_reason(
     check_choice(KernelChoice.AUTO, cpu)
 
 
-def test_without_the_compiled_module_products_take_over_and_say_so(
+def test_without_the_compiled_module_torch_products_are_used_with_a_warning(
     checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = checkpoints["llama"].config

@@ -46,7 +46,7 @@ def differs_by_roundings(found: Tensor, expected: Tensor, *, share: float) -> bo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1, 48), (7, 768), (3, 5, 64)])
-def test_the_norm_is_that_of_transformers_bit_by_bit(size: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_norm_equals_transformers_bit_by_bit(size: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = random(*size, dtype=dtype), random(size[-1], dtype=dtype, seed=1)
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
@@ -54,7 +54,7 @@ def test_the_norm_is_that_of_transformers_bit_by_bit(size: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_is_that_of_transformers_bit_by_bit(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
+def test_rotation_equals_transformers_bit_by_bit(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     positions = [0, 3, 700, 16_383, 20_000]
     cos, sin = Rope(checkpoint.config, dtype, torch.device("cpu")).cos_sin(positions)
     angles = torch.tensor(positions)[:, None] * (1.0 / 10_000.0 ** (torch.arange(0, 32, 2) / 32))
@@ -67,7 +67,7 @@ def test_rotation_is_that_of_transformers_bit_by_bit(dtype: torch.dtype, checkpo
     assert torch.equal(x, expected)
 
 
-def test_kept_angles_are_those_that_are_computed_each_time(checkpoint: Checkpoint) -> None:
+def test_cached_angles_equal_computed_ones(checkpoint: Checkpoint) -> None:
     rope = Rope(checkpoint.config, torch.bfloat16, torch.device("cpu"))
     alone = [rope.cos_sin([position]) for position in (5, 900, 40_000)]
     for together, single in zip(rope.cos_sin([5, 900, 40_000]), zip(*alone, strict=True), strict=True):
@@ -102,7 +102,7 @@ def layout(
     )
 
 
-def test_compiled_rotation_and_writes_are_those_of_torch_bit_by_bit(
+def test_compiled_rotation_and_writes_equal_torch_bit_by_bit(
     native: Operations, checkpoint: Checkpoint
 ) -> None:
     slices = [

@@ -97,7 +97,7 @@ def test_a_prefix_written_by_one_slice_is_read_by_another_of_the_same_step(check
     torch.testing.assert_close(together, torch.cat((alone[4:], alone[:4])), atol=1e-5, rtol=0)
 
 
-def test_a_failed_sequence_s_nan_reaches_neither_its_batch_mates_nor_the_next_owner_of_its_page(
+def test_nan_of_a_failed_sequence_reaches_neither_batch_mates_nor_later_owners(
     checkpoint: Checkpoint,
 ) -> None:
     stage, pages = make_stage(checkpoint), make_pages()

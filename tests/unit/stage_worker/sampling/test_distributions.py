@@ -117,7 +117,7 @@ def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["penalties", "bad-words", "min-tokens-reached", "masks", "everything"])
-def test_tokens_that_were_decoded_count_like_those_of_a_start_record(name: str) -> None:
+def test_decoded_tokens_count_like_those_of_a_start_record(name: str) -> None:
     """Sequences that start from the prompt, take all generated tokens as input, and then fit."""
     scenario, num_rows = SCENARIOS[name], 2000
     sampler = Sampler(vocab_size=VOCAB, stage=0)
@@ -138,7 +138,7 @@ def test_tokens_that_were_decoded_count_like_those_of_a_start_record(name: str) 
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
 
 
-def test_rows_of_all_kinds_in_one_batch_have_the_tokens_that_they_have_among_their_like() -> None:
+def test_rows_of_mixed_kinds_get_the_tokens_of_uniform_batches() -> None:
     names = [name for name, scenario in SCENARIOS.items() if len(scenario.logits) == VOCAB]
     num_draws = 40
     alone = {name: draw(SCENARIOS[name], seeds(name, num_draws)) for name in names}

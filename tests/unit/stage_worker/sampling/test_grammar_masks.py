@@ -200,7 +200,7 @@ def test_where_the_text_is_complete_only_end_of_sequence_tokens_are_allowed(sett
     assert walk.allowed() == list(EOS)
 
 
-def test_ids_that_the_tokenizer_has_not_are_never_allowed(setting: Setting) -> None:
+def test_ids_outside_the_tokenizer_are_never_allowed(setting: Setting) -> None:
     walk = Walk(setting, setting.masks(InlinePool()), setting.spec(GrammarKind.REGEX, r"(?s).{1,9}"))
     assert walk.masks.start(walk.record()) is None
     special = {0, 1, *EOS}
@@ -226,7 +226,7 @@ def test_a_model_with_fewer_ids_than_the_tokenizer_gets_a_mask_of_its_own_width(
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_sequence_that_starts_again_goes_on_where_it_was(setting: Setting, seed: int) -> None:
+def test_a_restarted_sequence_continues_its_grammar(setting: Setting, seed: int) -> None:
     """As after a preemption: the record has the prompt and all generated tokens."""
     spec = setting.spec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
     walk = Walk(setting, setting.masks(InlinePool()), spec, seed=seed)
@@ -292,7 +292,7 @@ def test_a_token_that_was_not_the_sampled_one_decides(walk: Walk) -> None:
     assert is_nested(walk.text())
 
 
-def test_a_guess_changes_nothing_before_it_comes_back(walk: Walk) -> None:
+def test_a_guess_changes_nothing_before_it_is_confirmed(walk: Walk) -> None:
     before = walk.allowed()
     for guess in "x[x(":
         walk.masks.precompute(walk.key, walk.token(guess))
@@ -304,7 +304,7 @@ def test_a_guess_changes_nothing_before_it_comes_back(walk: Walk) -> None:
     assert walk.text() == "([((x))])"
 
 
-def test_a_guess_that_the_grammar_refuses_harms_nobody(walk: Walk) -> None:
+def test_a_guess_rejected_by_the_grammar_is_harmless(walk: Walk) -> None:
     walk.masks.precompute(walk.key, EOS[0])
     walk.feed("x")
     while walk.step():
@@ -312,7 +312,7 @@ def test_a_guess_that_the_grammar_refuses_harms_nobody(walk: Walk) -> None:
     assert walk.text() == "([(x)])"
 
 
-def test_an_input_that_the_grammar_refuses_is_that_rows_problem(walk: Walk) -> None:
+def test_an_input_rejected_by_the_grammar_fails_its_row_alone(walk: Walk) -> None:
     other = Walk(walk.setting, walk.masks, walk.spec)
     walk.masks.start(other.record())
     walk.masks.advance(walk.key, EOS[0])
@@ -361,7 +361,7 @@ def test_rows_are_masked_alike_alone_and_in_any_batch(walk: Walk, byte_setting: 
             assert torch.nonzero(logits[row] == 0).flatten().tolist() == alone[index]
 
 
-def test_a_stage_without_the_tokenizer_says_so(byte_setting: Setting, tmp_path: Path) -> None:
+def test_a_stage_without_the_tokenizer_reports_it(byte_setting: Setting, tmp_path: Path) -> None:
     spec = byte_setting.spec(GrammarKind.REGEX, "a")
     for directory in (None, tmp_path):
         masks = GrammarMasks(directory, vocab_size=VOCAB_SIZE, eos_token_ids=EOS, pool=InlinePool())
@@ -372,7 +372,7 @@ def test_a_stage_without_the_tokenizer_says_so(byte_setting: Setting, tmp_path: 
         assert problems == {0: "structured output: the checkpoint has no tokenizer.json"}
 
 
-def test_a_stage_with_another_tokenizer_says_so(byte_setting: Setting, tmp_path: Path) -> None:
+def test_a_stage_with_another_tokenizer_reports_it(byte_setting: Setting, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, sentencepiece_like())
     masks = Setting.of(tmp_path).masks(InlinePool())
     spec = byte_setting.spec(GrammarKind.REGEX, "a")
@@ -382,7 +382,7 @@ def test_a_stage_with_another_tokenizer_says_so(byte_setting: Setting, tmp_path:
     assert f"{spec.tokenizer_checksum:016x}" in problems[0]
 
 
-def test_a_definition_that_is_no_grammar_is_that_rows_problem(walk: Walk) -> None:
+def test_an_invalid_grammar_fails_its_row_alone(walk: Walk) -> None:
     bad = GrammarSpec(definition='{"grammars": []}', tokenizer_checksum=walk.spec.tokenizer_checksum)
     broken = Walk(walk.setting, walk.masks, bad)
     assert walk.masks.start(broken.record()) is None
@@ -390,7 +390,7 @@ def test_a_definition_that_is_no_grammar_is_that_rows_problem(walk: Walk) -> Non
     assert problems.keys() == {0}
 
 
-def test_after_clear_no_sequence_is_known_and_the_tables_are_there(byte_setting: Setting) -> None:
+def test_clear_forgets_sequences_and_keeps_tables(byte_setting: Setting) -> None:
     pool = InlinePool()
     masks = byte_setting.masks(pool)
     walk = Walk(byte_setting, masks, byte_setting.spec(GrammarKind.REGEX, "a"))

@@ -29,7 +29,7 @@ def assert_logprobs(found: TokenLogprobs, logits: Tensor, num_top: int) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 @pytest.mark.parametrize("name", ["temperature-1", "everything", "bias", "cold"])
-def test_of_sampled_tokens_before_penalties_and_filters(name: str, num_top: int) -> None:
+def test_logprobs_of_sampled_tokens_precede_penalties_and_filters(name: str, num_top: int) -> None:
     logits = some_logits(6, vocab_size=500)
     sampling = FILTERS[name]
     for temperature in (0.0, sampling.temperature):
@@ -47,7 +47,7 @@ def test_of_sampled_tokens_before_penalties_and_filters(name: str, num_top: int)
             assert_logprobs(result.logprobs, row, num_top)
 
 
-def test_only_for_those_who_ask_and_as_many_as_they_ask_for() -> None:
+def test_logprobs_are_returned_only_as_requested() -> None:
     asked = (None, 0, 3, None, 20)
     rows = [Row(sampling=StepSampling(logprobs=count)) for count in asked]
     results = results_of(some_logits(5), rows)
@@ -152,7 +152,7 @@ def test_no_top_is_the_tokens_own_alone() -> None:
     assert all(logprob.top == () for logprob in scored.chunk(0, 30).prompt_logprobs)
 
 
-def test_logits_that_are_not_finite_fail_the_chunk_and_say_where() -> None:
+def test_non_finite_logits_fail_the_chunk_with_the_position() -> None:
     scored = Scored()
     scored.hidden[13, 2] = float("nan")
     error = error_of(scored.chunk(8, 16))

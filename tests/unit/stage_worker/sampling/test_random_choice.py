@@ -177,7 +177,7 @@ def some_logits(rows: int, *, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
 @pytest.mark.matrix(14)
 @pytest.mark.parametrize("num_candidates", [256, 8], ids=["all-are-candidates", "few-candidates"])
 @pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS.keys())
-def test_what_is_drawn_has_the_probabilities_of_transformers(
+def test_samples_have_the_probabilities_of_transformers(
     sampling: StepSampling, num_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random_choice, "NUM_CANDIDATES", num_candidates)

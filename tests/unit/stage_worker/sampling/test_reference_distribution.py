@@ -50,7 +50,7 @@ def samplings(draw: st.DrawFn) -> StepSampling:
     prompt=st.lists(tokens, min_size=2, max_size=8),
     generated=st.lists(tokens, max_size=12),
 )
-def test_the_reference_is_what_transformers_does(
+def test_the_reference_equals_transformers(
     sampling: StepSampling, prompt: list[int], generated: list[int]
 ) -> None:
     row = Row(sampling=sampling, prompt=tuple(prompt), generated=tuple(generated))

@@ -50,7 +50,7 @@ def test_a_token_is_drawn_for_the_position_that_it_will_have(part: StepSlice) ->
 
 
 @pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS.keys())
-def test_a_sequence_that_starts_again_from_its_tokens_goes_on_as_if_it_never_had(
+def test_a_restarted_sequence_samples_as_an_undisturbed_one(
     sampling: StepSampling,
 ) -> None:
     """The state after decode steps is the state after a start record with the same tokens."""
@@ -111,9 +111,7 @@ def test_errors_stay_with_their_rows() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_an_error_whatever_the_filters(
-    value: float, temperature: float
-) -> None:
+def test_non_finite_logits_are_an_error_under_all_filters(value: float, temperature: float) -> None:
     logits = some_logits(1)
     logits[0, 7] = value
     hidden = replace(FILTERS["bad-words"], temperature=temperature, allowed_token_ids=(1, 2))
@@ -144,7 +142,7 @@ def test_a_step_of_nothing_but_errors_draws_nothing() -> None:
         (StepSampling(bad_words=tuple((token,) for token in range(VOCAB))), "bad_words"),
     ],
 )
-def test_where_no_token_is_allowed_the_error_names_what_allows_none(
+def test_without_allowed_tokens_the_error_names_the_constraint(
     masks: StepSampling, names: str, temperature: float
 ) -> None:
     logits = some_logits(3)

@@ -47,9 +47,7 @@ def logits_at(position: int, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_row_with_a_grammar_matches_it_and_its_batch_mate_is_as_without(
-    setting: Setting, temperature: float
-) -> None:
+def test_a_row_with_a_grammar_does_not_change_its_batch_mate(setting: Setting, temperature: float) -> None:
     spec = setting.spec(GrammarKind.REGEX, PHONE)
     sampling = StepSampling(temperature=temperature, seed=3, repetition_penalty=1.3, top_p=0.9)
     sampler, alone = new_sampler(setting), new_sampler(setting)
@@ -109,7 +107,7 @@ def test_parameters_that_leave_nothing_of_the_grammar_fail_that_row_alone(settin
     assert chosen.outcome == letter
 
 
-def test_a_grammar_without_a_further_token_fails_that_row_alone_and_says_so(setting: Setting) -> None:
+def test_a_grammar_without_a_next_token_fails_its_row_alone(setting: Setting) -> None:
     sampler = new_sampler(setting)
     [letter] = setting.codec.encode("a")[1:]
     dead = setting.spec(GrammarKind.GRAMMAR, 'start: "a" B\nB: /x/ & /y/')

@@ -33,14 +33,14 @@ def test_a_request_that_never_arrived_is_sent_again() -> None:
     assert policy.action is ResumeAction.ATTACH
 
 
-def test_a_request_that_was_heard_of_is_not_sent_again() -> None:
+def test_an_acknowledged_request_is_not_sent_again() -> None:
     policy = ResumePolicy(can_generate=True)
     policy.has_output = True
     policy.follow(LOST, is_connection_loss=True)
     assert not policy.follow(NOT_FOUND, is_connection_loss=False)
 
 
-def test_one_who_only_attaches_has_nothing_to_send() -> None:
+def test_an_attaching_call_sends_no_request() -> None:
     policy = ResumePolicy(can_generate=False)
     assert policy.action is ResumeAction.ATTACH
     assert not policy.follow(NOT_FOUND, is_connection_loss=False)
@@ -60,7 +60,7 @@ def test_a_refusal_after_a_loss_is_the_last_too(code: grpc.StatusCode) -> None:
     assert not policy.follow(code, is_connection_loss=False)
 
 
-def test_pauses_grow_to_two_seconds_and_begin_anew_after_an_outage() -> None:
+def test_pauses_grow_to_two_seconds_and_reset_after_an_outage() -> None:
     patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
     assert [patience.fail(0) for _ in range(7)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     patience.succeed()
@@ -138,7 +138,7 @@ def test_every_choice_has_a_position_of_its_own() -> None:
         (output(0, 1, "", **prompt_logprobs(1, 1)), "continues at prompt logprob 1, after 0"),
     ],
 )
-def test_what_is_missing_or_comes_twice_is_an_error(next_output: GenerateOutput, message: str) -> None:
+def test_missing_or_repeated_output_is_an_error(next_output: GenerateOutput, message: str) -> None:
     continuity = StreamCursor(num_choices=2)
     continuity.check(output(0, 0, "a"))
     with pytest.raises(ServerError, match=message):
@@ -146,14 +146,14 @@ def test_what_is_missing_or_comes_twice_is_an_error(next_output: GenerateOutput,
 
 
 @pytest.mark.parametrize("text", ["", "b"])
-def test_nothing_comes_after_the_last_message(text: str) -> None:
+def test_a_message_after_the_last_one_is_an_error(text: str) -> None:
     continuity = StreamCursor(num_choices=1)
     continuity.check(output(0, 0, "a", **LAST))
     with pytest.raises(ServerError, match="more after the last message of choice 0 of request r"):
         continuity.check(output(0, 1, text))
 
 
-def test_a_last_message_that_came_before_the_cut_is_heard_once() -> None:
+def test_a_last_message_before_the_cut_is_delivered_once() -> None:
     continuity = StreamCursor(num_choices=2)
     continuity.check(output(0, 0, "a", **LAST))
     continuity.interrupt()
@@ -181,7 +181,7 @@ def test_a_gap_in_prompt_logprobs_is_an_error_after_a_cut_too() -> None:
         continuity.check(output(0, 0, "", **prompt_logprobs(2, 1)))
 
 
-def test_one_who_attaches_takes_the_first_text_offset_as_given() -> None:
+def test_attaching_accepts_the_first_text_offset() -> None:
     continuity = StreamCursor(num_choices=None, first_token=3, starts={1: 5})
     assert continuity.check(output(0, 3, "a", text_offset=40)) is not None
     assert continuity.check(output(0, 4, "b", text_offset=41)) is not None
@@ -190,12 +190,12 @@ def test_one_who_attaches_takes_the_first_text_offset_as_given() -> None:
         continuity.check(output(0, 5, "d", text_offset=50))
 
 
-def test_one_who_attaches_at_the_start_expects_the_text_from_its_start() -> None:
+def test_attaching_at_the_start_expects_text_offset_zero() -> None:
     with pytest.raises(ServerError, match="character 4, after 0 tokens and 0 characters"):
         StreamCursor(num_choices=None).check(output(0, 0, "a", text_offset=4))
 
 
-def test_where_the_number_of_choices_is_unknown_all_that_came_have_to_end() -> None:
+def test_with_an_unknown_number_of_choices_all_seen_must_end() -> None:
     continuity = StreamCursor(num_choices=None)
     with pytest.raises(ServerError, match="of choice 0, after 0 tokens"):
         continuity.check_finished()

@@ -36,7 +36,7 @@ async def _collect(client: Client, prompt: stageline.Prompt) -> list[GenerateOut
     return [output async for output in client.generate(prompt, max_tokens=3)]
 
 
-async def test_outputs_carry_what_is_new_and_the_last_one_says_how_it_ended(served: Served) -> None:
+async def test_outputs_are_increments_and_the_last_has_the_finish_reason(served: Served) -> None:
     outputs = await _collect(served.client, "two words")
 
     assert [(output.token_ids, output.text) for output in outputs] == [([0], " 0"), ([1], " 1"), ([2], " 2")]
@@ -49,7 +49,7 @@ async def test_outputs_carry_what_is_new_and_the_last_one_says_how_it_ended(serv
     assert outputs[-1].usage.completion_tokens == 3
 
 
-async def test_what_is_not_given_stays_unset(served: Served) -> None:
+async def test_omitted_arguments_stay_unset(served: Served) -> None:
     async for _ in served.client.generate("x"):
         pass
 
@@ -135,7 +135,7 @@ async def test_a_prompt_that_no_message_can_carry_is_an_invalid_request(
         ([3, -1], {}, "a token id of the prompt is -1, must be in [0, 4294967295]"),
     ],
 )
-async def test_what_no_message_can_carry_is_named_with_its_limits(
+async def test_values_outside_the_message_range_are_rejected_with_limits(
     served: Served, prompt: stageline.Prompt, arguments: dict[str, int], message: str
 ) -> None:
     with pytest.raises(stageline.InvalidRequest) as caught:
@@ -185,7 +185,7 @@ async def test_a_status_becomes_a_typed_error_with_the_servers_text(
     assert str(caught.value) == caught.value.message == "said the server"
 
 
-async def test_an_overloaded_server_may_tell_when_to_try_again(served: Served) -> None:
+async def test_an_overload_error_has_the_retry_hint(served: Served) -> None:
     with pytest.raises(stageline.Overloaded) as caught:
         await anext(served.client.generate("!overloaded"))
     assert caught.value.retry_after_s == 1.5
@@ -195,7 +195,7 @@ async def test_an_overloaded_server_may_tell_when_to_try_again(served: Served) -
     assert caught.value.retry_after_s is None
 
 
-async def test_a_call_whose_request_went_elsewhere_says_so(served: Served) -> None:
+async def test_a_superseded_call_raises_its_own_error(served: Served) -> None:
     reason = error_details_pb2.ErrorInfo(reason="SUPERSEDED", domain="stageline")
     served.inference.faults.append(Fault(after=1, code=grpc.StatusCode.ABORTED, detail=reason))
     with pytest.raises(stageline.Superseded, match="said the server") as caught:
@@ -215,7 +215,7 @@ async def test_details_that_cannot_be_read_do_not_hide_the_error(served: Served)
     assert (str(typed), typed.retry_after_s) == ("full", None)
 
 
-async def test_choices_come_interleaved_and_each_ends_for_itself(served: Served) -> None:
+async def test_choices_are_interleaved_and_end_independently(served: Served) -> None:
     outputs = [output async for output in served.client.generate("!uneven", n=2, max_tokens=3)]
 
     assert [(output.choice, output.token_ids) for output in outputs] == [
@@ -248,7 +248,7 @@ async def test_log_probabilities_come_with_their_tokens(served: Served) -> None:
     assert outputs[1].prompt_logprobs is None
 
 
-async def test_what_was_not_asked_for_is_none(served: Served) -> None:
+async def test_unrequested_fields_are_none(served: Served) -> None:
     (output,) = [output async for output in served.client.generate("x", max_tokens=1)]
     assert output.logprobs is None
     assert output.prompt_logprobs is None
@@ -273,7 +273,7 @@ async def test_scoring_generates_nothing(served: Served) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), "1"])
-async def test_a_timeout_that_is_none_is_refused(served: Served, timeout_s: float) -> None:
+async def test_an_invalid_timeout_is_rejected(served: Served, timeout_s: float) -> None:
     with pytest.raises(stageline.InvalidRequest, match="timeout_s is"):
         served.client.generate("x", timeout_s=timeout_s)
 
@@ -347,13 +347,13 @@ async def test_model_and_status_are_the_servers_messages(served: Served) -> None
     assert (await served.client.status()).num_stages == 1
 
 
-async def test_nobody_listening_is_one_clear_error(unused_address: str) -> None:
+async def test_an_unreachable_coordinator_is_one_clear_error(unused_address: str) -> None:
     async with Client(unused_address, connect_timeout_s=0.2) as client:
         with pytest.raises(stageline.Unavailable, match=f"^no coordinator at {unused_address} within 0.2 s$"):
             await client.model()
 
 
-async def test_a_coordinator_that_comes_up_late_is_waited_for(unused_address: str) -> None:
+async def test_a_late_coordinator_is_waited_for(unused_address: str) -> None:
     async with Client(unused_address) as client:
         asking = asyncio.create_task(client.model())
         with pytest.raises(TimeoutError):
@@ -364,7 +364,7 @@ async def test_a_coordinator_that_comes_up_late_is_waited_for(unused_address: st
     await server.stop(0)
 
 
-async def test_a_client_that_is_not_open_says_so() -> None:
+async def test_a_closed_client_raises_a_clear_error() -> None:
     with pytest.raises(RuntimeError, match="async with"):
         await Client("127.0.0.1:1").model()
 

@@ -156,14 +156,14 @@ def test_zero_is_sent_where_it_differs_from_unset(name: str) -> None:
         ),
     ],
 )
-def test_what_the_message_cannot_carry_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_values_outside_the_message_range_are_rejected_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build(**options)
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e30])
-def test_what_it_can_carry_is_for_the_server_to_judge(value: float) -> None:
+def test_representable_values_are_left_to_the_server(value: float) -> None:
     assert build(temperature=value).sampling.HasField("temperature")
 
 

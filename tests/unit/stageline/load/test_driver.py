@@ -125,7 +125,7 @@ async def test_beyond_the_limit_requests_wait_in_order_and_their_latency_counts_
     assert last.lag_s + last.slot_wait_s == pytest.approx(last.sent_s or 0)
 
 
-async def test_failures_have_their_status_and_end_nobody_else() -> None:
+async def test_failures_have_their_status_and_end_no_other_request() -> None:
     cluster = FakeCluster()
     cluster.release(12, 13, 14)
     driver = Driver(cluster.prepare)
@@ -168,7 +168,7 @@ async def test_an_interruption_before_the_begin_sends_nothing() -> None:
     assert (run.records, cluster.begun) == ((), [])
 
 
-async def test_a_load_longer_than_what_is_prepared_ahead_is_sent_whole() -> None:
+async def test_a_load_longer_than_the_prepared_part_is_sent_whole() -> None:
     cluster = FakeCluster()
     cluster.release(*range(14, 714))
     run = await drive(Driver(cluster.prepare), [planned(index) for index in range(14, 714)])
@@ -176,7 +176,7 @@ async def test_a_load_longer_than_what_is_prepared_ahead_is_sent_whole() -> None
     assert all(record.is_complete for record in run.records)
 
 
-async def test_cancelling_whoever_drives_cancels_the_load() -> None:
+async def test_cancelling_the_driver_cancels_the_load() -> None:
     cluster = FakeCluster()
     running = asyncio.create_task(Driver(cluster.prepare).run([planned(0)]))
     await cluster.until_begun(1)

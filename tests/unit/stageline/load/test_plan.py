@@ -51,13 +51,13 @@ def test_a_longer_load_begins_as_the_shorter_one() -> None:
     assert make_plan(replace(SPEC, num_requests=80)) == make_plan(SPEC)[:80]
 
 
-def test_a_duration_is_another_way_to_say_how_many() -> None:
+def test_a_duration_sets_the_number_of_requests() -> None:
     plan = make_plan(SPEC)
     lasting = make_plan(replace(SPEC, num_requests=None, duration_s=plan[150].time_s))
     assert [request.time_s for request in lasting] == [request.time_s for request in plan[:150]]
 
 
-def test_lengths_and_groups_are_within_what_was_specified() -> None:
+def test_lengths_and_groups_are_within_the_specification() -> None:
     plan = make_plan(SPEC)
     assert {request.prompt_tokens for request in plan} == set(range(15, 36)), "the prefix is in it"
     assert {request.output_tokens for request in plan} == set(range(1, 10))
@@ -65,7 +65,7 @@ def test_lengths_and_groups_are_within_what_was_specified() -> None:
     assert [request.index for request in plan] == list(range(200))
 
 
-def test_lengths_of_prompts_and_outputs_have_nothing_to_do_with_each_other() -> None:
+def test_lengths_of_prompts_and_outputs_are_independent() -> None:
     lengths = parse_lengths("uniform:1-1000")
     plan = make_plan(replace(SPEC, prompt_lengths=lengths, output_lengths=lengths))
     prompts, outputs = (
@@ -114,7 +114,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
         ({"shared_prefix_tokens": 0}, "3 prefix groups need a shared prefix"),
     ],
 )
-def test_a_specification_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
+def test_an_invalid_specification_is_rejected(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SPEC, **change)
 
@@ -173,13 +173,13 @@ def test_another_rate_is_the_same_pattern_at_another_speed() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
-def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+def test_an_invalid_rate_is_rejected(rate: float) -> None:
     with pytest.raises(ValueError, match=f"rate of {rate:g} per second is not above 0"):
         Arrivals(rate_per_s=rate)
 
 
 @pytest.mark.parametrize("burstiness", [0.0, math.inf, math.nan])
-def test_a_burstiness_that_is_none_is_refused(burstiness: float) -> None:
+def test_an_invalid_burstiness_is_rejected(burstiness: float) -> None:
     with pytest.raises(ValueError, match=f"burstiness of {burstiness:g}"):
         Arrivals(rate_per_s=1, burstiness=burstiness)
 
@@ -195,7 +195,7 @@ def draw(text: str, seed: int = 0) -> np.ndarray:
     return parse_lengths(text).draw(NUM, np.random.default_rng(seed))
 
 
-def test_what_is_written_is_what_is_meant() -> None:
+def test_length_specifications_are_parsed() -> None:
     assert parse_lengths("128") == UniformLengths(lowest=128, highest=128)
     assert parse_lengths("uniform:64-512") == UniformLengths(lowest=64, highest=512)
     assert parse_lengths("normal:256,64") == ClippedLengths(shape=Shape.NORMAL, mean=256, deviation=64)
@@ -224,7 +224,7 @@ def test_a_shape_has_its_mean_and_its_deviation(kind: str) -> None:
     assert skewness == pytest.approx(0 if kind == "normal" else 0.766, abs=0.12)
 
 
-def test_bounds_take_what_is_beyond_them() -> None:
+def test_values_beyond_the_bounds_are_clipped() -> None:
     drawn = draw("normal:100,50:80-120")
     assert (drawn.min(), drawn.max()) == (80, 120)
     # Beyond 0.4 standard deviations lie 34.5 % on each side.
@@ -243,13 +243,13 @@ MISWRITTEN = [
 
 
 @pytest.mark.parametrize("text", MISWRITTEN)
-def test_what_is_written_otherwise_is_refused_with_an_example(text: str) -> None:
+def test_malformed_lengths_are_rejected_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="is not a distribution of lengths; examples: 128, uniform"):
         parse_lengths(text)
 
 
 @pytest.mark.parametrize("text", ["0", "uniform:0-5", "uniform:9-5", "uniform:1-99999999", "normal:5,1:9-5"])
-def test_a_range_that_is_none_is_refused_with_its_numbers(text: str) -> None:
+def test_an_empty_range_is_rejected_with_its_numbers(text: str) -> None:
     numbers = text.rpartition(":")[2].split("-")
     with pytest.raises(ValueError, match=rf"^{numbers[0]} to {numbers[-1]} tokens is not a range"):
         parse_lengths(text)

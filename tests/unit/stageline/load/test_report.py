@@ -66,7 +66,7 @@ def with_lag(lag_s: float, cpu_share: float = 0.1) -> Summary:
     return summarize(replace(run, cpu_s=cpu_share), Limits())
 
 
-def test_a_load_generator_that_was_too_slow_says_so() -> None:
+def test_a_slow_load_generator_is_reported() -> None:
     assert warnings_of(with_lag(0.019)) == []
     assert "late by 21.0 ms (p99)" in warnings_of(with_lag(0.021))[0]
     assert "85% of a core" in warnings_of(with_lag(0, cpu_share=0.85))[0]
@@ -123,7 +123,7 @@ def test_a_plot_is_drawn(run: LoadRun, suffix: str, begins: bytes, tmp_path: Pat
     assert path.read_bytes().startswith(begins)
 
 
-def test_a_plot_that_nothing_can_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_that_cannot_be_drawn_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plot(Path("run.svg"))
     with pytest.raises(ValueError, match=r"'run.pdf' does not end with one of .svg, .png"):
         check_plot(Path("run.pdf"))

@@ -36,7 +36,7 @@ def test_a_wait_for_a_slot_counts_as_latency_and_not_as_lag() -> None:
     assert waited.ttft_s == FIRST.ttft_s
 
 
-def test_what_completed_is_counted_apart_from_what_did_not() -> None:
+def test_completed_and_failed_requests_are_counted_separately() -> None:
     summary = summarize(RUN, Limits())
     assert (summary.num_planned, summary.num_due) == (9, 5)
     assert (summary.num_completed, summary.num_failed, summary.num_interrupted) == (2, 2, 1)
@@ -52,7 +52,7 @@ def test_rates_are_per_second_of_the_whole_run() -> None:
     assert summary.cpu_share == ms(0.1)
 
 
-def test_latencies_are_those_of_completed_requests() -> None:
+def test_latencies_count_completed_requests_only() -> None:
     summary = summarize(RUN, Limits())
     assert summary.ttft_s is not None
     assert (summary.ttft_s.num_samples, summary.ttft_s.mean, summary.ttft_s.max) == ms((2, 0.375, 0.5))
@@ -77,7 +77,7 @@ def test_percentiles_are_numpys_linear_ones() -> None:
     assert (two.p50, two.p90) == ms((2.0, 2.8))
 
 
-def test_of_nothing_there_is_no_distribution() -> None:
+def test_an_empty_sample_has_no_distribution() -> None:
     assert distribution([None, None]) is None
     nothing = summarize(run_of(duration_s=1.0, num_planned=3), Limits(ttft_s=1))
     assert (nothing.ttft_s, nothing.tokens_per_message, nothing.max_concurrency) == (None, None, 0)
@@ -110,7 +110,7 @@ def test_a_failed_request_is_never_good() -> None:
 
 
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused(limit_s: float) -> None:
+def test_an_invalid_limit_is_rejected(limit_s: float) -> None:
     with pytest.raises(ValueError, match=f"limit of {limit_s * 1e3:g} ms"):
         Limits(tpot_s=limit_s)
 
@@ -131,7 +131,7 @@ def test_the_timeline_is_tokens_and_mean_concurrency_of_each_interval() -> None:
     assert sum(fine.output_tokens_per_s) * fine.interval_s == ms(8)
 
 
-def test_what_was_never_sent_runs_at_no_time() -> None:
+def test_unsent_requests_never_count_as_running() -> None:
     waiting = replace(REFUSED, sent_s=None, ended_s=3.2, status=INTERRUPTED)
     run = run_of(FIRST, waiting, duration_s=4.0)
     assert summarize(run, Limits()).max_concurrency == 1

@@ -35,7 +35,7 @@ async def wait_until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_collector_gets_every_metric_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_gets_every_metric_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         # Long enough for the first export, which imports the exporter: no snapshot is dropped behind it.
         export = exporting_to(collector.address, monkeypatch, interval_s=0.4)
@@ -53,7 +53,7 @@ async def test_a_collector_gets_every_metric_again_and_again(monkeypatch: pytest
     assert (export.num_failed, num_sent >= 3) == (0, True)
 
 
-async def test_what_was_last_is_exported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_snapshot_is_exported_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
         export = CollectorExport(OtlpProtocol.GRPC, worker_snapshot, RESOURCE, interval_s=3600)
@@ -62,7 +62,7 @@ async def test_what_was_last_is_exported_at_the_end(monkeypatch: pytest.MonkeyPa
         assert len(collector.requests) == 1
 
 
-async def test_a_collector_that_refuses_is_said_once_and_counted(
+async def test_a_rejecting_collector_is_logged_once_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -83,7 +83,7 @@ async def test_a_collector_that_refuses_is_said_once_and_counted(
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-async def test_a_collector_that_hangs_costs_snapshots_and_holds_up_nobody(
+async def test_a_hanging_collector_costs_snapshots_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with MetricsCollector() as collector:
@@ -97,7 +97,7 @@ async def test_a_collector_that_hangs_costs_snapshots_and_holds_up_nobody(
         assert collector.requests == []
 
 
-async def test_no_collector_is_as_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_collector_costs_snapshots_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         address = collector.address
     export = exporting_to(address, monkeypatch)
@@ -106,7 +106,7 @@ async def test_no_collector_is_as_harmless(monkeypatch: pytest.MonkeyPatch) -> N
     await export.close()
 
 
-async def test_an_exporter_that_cannot_be_made_is_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_exporter_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fails(protocol: OtlpProtocol) -> None:
         raise ValueError("no such certificate")
 

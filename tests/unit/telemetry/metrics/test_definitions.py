@@ -22,7 +22,7 @@ def test_the_table_has_every_metric_once() -> None:
 
 
 @each_metric
-def test_names_are_those_of_open_telemetry(metric: Metric) -> None:
+def test_names_follow_open_telemetry(metric: Metric) -> None:
     assert re.fullmatch(r"stageline(\.[a-z]+(_[a-z]+)*)+", metric.name)
     # Units and kinds are no part of names there.
     assert not re.search(r"\b(total|seconds|bytes|ratio|histogram)\b", metric.name.replace("_", "."))
@@ -43,7 +43,7 @@ def test_names_for_prometheus_end_in_their_unit_and_those_of_counters_in_total(m
 
 
 @each_metric
-def test_labels_are_bounded_and_have_names_that_say_so(metric: Metric) -> None:
+def test_labels_are_bounded_and_descriptive(metric: Metric) -> None:
     assert metric.max_series <= MOST_SERIES
     for label in metric.labels:
         assert label.name not in UNBOUNDED
@@ -81,7 +81,7 @@ def test_the_rules_that_names_for_prometheus_follow(name: str, kind: Kind, unit:
     assert metric.prometheus_name == expected
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_definitions_are_rejected() -> None:
     def metric(kind: Kind, *bounds: float) -> Metric:
         return Metric(name="a", kind=kind, unit="s", processes=(), description="", bounds=bounds)
 

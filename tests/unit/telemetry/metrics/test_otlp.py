@@ -105,7 +105,7 @@ def test_invalid_points_are_left_out() -> None:
         assert points[metric] == {}
 
 
-def test_a_series_is_there_once_and_there_are_not_too_many() -> None:
+def test_series_are_unique_and_bounded() -> None:
     found = message(worker_snapshot())
     points = metric_of(found, definitions.BUSY_TIME).sum.data_points
     for stage in range(2000):

@@ -72,7 +72,7 @@ def test_every_family_has_one_head_and_its_type() -> None:
     assert not any("recovery" in line for line in lines)
 
 
-def test_open_metrics_for_who_asks_for_it() -> None:
+def test_open_metrics_is_served_on_request() -> None:
     text, content_type = prometheus_text(EXPOSED, OPEN_METRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")

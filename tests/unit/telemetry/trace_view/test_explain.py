@@ -48,13 +48,13 @@ def test_of_two_stages_the_slow_one_is_compared_with_the_other() -> None:
     )
 
 
-def test_stages_that_are_alike_are_taken_together() -> None:
+def test_similar_stages_are_grouped() -> None:
     assert explain(decoded(Times(0.3), Times(0.32), Times(0.38)).trace()) == (
         "1.00 s: 100 % computing, spread evenly over 3 stages."
     )
 
 
-def test_the_only_stage_is_compared_with_nobody() -> None:
+def test_the_only_stage_is_not_compared() -> None:
     assert explain(decoded(Times(1.0)).trace()) == (
         "1.00 s: 100 % computing on the only stage, stage 0 (worker-0, layers 0-3)."
     )
@@ -68,13 +68,13 @@ def test_waiting_at_one_stage_names_it_once() -> None:
     )
 
 
-def test_waiting_everywhere_names_nobody() -> None:
+def test_waiting_everywhere_names_no_stage() -> None:
     assert explain(decoded(*[Times(0.1, wait=0.4)] * 2).trace()) == (
         "1.00 s: 80 % waiting behind other steps at the stages; 20 % computing, spread evenly over 2 stages."
     )
 
 
-def test_waiting_a_little_more_at_one_stage_names_nobody() -> None:
+def test_waiting_slightly_more_at_one_stage_names_no_stage() -> None:
     assert explain(decoded(Times(0.2, wait=0.25), Times(0.2, wait=0.35)).trace()).startswith(
         "1.00 s: 60 % waiting behind other steps at the stages; "
     )
@@ -133,14 +133,14 @@ def test_preemptions_are_named() -> None:
     assert explain(maker.trace()) == "1.00 s: 90 % preempted 3 times; 10 % in the coordinator."
 
 
-def test_what_stages_have_not_told_is_said() -> None:
+def test_unreported_stage_time_is_shown() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [], unrecorded=1.0)
     maker.root(1.0)
     assert explain(maker.trace()) == "1.00 s: 100 % in steps without times from every stage."
 
 
-def test_a_request_that_did_not_finish_says_so() -> None:
+def test_an_unfinished_request_is_marked() -> None:
     maker = SpanMaker(outcome="cancelled")
     maker.queue(0.0, 2.41)
     maker.root(2.41)
@@ -164,7 +164,7 @@ def test_stages_are_compared_within_the_epochs_that_they_shared() -> None:
     assert slow.compute_s == pytest.approx(0.2)
 
 
-def test_a_stage_that_has_not_told_of_every_step_is_compared_step_by_step() -> None:
+def test_a_stage_with_missing_steps_is_compared_step_by_step() -> None:
     maker = SpanMaker()
     prompt_end = maker.chunk(0.0, [Times(0.1), Times(0.2), Times(0.1)])
     parent = maker.decode(prompt_end, 9.0, [Times(0.34)], steps=34)
@@ -242,7 +242,7 @@ def test_it_is_measured_by_the_median_of_the_others(
     assert found == (None if ratio is None else pytest.approx(ratio))
 
 
-def test_who_has_nobody_to_be_compared_with_is_not_slow() -> None:
+def test_a_stage_without_peers_is_not_slow() -> None:
     assert [stands_out(ratio) for ratio in (None, 1.0, STANDS_OUT - 0.01, STANDS_OUT)] == [
         *(False, False, False, True)
     ]
@@ -297,7 +297,7 @@ def test_a_recovery_comes_before_what_it_interrupts() -> None:
     assert spent(maker.trace()) == pytest.approx({(Cause.COMPUTE, 0): 0.5, (Cause.RECOVERY, None): 0.5})
 
 
-def test_time_between_steps_is_waiting_for_a_turn_and_the_rest_is_the_coordinators() -> None:
+def test_time_between_steps_is_waiting_or_coordinator_time() -> None:
     maker = SpanMaker()
     end = maker.chunk(0.25, [Times(0.25)])
     maker.chunk(end + 0.125, [Times(0.25)])
@@ -307,7 +307,7 @@ def test_time_between_steps_is_waiting_for_a_turn_and_the_rest_is_the_coordinato
     )
 
 
-def test_steps_of_which_a_stage_tells_nothing_are_unrecorded() -> None:
+def test_steps_without_stage_spans_are_unrecorded() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [Times(0.25)], unrecorded=0.5)
     maker.root(1.0)
@@ -323,7 +323,7 @@ def test_a_chunk_that_was_never_answered_is_unrecorded() -> None:
     assert spent(maker.trace()) == {(Cause.UNRECORDED, None): 1.0}
 
 
-def test_stages_that_tell_more_than_there_was_get_their_share_of_it() -> None:
+def test_overlong_stage_times_are_scaled_down() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [Times(3.0), Times(1.0)])
     maker.root(1.0)
@@ -348,7 +348,7 @@ def test_a_clock_that_is_off_moves_no_time_from_one_cause_to_another() -> None:
     assert ways == pytest.approx([0.4, 0.4])
 
 
-def test_what_lies_outside_the_request_does_not_count() -> None:
+def test_time_outside_the_request_does_not_count() -> None:
     maker = SpanMaker()
     maker.queue(-1.0, 0.5)
     maker.decode(0.5, 3.0, [Times(2.5)])

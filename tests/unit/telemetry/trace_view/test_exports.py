@@ -80,7 +80,7 @@ def test_facts_are_json_and_add_up(trace: RequestTrace) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_in_json_is_left_out(value: float) -> None:
+def test_values_without_a_json_number_are_omitted(value: float) -> None:
     maker = SpanMaker()
     maker.root(1.0, {Attr.TIME_IN_QUEUE: value, Attr.PROMPT_TOKENS: value, "else": value, "is": 1.5})
     facts = json.loads(json.dumps(trace_facts(maker.trace()), allow_nan=False))
@@ -90,7 +90,7 @@ def test_what_is_no_number_in_json_is_left_out(value: float) -> None:
     json.dumps(perfetto(maker.trace()), allow_nan=False)
 
 
-def test_a_summary_says_what_the_root_says() -> None:
+def test_a_summary_equals_the_root_span() -> None:
     line = summary(served((0.2, 0.4, 0.2)).trace())
     assert (line.request_id, line.outcome, line.started_ns) == (REQUEST_ID, "finished", BEGIN_NS)
     assert (line.num_prompt_tokens, line.num_completion_tokens) == (100, 50)

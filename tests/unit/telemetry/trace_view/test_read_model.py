@@ -36,7 +36,7 @@ def test_requests_of_one_client_trace_are_told_apart() -> None:
     assert trace == mine.trace()
 
 
-def test_stages_whose_parent_has_not_come_belong_to_the_only_request() -> None:
+def test_stages_without_a_parent_belong_to_the_only_request() -> None:
     maker = served((0.1, 0.3))
     without_decode = [span for span in maker.spans if span.scope_spans[0].spans[0].name != SpanName.DECODE]
     trace = request_trace(read_spans(without_decode), REQUEST_ID)
@@ -73,7 +73,7 @@ def test_a_stage_that_moved_to_another_worker_is_shown_twice() -> None:
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), "long"])
-def test_durations_that_are_none_count_as_nothing(value: float | str) -> None:
+def test_invalid_durations_count_as_zero(value: float | str) -> None:
     maker = SpanMaker()
     maker.add(SpanName.STAGE_DECODE, 0.0, 1.0, {Attr.COMPUTE_DURATION: value})
     (span,) = read_spans(maker.spans)
@@ -96,7 +96,7 @@ def test_a_request_without_its_root_is_refused() -> None:
         request_trace(read_spans(served().spans), "other")
 
 
-def test_how_it_ended_is_what_the_root_says() -> None:
+def test_the_outcome_is_that_of_the_root_span() -> None:
     failed = SpanMaker(outcome="")
     failed.root(1.0, error="no stages")
     assert failed.trace().outcome == "failed"

@@ -9,7 +9,7 @@ from telemetry.trace_view.waterfall import STAGE_KINDS, Segment, SegmentKind, la
 from tests.otlp_spans import SpanMaker, Times, served
 
 
-def test_segments_of_a_stage_add_up_to_what_its_spans_say() -> None:
+def test_segments_of_a_stage_add_up_to_its_spans() -> None:
     trace = served((0.2, 0.4, 0.2)).trace()
     rows = [row for row in waterfall(trace).rows if row.place is not None]
     assert [row.place for row in rows] == [work.place for work in trace.stages]

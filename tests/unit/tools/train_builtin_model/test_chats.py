@@ -53,7 +53,7 @@ def test_counting_goes_up_by_one_from_one() -> None:
             )
 
 
-def test_who_did_what_is_answered_from_what_was_told() -> None:
+def test_story_questions_are_answered_from_the_story() -> None:
     rng = Random(6)
     for _ in range(100):
         question, answer = who_did_what(rng)

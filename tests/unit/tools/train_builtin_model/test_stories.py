@@ -65,7 +65,7 @@ def test_a_story_among_girls_never_says_he_and_one_among_boys_never_says_she() -
     assert num_checked > NUM_STORIES / 4
 
 
-def test_a_story_is_about_what_was_asked_for() -> None:
+def test_a_story_is_about_the_requested_subject() -> None:
     story = tell_story(Random(4), kind="fox", name="Rosa", colour="orange", toy="kite")
     assert (story.hero.name, story.hero.kind, story.hero.is_girl) == ("Rosa", "fox", True)
     assert "fox" in words_of(story.text)
