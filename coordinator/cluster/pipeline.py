@@ -134,7 +134,7 @@ class Pipeline:
         new_secret: Callable[[], bytes],
         refused: RefusedPeers,
     ) -> None:
-        """`new_secret` creates the secret of a hop; `refused` counts and logs streams with a wrong one."""
+        """`new_secret` creates the secret of a hop; `refused` counts and logs streams with a wrong secret."""
         self._new_secret = new_secret
         self._secrets: tuple[bytes, ...] = ()
         self._incoming = HopSecrets(refused)

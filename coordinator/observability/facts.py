@@ -116,7 +116,7 @@ class StepRecord:
         stage_times: FIRST to LAST, or empty.
         ready_at_us: when LAST had the result, on the clock of the spans; 0 if unknown.
         num_tokens_generated: over all choices.
-        inter_token: time since the choices' previous tokens, and the number of choices for each.
+        inter_token: pairs of a time since the previous token and the number of choices with it.
         first_tokens: requests that got their first token.
     """
 

@@ -77,7 +77,7 @@ class StageMemory:
         return self.outside_bytes(role) + num_layers * self.layer_bytes
 
     def outside_bytes(self, role: StageRole) -> int:
-        """Weights of a role besides its layers; tied embeddings count once on ONLY, else on both ends."""
+        """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
         with_one_layer = stage_weight_bytes(
             self.config, self.dtype, 0, 1, has_embeddings=role.has_embeddings, has_head=role.has_head
         )

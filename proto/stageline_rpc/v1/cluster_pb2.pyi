@@ -190,7 +190,7 @@ class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Health.ValueTy
     HEALTH_DEGRADED: _Health.ValueType  # 3
     """The pipeline is recovering, or the journal cannot be written; requests wait."""
     HEALTH_DRAINING: _Health.ValueType  # 4
-    """Running requests finish, and new ones are rejected."""
+    """Running requests finish. New ones wait while a worker drains, and are rejected while the coordinator drains."""
 
 class Health(_Health, metaclass=_HealthEnumTypeWrapper):
     """Availability for clients."""
@@ -203,7 +203,7 @@ HEALTH_SERVING: Health.ValueType  # 2
 HEALTH_DEGRADED: Health.ValueType  # 3
 """The pipeline is recovering, or the journal cannot be written; requests wait."""
 HEALTH_DRAINING: Health.ValueType  # 4
-"""Running requests finish, and new ones are rejected."""
+"""Running requests finish. New ones wait while a worker drains, and are rejected while the coordinator drains."""
 Global___Health: _TypeAlias = Health  # noqa: Y015
 
 class _SelfCheckVerdict:
