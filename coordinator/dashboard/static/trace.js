@@ -110,7 +110,7 @@ export class TraceView {
       ]),
       waterfall(rows, times.total_s, null),
       legend(rows.map((row) => row.title)),
-      element("p", { class: "note" }, `${why}; these are milestones from the coordinator.${request.error ? ` It failed: ${request.error}` : ""}`),
+      element("p", { class: "note" }, `${why}; these are milestones from the coordinator.${request.error ? ` It failed with ${request.reason}: ${request.error}` : ""}`),
     );
   }
 }
