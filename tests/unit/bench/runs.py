@@ -1,4 +1,4 @@
-"""Figures and steps as the tests of the harness need them."""
+"""Figures and steps for tests of the benchmark harness."""
 
 from __future__ import annotations
 

@@ -49,6 +49,6 @@ def test_a_peer_counts_with_its_best_round() -> None:
     assert result.ratios == (2.0, 2.4)
 
 
-def test_no_round_is_no_figure() -> None:
+def test_a_figure_needs_a_round() -> None:
     with pytest.raises(NotMeasured):
         of_rounds("speed", [], unit="tok/s", how="counted", better=Better.HIGHER)

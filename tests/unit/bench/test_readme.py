@@ -10,7 +10,7 @@ from tests.unit.bench.runs import figure, latency
 from tests.unit.bench.test_recorded import MACHINE
 
 
-def test_the_recorded_run_takes_the_place_of_the_one_before() -> None:
+def test_the_recorded_run_replaces_the_previous_one() -> None:
     figures = (figure(measured=1234, bound=2000, target=0.8), latency(99, target=1.0))
     results = [GroupResult(name="decode", figures=figures, foreign_share=0.04)]
     run = as_json(results, MACHINE, is_quick=False)
@@ -24,11 +24,11 @@ def test_the_recorded_run_takes_the_place_of_the_one_before() -> None:
     assert with_recorded(written, run) == written
 
 
-def test_a_document_without_its_place_is_refused() -> None:
+def test_a_document_without_its_marker_is_rejected() -> None:
     with pytest.raises(ValueError, match="recorded run"):
         with_recorded("nothing", as_json([], MACHINE, is_quick=False))
 
 
-def test_the_readme_has_the_place() -> None:
+def test_the_readme_has_the_marker() -> None:
     text = README.read_text()
     assert 0 < text.index(BEGIN) < text.index(END)

@@ -34,7 +34,7 @@ def run_of(*figures: Figure, group: str = "decode") -> dict[str, Any]:
         (latency(100), latency(90), Change.BETTER),
     ],
 )
-def test_a_ratio_that_changes_by_more_than_the_noise_is_noticed(
+def test_a_change_of_the_ratio_beyond_the_noise_is_reported(
     before: Figure, now: Figure, change: Change
 ) -> None:
     (compared,) = compare([now], run_of(before))
@@ -69,13 +69,13 @@ def test_a_figure_that_was_never_recorded_is_new() -> None:
     assert compared.change is Change.NEW
 
 
-def test_only_figures_of_groups_that_ran_can_be_gone() -> None:
+def test_only_figures_of_groups_that_ran_can_disappear() -> None:
     before = recorded.merged(run_of(figure("a"), figure("b")), run_of(latency(1), group="memory"))
     now = GroupResult(name="decode", figures=(figure("a"),))
     assert [(figure.name, figure.change) for figure in recorded.gone([now], before)] == [("b", Change.GONE)]
 
 
-def test_recording_some_groups_leaves_the_others_as_they_were() -> None:
+def test_recording_some_groups_keeps_the_others() -> None:
     first = recorded.merged({}, run_of(figure("a"), figure("b")))
     second = recorded.merged(first, run_of(latency(70), group="memory"))
     third = recorded.merged(second, run_of(figure("a", measured=90)))
@@ -86,7 +86,7 @@ def test_recording_some_groups_leaves_the_others_as_they_were() -> None:
     assert [group["name"] for group in third["groups"]] == ["memory", "decode"]
 
 
-def test_a_run_that_is_written_is_read_again(tmp_path: Path) -> None:
+def test_a_run_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "results" / "run.json"
     assert recorded.read(file) == {}
     run = run_of(figure(ratios=(0.7, 0.8, 0.9), details={"tokens_per_step": 7.99}))

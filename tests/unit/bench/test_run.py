@@ -34,7 +34,7 @@ async def _never(setting: Setting) -> list[Figure]:
     raise AssertionError
 
 
-async def test_a_group_that_fails_or_never_ends_leaves_the_others_their_figures() -> None:
+async def test_a_failed_or_hung_group_does_not_affect_the_others() -> None:
     works = {"badly": _badly, "never": _never, "well": _well}
     groups = [group("badly"), group("never", timeout_s=0.01), group("well")]
     results = await run_groups(groups, SETTING, load=lambda group: works[group.name])

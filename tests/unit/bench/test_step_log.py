@@ -48,7 +48,7 @@ def test_filling_and_emptying_of_the_pipeline_are_outside_the_window() -> None:
     assert steady_rate([*filling, *steady, *emptying], 1.0, 2.0).steps_per_s == pytest.approx(50.0)
 
 
-def test_a_handful_of_results_is_no_rate() -> None:
+def test_too_few_results_have_no_rate() -> None:
     steps = [logged(index, 0.0, 0.02 * index) for index in range(60)]
     with pytest.raises(ValueError, match="9 results"):
         steady_rate(steps, 0.0, 0.17)

@@ -19,7 +19,7 @@ def test_the_decode_window_begins_with_the_last_stream() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 14, 15])
-def test_there_is_no_window_before_the_slowest_stream_has_decoded_enough(num_tokens: int) -> None:
+def test_the_window_needs_enough_tokens_of_the_slowest_stream(num_tokens: int) -> None:
     streams = [stream(1.0, 0.1, 64), stream(2.0, 0.1, num_tokens)]
     assert (decode_window(streams, 14) is not None) == (num_tokens == 15)
 

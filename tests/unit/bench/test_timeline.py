@@ -14,7 +14,7 @@ from tests.unit.bench.runs import logged
 def simulated(
     compute_s: list[float], *, hop_s: float, num_steps: int, in_flight: int
 ) -> tuple[list[LoggedStep], list[tuple[int, int, float, float]]]:
-    """A pipeline with equal hops: what its coordinator would note, and when each stage really computed."""
+    """A pipeline with equal hops: the coordinator's step log and the true compute times of each stage."""
     free_s = [0.0] * len(compute_s)
     results: deque[float] = deque()
     steps, truth = [], []
@@ -34,26 +34,26 @@ def simulated(
 
 @pytest.mark.parametrize("compute_s", [[0.02, 0.02], [0.01, 0.03, 0.02], [0.02]])
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_bars_are_where_the_stages_computed(compute_s: list[float], in_flight: int) -> None:
+def test_bars_match_the_compute_times(compute_s: list[float], in_flight: int) -> None:
     steps, truth = simulated(compute_s, hop_s=0.001, num_steps=20, in_flight=in_flight)
-    drawn = timeline(steps, 0.0, steps[-1].result_s)
-    assert [(bar.stage, bar.step_id) for bar in drawn.bars] == [entry[:2] for entry in truth]
-    assert [time_s for bar in drawn.bars for time_s in (bar.begin_s, bar.end_s)] == pytest.approx(
+    chart = timeline(steps, 0.0, steps[-1].result_s)
+    assert [(bar.stage, bar.step_id) for bar in chart.bars] == [entry[:2] for entry in truth]
+    assert [time_s for bar in chart.bars for time_s in (bar.begin_s, bar.end_s)] == pytest.approx(
         [time_s for entry in truth for time_s in entry[2:]], abs=1e-5
     )
-    assert drawn.travel_s == pytest.approx(0.001 * (len(compute_s) + 1), abs=1e-5)
+    assert chart.travel_s == pytest.approx(0.001 * (len(compute_s) + 1), abs=1e-5)
 
 
-def test_the_slowest_stage_is_busy_all_the_time_and_the_others_are_not() -> None:
+def test_only_the_slowest_stage_is_always_busy() -> None:
     steps, _ = simulated([0.01, 0.02], hop_s=0.0005, num_steps=50, in_flight=3)
-    drawn = timeline(steps, 0.2, 0.8)
-    assert drawn.busy == pytest.approx((0.5, 1.0), abs=0.03)
-    assert drawn.duration_s == pytest.approx(0.6)
-    assert all(0 <= bar.begin_s < bar.end_s <= drawn.duration_s for bar in drawn.bars)
+    chart = timeline(steps, 0.2, 0.8)
+    assert chart.busy == pytest.approx((0.5, 1.0), abs=0.03)
+    assert chart.duration_s == pytest.approx(0.6)
+    assert all(0 <= bar.begin_s < bar.end_s <= chart.duration_s for bar in chart.bars)
 
 
 def test_a_stage_never_computes_two_steps_at_once() -> None:
-    """The second step travelled fast to the stage and slowly back, which nobody can know."""
+    """The second step arrived early and returned late, which the step log cannot show."""
     steps = [
         logged(0, 0.0, 0.030, stages=((0, 20_000),)),
         logged(1, 0.001, 0.040, stages=((5_000, 20_000),)),
@@ -63,19 +63,19 @@ def test_a_stage_never_computes_two_steps_at_once() -> None:
     assert second.end_s - second.begin_s == pytest.approx(0.02)
 
 
-def test_a_frame_that_waited_at_its_stage_is_computed_that_much_later() -> None:
+def test_a_frame_that_waited_is_computed_later_by_its_wait() -> None:
     (bar,) = timeline([logged(0, 0.0, 0.034, stages=((10_000, 20_000),))], 0.0, 0.05).bars
     assert (bar.begin_s, bar.end_s) == pytest.approx((0.012, 0.032))
 
 
-def test_frames_that_piled_up_before_the_first_stage_move_no_bar() -> None:
+def test_frames_queued_before_the_first_stage_move_no_bar() -> None:
     steps, truth = simulated([0.02, 0.02], hop_s=0.001, num_steps=12, in_flight=6)
     hidden = [
         replace(step, stages=((0, step.stages[0][1]), *step.stages[1:])) if step.step_id else step
         for step in steps
     ]
-    drawn = timeline(hidden, 0.0, steps[-1].result_s)
-    assert [bar.begin_s for bar in drawn.bars] == pytest.approx([entry[2] for entry in truth], abs=1e-5)
+    chart = timeline(hidden, 0.0, steps[-1].result_s)
+    assert [bar.begin_s for bar in chart.bars] == pytest.approx([entry[2] for entry in truth], abs=1e-5)
 
 
 def test_hops_of_large_steps_take_longer_than_those_of_small_ones() -> None:
@@ -85,12 +85,12 @@ def test_hops_of_large_steps_take_longer_than_those_of_small_ones() -> None:
     assert begins_s == pytest.approx([0.002, 0.105])
 
 
-def test_stages_that_spent_more_than_the_step_took_did_not_travel_backwards() -> None:
+def test_stage_times_beyond_the_step_time_give_no_negative_hops() -> None:
     assert travel_s(logged(0, 0.0, 0.01, stages=((0, 12_000),))) == 0.0
 
 
 @pytest.mark.parametrize("stages", [((), ()), (((1, 1),), ()), (((1, 1),), ((1, 1), (1, 1)))])
-def test_steps_that_do_not_tell_their_times_alike_are_no_timeline(
+def test_steps_with_inconsistent_stage_times_are_rejected(
     stages: tuple[tuple[tuple[int, int], ...], ...],
 ) -> None:
     steps = [logged(index, 0.0, 1.0, stages=stage_times) for index, stage_times in enumerate(stages)]

@@ -21,7 +21,7 @@ MOST_BYTES = 8_000_000
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """So small a model gains nothing from threads, and on a busy machine waits for them."""
+    """A model this small gains nothing from threads and waits for them on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -88,7 +88,7 @@ def test_end_tokens_of_text_and_of_turns_end_generation() -> None:
 @given(st.text())
 @example("Grüße, 世界! 👩‍🚀\t\r\n  two  spaces")
 @example("<|user|>not a turn<|end|>")
-def test_tokenizer_gives_any_text_back(text: str) -> None:
+def test_tokenizer_round_trips_any_text(text: str) -> None:
     tokens = tokenizer()(text).input_ids
     assert tokenizer().decode(tokens, skip_special_tokens=False) == text
 
@@ -136,7 +136,7 @@ def test_greedy_story_uses_the_generators_words_and_terminates() -> None:
         ("How many legs does a spider have?", "A spider has eight legs."),
     ],
 )
-def test_simple_questions_get_their_answers(question: str, expected: str) -> None:
+def test_simple_questions_are_answered(question: str, expected: str) -> None:
     assert expected in answer(question)
 
 

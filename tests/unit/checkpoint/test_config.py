@@ -1,4 +1,4 @@
-"""What config.json may say: every family in both dialects passes, everything else is refused by name."""
+"""Validation of config.json: supported families in both dialects; other values are rejected by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from checkpoint import (
     parse_config,
 )
 
-# As published on the hub for transformers 4, abridged by nothing that has an effect.
+# As published on the hub for transformers 4; fields without effect are removed.
 LLAMA2: dict[str, Any] = {
     "_name_or_path": "meta-llama/Llama-2-7b-hf",
     "architectures": ["LlamaForCausalLM"],
@@ -152,7 +152,7 @@ def yarn(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_the_hub_pass_in_both_dialects(name: str) -> None:
-    """transformers 5 rewrites the old dialect into the new one; both must mean the same to us."""
+    """transformers 5 rewrites the old dialect into the new one; both give the same config."""
     raw = HUB[name]
     rewritten = AutoConfig.for_model(**raw).to_dict()
     assert "rope_parameters" in rewritten

@@ -1,4 +1,4 @@
-"""Opening a checkpoint directory: what is checked before anything is loaded."""
+"""Checks of a checkpoint directory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_an_invalid_eos_id_is_rejected(value: object, directory: Path) -> None:
         Checkpoint.open(directory)
 
 
-def test_without_a_dtype_in_the_config_the_stored_one_counts(tmp_path: Path) -> None:
+def test_without_a_configured_dtype_the_stored_one_is_used(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama", num_layers=1, dtype="float16")
     assert Checkpoint.open(directory).config.dtype is DType.F16
     assert Checkpoint.open(edit_config(directory, dtype=...)).config.dtype is DType.F16

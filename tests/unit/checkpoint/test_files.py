@@ -1,4 +1,4 @@
-"""Whatever lies in the place of a file of a checkpoint, reading it ends at once, with a line about it."""
+"""Special files in a checkpoint directory are rejected immediately, in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORM = "model.norm.weight"
 
 
 def error_of(call: Callable[[], object]) -> Exception:
-    """What `call` raises; it must not block."""
+    """The error raised by `call`, which must not block."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -84,7 +84,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(original: Path, tmp_path: Path) -> Path:
-    """As in a cache of downloads: every file is a link to a blob elsewhere."""
+    """A directory like the Hugging Face cache: every file is a link to a blob elsewhere."""
     model = tmp_path / "model"
     model.mkdir()
     for file in original.iterdir():

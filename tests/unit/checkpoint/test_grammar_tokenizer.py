@@ -1,4 +1,4 @@
-"""A matcher's states that are errors raise, each in one line, and stay errors."""
+"""Error states of a matcher raise one-line errors and persist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
     return [token for token in range(mask.bit_length()) if mask >> token & 1]
 
 
-def test_a_matcher_goes_through_a_text_to_its_end(tokenizer: GrammarTokenizer) -> None:
+def test_a_matcher_accepts_a_text_to_its_end(tokenizer: GrammarTokenizer) -> None:
     matcher = tokenizer.matcher("start: /a{1,2}/")
     assert allowed(matcher) == [A]
     assert not matcher.is_accepting
@@ -37,9 +37,7 @@ def test_a_matcher_goes_through_a_text_to_its_end(tokenizer: GrammarTokenizer) -
 
 
 @pytest.mark.parametrize("token", [A + 1, EOS[0], 399, 2**31])
-def test_a_token_that_is_not_allowed_raises_and_so_does_everything_after(
-    token: int, tokenizer: GrammarTokenizer
-) -> None:
+def test_a_forbidden_token_raises_and_so_do_all_later_tokens(token: int, tokenizer: GrammarTokenizer) -> None:
     matcher = tokenizer.matcher("start: /aa/")
     with pytest.raises(GrammarError) as refused:
         matcher.consume([A, token])
@@ -50,7 +48,7 @@ def test_a_token_that_is_not_allowed_raises_and_so_does_everything_after(
             matcher.mask()
 
 
-def test_a_token_behind_the_end_of_the_text_raises(tokenizer: GrammarTokenizer) -> None:
+def test_a_token_after_the_end_of_the_text_raises(tokenizer: GrammarTokenizer) -> None:
     matcher = tokenizer.matcher("start: /a/")
     with pytest.raises(GrammarError):
         matcher.consume([A, EOS[0], A])
@@ -63,13 +61,15 @@ def test_a_dead_end_raises_although_the_library_would_end_the_text(tokenizer: Gr
         matcher.mask()
 
 
-def test_a_grammar_that_grows_without_bound_is_ended_by_the_limits(tokenizer: GrammarTokenizer) -> None:
+def test_an_unbounded_grammar_is_stopped_by_the_limits(tokenizer: GrammarTokenizer) -> None:
     matcher = tokenizer.matcher("start: /((((a?){100}){100}){100}){100}/")
     with pytest.raises(GrammarError, match="too many"):
         matcher.consume([A] * 10_000)
 
 
-def test_a_reason_loses_its_drawings_and_its_length() -> None:
-    drawn = "at 1(8): regex parse error:\n    (\n    ^\nerror: unclosed\n   1 | start: /(/\n              ^\n"
-    assert one_line(drawn) == "at 1(8): regex parse error: ( error: unclosed"
+def test_a_reason_is_reduced_to_one_short_line() -> None:
+    diagram = (
+        "at 1(8): regex parse error:\n    (\n    ^\nerror: unclosed\n   1 | start: /(/\n              ^\n"
+    )
+    assert one_line(diagram) == "at 1(8): regex parse error: ( error: unclosed"
     assert len(one_line("x" * 10_000)) < 500

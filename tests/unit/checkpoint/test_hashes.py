@@ -1,4 +1,4 @@
-"""Hashes of every byte: right, in slices, only while nothing else happens, kept until the file changes."""
+"""Full-file hashes: correct, computed in slices while idle, cached until the file changes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_nothing_is_read_while_work_is_in_flight(
 
 
 async def test_a_step_between_two_ticks_counts_as_activity(checkpoint: Checkpoint) -> None:
-    """With another number of steps at each look, the time without a step begins again each time."""
+    """The idle time restarts whenever the number of steps has changed."""
     hasher = TensorHasher(checkpoint, [NORM])
     looks = 0
 

@@ -9,7 +9,7 @@ from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 
 @pytest.fixture
 def fake_cluster(tmp_path: Path) -> Callable[..., LocalClusterConfig]:
-    """Makes the config of a cluster of fake processes; arguments are FAKE_* variables."""
+    """Config factory for a cluster of fake processes; arguments are FAKE_* variables."""
 
     def make(**variables: str) -> LocalClusterConfig:
         return LocalClusterConfig(

@@ -1,4 +1,4 @@
-"""The launcher with fake processes, which are processes all the same."""
+"""The launcher with fake workers and coordinators, which are real processes."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ def _running(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if is_running(pid)]
 
 
-async def test_a_cluster_comes_up_and_ends_with_all_its_processes(fake_cluster: MakeConfig) -> None:
+async def test_a_cluster_starts_and_stops_all_its_processes(fake_cluster: MakeConfig) -> None:
     seen: list[cluster_pb2.GetStatusResponse] = []
     async with LocalCluster(fake_cluster()) as cluster:
         status = await cluster.wait_until_serving(timeout_s=20, on_status=seen.append)
@@ -52,7 +52,7 @@ async def test_a_temporary_log_directory_is_removed_at_a_clean_end() -> None:
     assert not cluster.log_directory.exists()
 
 
-async def test_logs_belong_to_their_owner_alone(tmp_path: Path) -> None:
+async def test_logs_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     directory, before = tmp_path / "new" / "logs", os.umask(0)
     try:
         config = LocalClusterConfig(
@@ -85,7 +85,7 @@ async def test_a_coordinator_that_ends_while_starting_fails_the_start_with_its_l
     assert [file.name for file in (tmp_path / "logs").iterdir()] == ["coordinator.log"]
 
 
-async def test_a_plan_that_cannot_be_fails_the_start(fake_cluster: MakeConfig) -> None:
+async def test_an_impossible_plan_fails_the_start(fake_cluster: MakeConfig) -> None:
     async with LocalCluster(fake_cluster(FAKE_BLOCKED="1")) as cluster:
         with pytest.raises(ClusterFailed, match="workers have joined"):
             await cluster.wait_until_serving(timeout_s=20)
@@ -102,7 +102,7 @@ async def test_a_slow_start_reports_the_missing_process(fake_cluster: MakeConfig
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGSTOP])
-async def test_processes_that_hang_are_killed_after_the_grace(
+async def test_hung_processes_are_killed_after_the_grace_period(
     fake_cluster: MakeConfig, number: signal.Signals
 ) -> None:
     async with LocalCluster(fake_cluster(FAKE_HANGS="1")) as cluster:
@@ -114,7 +114,7 @@ async def test_processes_that_hang_are_killed_after_the_grace(
         assert {worker.describe_exit() for worker in cluster.workers} == {"killed by SIGKILL"}
 
 
-async def test_a_stop_that_is_cancelled_kills(fake_cluster: MakeConfig) -> None:
+async def test_a_cancelled_stop_kills_processes(fake_cluster: MakeConfig) -> None:
     async with LocalCluster(fake_cluster(FAKE_HANGS="1")) as cluster:
         await cluster.wait_until_serving(timeout_s=20)
         pids = _pids(cluster)
@@ -140,14 +140,14 @@ async def test_an_exit_is_reported_once_and_the_worker_can_be_restarted(fake_clu
         await cluster.wait_until_serving(timeout_s=20)
         assert cluster.workers[1] is started
         assert started.pid != killed.pid
-        # What the one before has logged is not taken for the new one's.
+        # Log lines of the previous process are not read as those of the new one.
         assert started.read_log().count("listening on") == 1
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await cluster.next_exit()
 
 
-async def test_work_ends_with_the_first_process_that_does(fake_cluster: MakeConfig) -> None:
+async def test_while_running_fails_when_a_process_exits(fake_cluster: MakeConfig) -> None:
     async def answer() -> int:
         return 42
 
@@ -159,7 +159,7 @@ async def test_work_ends_with_the_first_process_that_does(fake_cluster: MakeConf
             await cluster.while_running(asyncio.Event().wait())
 
 
-async def test_a_coordinator_on_every_interface_is_dialled_on_this_machine(tmp_path: Path) -> None:
+async def test_a_wildcard_coordinator_address_is_dialled_on_loopback(tmp_path: Path) -> None:
     config = LocalClusterConfig(
         num_workers=1,
         listen="0.0.0.0:0",

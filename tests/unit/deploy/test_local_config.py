@@ -12,12 +12,12 @@ def _value(line: list[str], flag: str) -> str:
     return line[line.index(flag) + 1]
 
 
-def test_the_coordinator_gets_as_many_stages_as_workers_unless_told() -> None:
+def test_the_default_number_of_stages_is_the_number_of_workers() -> None:
     assert _value(LocalClusterConfig(num_workers=4).coordinator_line(), "--stages") == "4"
     assert _value(LocalClusterConfig(num_workers=4, num_stages=3).coordinator_line(), "--stages") == "3"
 
 
-def test_the_model_goes_to_the_coordinator_and_more_arguments_to_their_process() -> None:
+def test_extra_arguments_are_passed_to_their_process() -> None:
     config = LocalClusterConfig(
         num_workers=2,
         model_directory=Path("/models/m"),
@@ -44,7 +44,7 @@ def test_given_memory_and_threads_are_for_each_worker() -> None:
     assert _value(line, "--name") == "worker-2"
 
 
-def test_workers_keep_to_cores_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_pinned_to_separate_cores_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3, 5, 6, 7})
 
     def cpu_sets(num_workers: int, **options: Any) -> list[str | None]:

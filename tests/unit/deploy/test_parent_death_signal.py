@@ -1,4 +1,4 @@
-"""No process outlives its launcher, however the launcher ends."""
+"""No process outlives its launcher."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ asyncio.run(main())
 
 
 async def test_processes_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    # Nobody is left to remove the logs of a launcher that is killed.
+    # A killed launcher cannot remove its logs.
     environment = {**os.environ, **FAKE_ENVIRONMENT, "TMPDIR": str(tmp_path)}
     launcher = await asyncio.create_subprocess_exec(
         sys.executable, "-c", LAUNCHER, stdout=subprocess.PIPE, env=environment
@@ -42,7 +42,7 @@ async def test_processes_end_when_their_launcher_is_killed(tmp_path: Path) -> No
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_command_whose_launcher_is_gone_is_not_run() -> None:
+def test_a_command_without_its_launcher_is_not_run() -> None:
     ended = subprocess.run(
         [sys.executable, parent_death_signal.__file__, "1", "/bin/echo", "hello"],
         capture_output=True,

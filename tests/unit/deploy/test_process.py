@@ -1,4 +1,4 @@
-"""Workers are started again where that may help, ever later, and not for ever."""
+"""Workers restart after recoverable failures, with growing delays and a limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.process import MAX_RESTARTS, WINDOW_S, LocalProcess, RestartPolicy
     ("code", "is_unexpected"),
     [(0, False), (1, False), (2, False), (3, True), (-signal.SIGKILL, True), (-signal.SIGSEGV, True)],
 )
-def test_failed_devices_and_signals_are_worth_another_process(code: int, is_unexpected: bool) -> None:
+def test_failed_devices_and_signals_lead_to_a_restart(code: int, is_unexpected: bool) -> None:
     assert RestartPolicy.is_unexpected(code) is is_unexpected
 
 

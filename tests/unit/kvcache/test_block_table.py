@@ -161,7 +161,7 @@ def test_a_promotion_onto_a_twin_leaves_the_open_block_writable(tables: BlockTab
     assert tables.writable_runs("b", 4, 5) == [(4, 5)]
 
 
-def test_a_failed_use_opens_no_table_and_changes_none(tables: BlockTables) -> None:
+def test_a_failed_use_creates_and_changes_no_table(tables: BlockTables) -> None:
     tables.apply("a", use(1))
     digest = tables.digest
     for key in ("a", "b"):
@@ -206,9 +206,9 @@ def test_a_signal_on_a_block_that_is_not_at_an_end_of_the_table_is_refused(
 
 
 def test_unknown_sequences_are_refused(tables: BlockTables) -> None:
-    for ask in (tables.pages, tables.first_block, tables.valid_until, tables.drop):
+    for lookup in (tables.pages, tables.first_block, tables.valid_until, tables.drop):
         with pytest.raises(UnknownSequence, match="'x'"):
-            ask("x")
+            lookup("x")
     with pytest.raises(UnknownSequence):
         tables.writable_runs("x", 0, 1)
     with pytest.raises(UnknownSequence):
@@ -251,7 +251,7 @@ def test_a_table_cannot_outlive_its_pool_entries(tables: BlockTables) -> None:
 
 
 def test_placed_has_the_layout_of_a_slice(tables: BlockTables) -> None:
-    """Behind a released head, with cached blocks at the beginning and further on."""
+    """With a released head and cached blocks at the start and later."""
     tables.apply("a", use(1, 2, 4))
     tables.apply("b", use(1, 2, 3, 4))
     for key, start, end in (("a", 0, 12), ("b", 0, 16), ("b", 5, 11), ("b", 15, 16), ("b", 8, 8)):
@@ -267,11 +267,11 @@ def test_placed_has_the_layout_of_a_slice(tables: BlockTables) -> None:
     assert tables.placed("b", 4, 17).writable_runs is None
 
 
-def test_a_sequence_without_a_table_is_placed_nowhere(tables: BlockTables) -> None:
+def test_a_sequence_without_a_table_has_no_placement(tables: BlockTables) -> None:
     assert tables.placed("a", 0, 1) == ([], 0, 0, None)
 
 
-def test_placed_gives_a_copy_of_the_pages(tables: BlockTables) -> None:
+def test_placed_copies_the_pages(tables: BlockTables) -> None:
     tables.apply("a", use(1))
     tables.placed("a", 0, 4).pages.clear()
     assert len(tables.pages("a")) == 1

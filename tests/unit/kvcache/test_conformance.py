@@ -83,7 +83,7 @@ def _described(signal: Signal) -> Json:
 
 
 def _sequence_step(sequence: ActiveSequence, op: str, arg: Any) -> list[Signal]:
-    """Does one step; the signals it gave."""
+    """Runs one step and returns its signals."""
     match op:
         case "prepare":
             use = sequence.prepare(arg)

@@ -1,4 +1,4 @@
-"""The constants of the hash dialect, literally: another salt or seed makes every router blind."""
+"""Literal constants of the hash dialect: with another salt or seed, KV-aware routers find no hits."""
 
 import struct
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def folded(*words: int) -> int:
 
 
 def test_the_digest_is_the_documented_function_of_the_history() -> None:
-    """Workers of another build compare digests with ours: a change here is a change of the protocol."""
+    """Workers of other builds compare digests: a change here is a protocol change."""
     pool = BlockPool(2)
     assert pool.digest == 0
     owners, entered, full = 4, 2, 1
@@ -120,11 +120,11 @@ def test_the_digest_is_the_documented_function_of_the_history() -> None:
         (6, Use((FullBlock(2),), (102,), 4)),
     ],
 )
-def test_a_changed_signal_shows_at_once(position: int, changed: Signal) -> None:
+def test_a_changed_signal_changes_the_digest_immediately(position: int, changed: Signal) -> None:
     assert digest_of([*_HISTORY[:position], changed]) != digest_of(_HISTORY[: position + 1])
 
 
-def test_the_order_of_signals_shows() -> None:
+def test_the_order_of_signals_changes_the_digest() -> None:
     first, second = Deref(FullBlock(1)), Deref(FullBlock(2))
     assert digest_of([use(1, 2), first, second]) != digest_of([use(1, 2), second, first])
 
@@ -138,7 +138,7 @@ def test_a_failed_use_leaves_no_trace() -> None:
     assert pool.digest == digest
 
 
-def test_a_different_eviction_order_shows_with_the_first_eviction() -> None:
+def test_another_eviction_order_changes_the_digest_at_the_first_eviction() -> None:
     history: list[Signal] = [use(1, 2, 3), Deref(FullBlock(3)), Deref(FullBlock(2)), Deref(FullBlock(1))]
     pool, replica = pool_after(history, 3), pool_after(history, 3)
     replica._inactive.move_to_end(3)
@@ -149,7 +149,7 @@ def test_a_different_eviction_order_shows_with_the_first_eviction() -> None:
 
 
 @pytest.mark.parametrize("signal", [use(1), Deref(FullBlock(1)), Destroy(FullBlock(1))])
-def test_a_different_refcount_shows_with_the_next_signal_on_the_block(signal: Signal) -> None:
+def test_another_refcount_changes_the_digest_at_the_next_signal(signal: Signal) -> None:
     pool, replica = pool_after([use(1, 2), use(1)]), pool_after([use(1, 2), use(1)])
     replica._full[1].num_owners += 1
     assert pool.digest == replica.digest
@@ -158,7 +158,7 @@ def test_a_different_refcount_shows_with_the_next_signal_on_the_block(signal: Si
     assert pool.digest != replica.digest
 
 
-def test_a_different_refcount_shows_with_a_promotion_onto_the_block() -> None:
+def test_another_refcount_changes_the_digest_at_a_promotion() -> None:
     history: list[Signal] = [use(1), Use((PartialBlock(1),))]
     pool, replica = pool_after(history), pool_after(history)
     replica._full[1].num_owners += 1
@@ -167,7 +167,7 @@ def test_a_different_refcount_shows_with_a_promotion_onto_the_block() -> None:
     assert pool.digest != replica.digest
 
 
-def test_a_block_that_is_cached_on_one_side_only_shows_with_its_next_use() -> None:
+def test_a_block_cached_on_one_side_changes_the_digest_at_its_use() -> None:
     history: list[Signal] = [use(1, 2), Deref(FullBlock(2))]
     pool, replica = pool_after(history), pool_after(history)
     replica._inactive[9] = replica._inactive.pop(2)
@@ -177,7 +177,7 @@ def test_a_block_that_is_cached_on_one_side_only_shows_with_its_next_use() -> No
     assert pool.digest != replica.digest
 
 
-def test_a_smaller_pool_shows_with_its_first_eviction() -> None:
+def test_a_smaller_pool_changes_the_digest_at_its_first_eviction() -> None:
     history: list[Signal] = [use(1, 2), Deref(FullBlock(2))]
     pool, replica = pool_after(history, 3), pool_after(history, 2)
     assert pool.digest == replica.digest
@@ -186,7 +186,7 @@ def test_a_smaller_pool_shows_with_its_first_eviction() -> None:
     assert pool.digest != replica.digest
 
 
-def test_page_numbers_do_not_show() -> None:
+def test_page_numbers_do_not_change_the_digest() -> None:
     history = [use(1, 2)]
     pool, replica = pool_after(history), pool_after(history)
     replica._num_made += 1  # a page that is skipped

@@ -1,4 +1,4 @@
-"""Checks are spread over steps so that they cost little, and a long one waits for a pause."""
+"""Checks are spread over steps to limit their cost; a long check waits for a pause."""
 
 from kvcache import IntegrityBroken, IntegrityMonitor, IntegrityReport
 
@@ -49,7 +49,7 @@ def test_a_check_that_takes_long_waits_for_a_pause() -> None:
     assert steps_until_due(monitor) == 256
 
 
-def test_a_pause_brings_a_check_at_once_and_others_from_time_to_time() -> None:
+def test_a_pause_starts_a_check_immediately_and_then_periodically() -> None:
     monitor = new_monitor(Clock())
     monitor.count_step()
     assert [monitor.is_due_when_idle() for _ in range(3)] == [False, True, True]

@@ -124,7 +124,7 @@ def test_a_hash_is_reusable_once_its_block_is_evicted() -> None:
 
 
 @pytest.mark.usefixtures("colliding_hashes")
-def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() -> None:
+def test_a_block_is_not_shared_after_its_parent_hash_was_reused() -> None:
     ledger = Ledger(3, block_size=2)
     first, evicting, second, same = (
         sequence(1, 2, 3, 4),

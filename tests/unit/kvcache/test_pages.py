@@ -79,7 +79,7 @@ def test_large_gathers_allocate_their_own_memory(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(first, everything(pages)[0, 0, :, :, : 2 * _BLOCK_SIZE])
 
 
-def test_cleared_pages_are_zero_in_all_layers_and_others_as_they_were() -> None:
+def test_clearing_zeroes_a_page_in_all_layers_and_no_other() -> None:
     pages = make()
     for layer in range(_LAYERS):
         write(pages, layer, some(20), torch.full((20, _HEADS, _DIM), float("nan")), torch.arange(20))
@@ -191,7 +191,7 @@ print(resident() - before)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_cpu_store_takes_memory_only_for_what_is_written(dtype: str) -> None:
-    """In a process of its own: here memory kept from earlier tests may hide the growth."""
+    """In a separate process: memory kept from earlier tests can hide the growth."""
     command = [sys.executable, "-c", _UNWRITTEN_STORE, dtype]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)

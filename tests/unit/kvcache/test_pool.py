@@ -62,7 +62,7 @@ def test_any_stream_of_signals_matches_the_reference_pool(capacity: int, signals
             replica.apply(signal)
         assert pool.inactive == tuple(block.sequence_hash for block in model.inactive)
         assert pool.num_free == capacity - len(model.refcounts) - len(model.inactive)
-        # The replica has not seen the refused signals: it is equal all the same, pages included.
+        # The replica did not get the rejected signals and is still equal, pages included.
         assert pool.digest == replica.digest
         assert all(
             pool.page_of(block) == replica.page_of(block) for block in (*model.refcounts, *model.inactive)

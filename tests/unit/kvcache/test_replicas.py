@@ -1,4 +1,4 @@
-"""Many sequences, one ledger, one stage: all agree with a naive model, and no token is mistaken."""
+"""Many sequences, one ledger, one stage: all agree with a naive model, and every token is correct."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -30,14 +30,14 @@ class Serving(RuleBasedStateMachine):
         self.keys = count()
 
     def send(self, key: int, signal: Signal) -> None:
-        """The ledger decides, the stage follows; a failed `Use` reaches neither model nor stage."""
+        """Applies a signal to ledger and stage; a failed `Use` reaches neither model nor stage."""
         events = self.ledger.apply(self.sequences[key], signal)
         assert list(events) == self.model.apply(signal)
         assert events == self.tables.apply(key, signal)
         assert self.tables.digest == self.ledger.digest
 
     def compute(self, key: int, start: int, end: int) -> None:
-        """Writes tokens start..end-1, as far as they are to be written, and checks what the sequence sees."""
+        """Writes the writable tokens of start..end-1 and checks the tokens that the sequence reads."""
         sequence = self.sequences[key]
         for first, last in self.tables.writable_runs(key, start, end):
             for position in range(first, last):
@@ -160,7 +160,7 @@ TestServing.settings = settings(max_examples=examples(9), stateful_step_count=20
 
 
 class CollidingServing(Serving):
-    """The same with a hash that sees only the first token of a block: nothing is mistaken even so."""
+    """Like Serving, with a hash of only the first token of a block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def test_only_the_last_push_can_be_undone() -> None:
     assert made.tokens == [0, 1, 2, 3, 4]
 
 
-def test_a_push_without_boundary_can_be_undone_too() -> None:
+def test_a_push_without_boundary_can_be_undone() -> None:
     made = allocated(5)
     made.push(5)
     made.pop()
@@ -238,7 +238,7 @@ def test_impossible_sizes_are_refused() -> None:
         sequence(3, max_output_tokens=-1)
 
 
-def test_a_push_stands_once_a_block_before_it_was_released() -> None:
+def test_a_push_cannot_be_undone_after_an_earlier_block_is_released() -> None:
     made = allocated(8)
     made.push(8)
     assert made.release_before(3) == []

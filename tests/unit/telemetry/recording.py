@@ -1,4 +1,4 @@
-"""A recorder whose spans can be looked at."""
+"""A recorder that keeps its spans for inspection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wire.clock import ClusterClock
 
 
 class ListSink(SpanSink):
-    """Keeps all of them."""
+    """Keeps all spans."""
 
     def __init__(self) -> None:
         self.num_dropped = 0

@@ -1,4 +1,4 @@
-"""How lines look, and what is written at which level."""
+"""Format and level of log lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record(
     return made
 
 
-def test_a_console_line_is_for_people() -> None:
+def test_a_console_line_is_human_readable() -> None:
     formatter = ConsoleFormatter("worker", "gpu-a")
     line = formatter.format(record("epoch %d: stage %d is ready", 3, 1, **log_context(epoch=3, stage=1)))
     assert re.fullmatch(r"\S+ \S+,250 WARNING worker gpu-a: epoch 3: stage 1 is ready", line)
@@ -106,7 +106,7 @@ def test_unknown_fields_are_omitted() -> None:
     assert log_context(request_ids=()) == {}
 
 
-def test_no_field_hides_one_of_logging() -> None:
+def test_no_field_shadows_a_logging_attribute() -> None:
     assert not set(FIELDS) & set(vars(logging.makeLogRecord({})))
 
 
@@ -146,7 +146,7 @@ logs.log_fatal(settings, "stageline worker: no way")
     assert (last["level"], last["message"]) == ("critical", "stageline worker: no way")
 
 
-def test_the_last_line_of_a_console_is_nothing_else() -> None:
+def test_the_last_console_line_has_no_prefix() -> None:
     assert stderr_of('logs.log_fatal(settings, "stageline worker: no way")', LogSettings()) == [
         "stageline worker: no way"
     ]
@@ -177,7 +177,7 @@ def test_the_last_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) 
 
 
 def stderr_of(script: str, settings: LogSettings) -> list[str]:
-    """What a process of its own writes, since the log of this one belongs to pytest."""
+    """Lines logged by a separate process (pytest owns the log of this one)."""
     begin = f"""
 import logging
 from telemetry import logs
@@ -272,7 +272,7 @@ def test_logging_never_blocks_and_lost_lines_are_counted(pipe: tuple[int, int]) 
     assert read_to_end(reading) == [*(f"line {number}" for number in range(MAX_WAITING)), lost]
 
 
-def test_a_reader_that_is_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_reader_is_not_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     writer = LogWriter(writing)

@@ -1,4 +1,4 @@
-"""The standard variables."""
+"""Standard OpenTelemetry environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_endpoint_is_enough(name: str) -> None:
     assert (export.collector, export.interval_s) == (OtlpProtocol.GRPC, 60.0)
 
 
-def test_the_variable_for_metrics_is_above_the_one_for_everything() -> None:
+def test_the_metrics_variable_overrides_the_general_one() -> None:
     protocols = {
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
         "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/protobuf",
@@ -33,7 +33,7 @@ def test_the_variable_for_metrics_is_above_the_one_for_everything() -> None:
     assert metrics_export(ENDPOINT | protocols).collector is OtlpProtocol.HTTP
 
 
-def test_exporter_none_is_no_collector() -> None:
+def test_exporter_none_disables_the_collector() -> None:
     assert metrics_export(ENDPOINT | {"OTEL_METRICS_EXPORTER": "none"}).collector is None
 
 
@@ -87,9 +87,7 @@ SAMPLED, UNSAMPLED = (
         ({**ENDPOINT, "OTEL_SDK_DISABLED": "true"}, None),
     ],
 )
-def test_spans_go_to_a_collector_where_one_is_named(
-    environment: dict[str, str], protocol: str | None
-) -> None:
+def test_spans_are_sent_to_a_configured_collector(environment: dict[str, str], protocol: str | None) -> None:
     assert read_environment(environment, version="1").protocol == protocol
 
 
@@ -133,7 +131,7 @@ def test_unsupported_variables_are_rejected(environment: dict[str, str], message
     ],
 )
 def test_exporter_variables_are_left_to_the_exporters(environment: dict[str, str]) -> None:
-    """Without an endpoint nothing is exported, so nothing is wrong."""
+    """Without an endpoint nothing is exported, so these values are not checked."""
     read_environment(environment, version="1")
 
 

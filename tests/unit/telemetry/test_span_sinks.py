@@ -1,4 +1,4 @@
-"""Sinks take what they have room for, and count the rest."""
+"""Sinks store spans up to their capacity and count the dropped ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(sink: SpanSink, num_spans: int) -> None:
 
 
 class SlowSink(QueueSink):
-    """Takes a batch when it may."""
+    """Stores a batch when released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ async def test_spans_reach_the_coordinator() -> None:
     assert sink.num_dropped == 0
 
 
-async def test_while_the_coordinator_is_silent_spans_are_dropped_and_later_ones_arrive() -> None:
+async def test_spans_are_dropped_during_an_outage_and_later_ones_arrive() -> None:
     async with collector() as coordinator:
         coordinator.may_answer.clear()
         sink = CoordinatorSink(coordinator.address)

@@ -1,4 +1,4 @@
-"""docs/reference/spans.md has every span and every attribute, as the code has them, and no other."""
+"""docs/reference/spans.md lists exactly the spans and attributes of the code."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A tokenizer that can be read off: token 0 is "a", token 1 "b", and so on; the others have no text."""
+"""A readable tokenizer: token 0 is "a", token 1 "b", and so on; other tokens have no text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LettersCodec:
         return [ord(letter) - ord("a") for letter in text]
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """z is what stands for a space."""
+        """z stands for a space."""
         return tuple(self.encode(word)), tuple(self.encode("z" + word))
 
     def encode_conversation(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -44,5 +44,5 @@ class LettersCodec:
 
 
 def letters(token_ids: Sequence[int]) -> str:
-    """Their text, when none is skipped."""
+    """Text of the tokens, skipping none."""
     return "".join(chr(ord("a") + token_id) for token_id in token_ids)

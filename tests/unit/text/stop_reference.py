@@ -1,4 +1,4 @@
-"""Stop strings by looking at one character after the other, slowly: the measure for the real thing."""
+"""Reference implementation of stop strings: slow, one character at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case:
 
 
 def cut_one_by_one(case: Case) -> tuple[str, int | None]:
-    """The text before the stop string, and how many characters there are when it is complete."""
+    """The text before the stop string, and the number of characters at its completion."""
     for end in range(1, len(case.text) + 1):
         lengths = [len(stop) for stop in case.stops if case.text[:end].endswith(stop)]
         if lengths and case.may_stop[end - 1]:
@@ -32,6 +32,6 @@ def cut_one_by_one(case: Case) -> tuple[str, int | None]:
 
 
 def num_held_one_by_one(text: str, stops: list[str]) -> int:
-    """Length of the longest end of the text that is a beginning of a stop string and not all of it."""
+    """Length of the longest suffix of the text that is a proper prefix of a stop string."""
     held = [length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])]
     return max(held, default=0)

@@ -1,6 +1,4 @@
-"""Stop strings over random splits of random texts: what is let out is what looking at one character after the
-other lets out, and never a part of the stop string.
-"""
+"""Stop strings over random splits of random texts, compared with the reference implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ words = st.text(ALPHABET, min_size=1, max_size=6)
 
 @st.composite
 def cases(draw: st.DrawFn, *, may_always_stop: bool) -> Case:
-    """Stop strings that overlap, repeat themselves and begin alike, and texts made of parts of them."""
+    """Stop strings that overlap, repeat and share prefixes, and texts composed of their parts."""
     roots = draw(st.lists(words, min_size=1, max_size=3))
     repeated = st.builds(lambda word, times: word * times, st.sampled_from(roots), st.integers(1, 3))
     stops = draw(st.lists(st.one_of(words, repeated, st.builds(str.__add__, repeated, words)), max_size=4))
@@ -45,7 +43,7 @@ def beginnings(stop: str) -> st.SearchStrategy[str]:
 
 
 def deliver(case: Case) -> tuple[list[str], bool]:
-    """What each `push` returns, and the flush; and whether a stop string ended it."""
+    """Results of each `push` and of `flush`, and whether a stop string ended the text."""
     matcher = StopMatcher(case.stops)
     returned = []
     for text, may_stop in case.pieces:
@@ -129,8 +127,8 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "ab"])
-def test_a_character_costs_the_same_however_much_is_held_back_and_came_before(text: str) -> None:
-    """16 stop strings of 1,024 characters that the text goes along with again and again, in vain."""
+def test_cost_per_character_is_constant_in_held_and_past_text(text: str) -> None:
+    """16 stop strings of 1,024 characters with many partial matches in the text."""
     stops = [text * (900 // len(text)) + "c" * number + "d" * (124 - number) for number in range(16)]
     matcher = StopMatcher(stops)
     started = time.process_time()
@@ -163,7 +161,7 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
 def stream(
     codec: TextCodec, prompt: list[int], generated: list[int], seed: int, *, skip: bool = True
 ) -> list[str]:
-    """What `push` returns for pieces of random length, and at the end what `flush` returns."""
+    """Results of `push` for pieces of random length, then of `flush`."""
     draw = random.Random(seed)
     detokenizer = IncrementalDetokenizer(codec, prompt, skip_special_tokens=skip)
     returned = []
@@ -175,7 +173,7 @@ def stream(
 
 
 def complete_text(codec: TextCodec, token_ids: list[int], *, skip: bool = True) -> str:
-    """What the tokens of a valid text say up to the last complete character."""
+    """Text of the tokens up to the last complete character."""
     if codec.is_byte_level:
         return codec.decode(token_ids, skip_special_tokens=skip).removesuffix("\ufffd")
     ends = range(len(token_ids), len(token_ids) - 4, -1)
@@ -201,7 +199,7 @@ def test_pieces_add_up_to_the_whole_and_end_between_characters(
 
 @settings(max_examples=examples(1.5))
 @given(data=st.data(), cut=st.integers(0, 30), seed=st.integers(0, 99), skip=st.booleans())
-def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
+def test_any_byte_tokens_stream_to_their_full_decoding(
     codecs: Codecs, data: st.DataObject, cut: int, seed: int, skip: bool
 ) -> None:
     codec = codecs["byte level"]
@@ -210,7 +208,7 @@ def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
     streamed = "".join(stream(codec, prompt, generated, seed, skip=skip))
     before = codec.decode(prompt, skip_special_tokens=skip)
     whole = codec.decode(prompt + generated, skip_special_tokens=skip)
-    # What the prompt leaves incomplete comes with the answer: one U+FFFD, or two for half a surrogate
+    # An incomplete character of the prompt belongs to the output: one U+FFFD, or two for half a surrogate
     # (ED A0), which Python's decoder waits for although no third byte makes it valid.
     held = len(before) - len(before.rstrip("\ufffd"))
     assert whole in [before[: len(before) - count] + streamed for count in range(min(held, 2) + 1)]
@@ -218,7 +216,7 @@ def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
 
 @settings(max_examples=examples(1.5))
 @given(data=st.data(), seed=st.integers(0, 99), skip=st.booleans())
-def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
+def test_any_tokens_of_valid_bytes_stream_to_their_full_decoding(
     codecs: Codecs, data: st.DataObject, seed: int, skip: bool
 ) -> None:
     codec = codecs["sentencepiece"]
@@ -233,7 +231,7 @@ def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_character_that_the_prompt_begins_belongs_to_the_answer(codecs: Codecs, kind: str) -> None:
+def test_a_character_started_by_the_prompt_belongs_to_the_output(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     ids = codec.encode("fox 你世界")
     for cut in range(len(ids)):
@@ -260,14 +258,14 @@ def test_an_incomplete_character_is_delivered_by_flush(codecs: Codecs, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_spaces_between_prompt_and_answer_are_kept(codecs: Codecs, kind: str) -> None:
+def test_spaces_between_prompt_and_output_are_kept(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     answer = codec.encode("a fox")[len(codec.encode("a")) :]
     assert IncrementalDetokenizer(codec, codec.encode("a")).push(answer) == " fox"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_have_no_text_and_disturb_none(codecs: Codecs, kind: str) -> None:
+def test_special_tokens_add_no_text_and_change_none(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     detokenizer = IncrementalDetokenizer(codec, [EOS, EOS])
     once, upon = codec.encode("Once")[1:], codec.encode("Once upon")[len(codec.encode("Once")) :]
@@ -289,10 +287,10 @@ def test_special_tokens_are_text_where_they_are_not_skipped(codecs: Codecs, kind
 def test_a_special_token_ends_a_character_that_was_not_complete(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     detokenizer = IncrementalDetokenizer(codec, [], skip_special_tokens=False)
-    begun = codec.encode("fox☃")[1:-1]
-    assert detokenizer.push(begun) == "fox"
+    incomplete = codec.encode("fox☃")[1:-1]
+    assert detokenizer.push(incomplete) == "fox"
     text = detokenizer.push([EOS]) + detokenizer.flush()
-    assert text.removesuffix("</s>") == codec.decode(begun).removeprefix("fox")
+    assert text.removesuffix("</s>") == codec.decode(incomplete).removeprefix("fox")
 
 
 def test_broken_bytes_do_not_delay_the_words_after_them(codecs: Codecs) -> None:
@@ -305,7 +303,7 @@ def test_broken_bytes_do_not_delay_the_words_after_them(codecs: Codecs) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_costs_the_same_however_many_came_before(
+def test_cost_per_token_is_constant_in_past_tokens(
     codecs: Codecs, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = codecs[kind]
@@ -325,7 +323,7 @@ def test_a_token_costs_the_same_however_many_came_before(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_id_outside_the_vocabulary_is_refused_and_nothing_is_taken(codecs: Codecs, kind: str) -> None:
+def test_an_id_outside_the_vocabulary_is_rejected_without_effect(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     detokenizer = IncrementalDetokenizer(codec, [])
     with pytest.raises(UnknownToken, match=str(codec.vocab_size)):

@@ -1,4 +1,4 @@
-"""What a client wants the text to be becomes a grammar, or is refused with the field and the reason."""
+"""Output constraints of a client become a grammar or are rejected with field and reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def accepts(directory: Path, kind: GrammarKind, texts: Sequence[str], output: st
     return matcher.is_accepting
 
 
-def test_a_regular_expression_that_explodes_is_refused_at_once() -> None:
+def test_an_exploding_regular_expression_is_rejected_immediately() -> None:
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     compiler = new_compiler(
         MODEL_DIRECTORY, checkpoint.eos_token_ids, vocab_size=checkpoint.config.vocab_size
@@ -147,7 +147,7 @@ def test_a_grammar_with_a_rule_that_refers_to_itself_and_can_end_is_accepted(
     assert compiler.compile(GrammarKind.GRAMMAR, [grammar])
 
 
-def test_an_endless_rule_beside_a_terminal_that_matches_nothing_takes_no_time(
+def test_an_endless_rule_beside_an_empty_terminal_compiles_fast(
     compiler: GrammarCompiler,
 ) -> None:
     began_s = time.process_time()
@@ -155,11 +155,11 @@ def test_an_endless_rule_beside_a_terminal_that_matches_nothing_takes_no_time(
     assert time.process_time() - began_s < MASK_WAIT_S
 
 
-def test_a_slow_mask_fails_before_its_step_counts_as_lost() -> None:
+def test_a_slow_mask_fails_before_its_step_times_out() -> None:
     assert DEFAULT_POLICY.min_step_timeout_s > MASK_WAIT_S
 
 
-def test_a_grammar_that_cannot_begin_is_refused(tmp_path: Path) -> None:
+def test_a_grammar_without_a_first_token_is_rejected(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path, byte_level())
     compiler = new_compiler(directory)
     first = (
@@ -267,11 +267,11 @@ def test_an_invalid_grammar_is_rejected_in_one_line_with_the_field(
 ) -> None:
     with pytest.raises(UnusableGrammar) as refused:
         compiler.compile(kind, texts)
-    told = str(refused.value)
-    assert told.startswith(f"{kind.value}: ")
-    assert words in told
-    assert "\n" not in told
-    assert len(told) < 500
+    message = str(refused.value)
+    assert message.startswith(f"{kind.value}: ")
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 500
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_keyword_that_would_be_ignored_is_refused(
         {"const": 3},
     ],
 )
-def test_names_and_values_that_look_like_keywords_are_none(
+def test_names_and_values_are_not_taken_for_keywords(
     schema: dict[str, object], compiler: GrammarCompiler
 ) -> None:
     assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])

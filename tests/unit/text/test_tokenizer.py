@@ -1,4 +1,4 @@
-"""Text is encoded as transformers encodes it, without loading torch; what cannot be is refused by name."""
+"""Text is encoded as by transformers, without loading torch; unsupported tokenizers are rejected by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_file_without_post_processor_adds_no_bos(kind: str, tmp_path: Path) ->
     assert load(tmp_path, json.dumps(described), add_bos_token=True).encode("hello")[0] != 1
 
 
-def test_the_file_decides_and_not_the_class_that_the_config_names(tmp_path: Path) -> None:
+def test_the_tokenizer_file_overrides_the_configured_class(tmp_path: Path) -> None:
     """LlamaTokenizer's own rules merge the prefix with the first space and add none after <|end|>."""
     described = json.loads(sentencepiece_like())
     described["pre_tokenizer"] = None
@@ -78,7 +78,7 @@ def test_truncation_in_the_file_does_not_cut_prompts(tmp_path: Path) -> None:
     assert len(load(tmp_path, tokenizer.to_str()).encode("a long story " * 40)) > 100
 
 
-def test_a_conversation_is_rendered_up_to_the_answer(kind: str, tmp_path: Path) -> None:
+def test_a_conversation_is_rendered_up_to_the_generation_prompt(kind: str, tmp_path: Path) -> None:
     codec = load(tmp_path, kind, chat_template=CHAT_TEMPLATE)
     ids = codec.encode_conversation([ChatMessage(role="user", content="hello")])
     assert ids.count(1) == 2
@@ -120,7 +120,7 @@ def test_an_empty_conversation_is_refused(tmp_path: Path) -> None:
         codec.encode_conversation([])
 
 
-def test_ids_that_only_the_model_has_stand_for_no_text(tmp_path: Path) -> None:
+def test_ids_unknown_to_the_tokenizer_have_no_text(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, byte_level())
     codec = load_text_codec(tmp_path, model_vocab_size=512)
     assert codec is not None
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_tokenizer_has_none(tmp_path: Path) -> None:
     assert load_text_codec(tmp_path) is None
 
 
-def test_a_broken_tokenizer_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_rejected_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UnreadableTokenizer, match=str(tmp_path)):
         load_text_codec(tmp_path)

@@ -43,9 +43,7 @@ def byte_level() -> str:
 
 @cache
 def sentencepiece_like() -> str:
-    """tokenizer.json in the way of Llama 2: leading spaces as U+2581, and bytes for what is not in the
-    vocabulary.
-    """
+    """tokenizer.json like Llama 2: leading spaces as U+2581, byte fallback for unknown text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]

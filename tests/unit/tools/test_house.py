@@ -1,4 +1,4 @@
-"""What `tools/house.py` counts, in small repositories."""
+"""Counts of `tools/house.py` in small repositories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measure(root: Path) -> house.Report:
     return house.measure_code(house.Tree.read(root))
 
 
-def test_the_product_is_tracked_code_that_is_neither_generated_nor_for_developers(
+def test_product_code_excludes_generated_and_developer_files(
     repository: Repository,
 ) -> None:
     root = repository(
@@ -58,7 +58,7 @@ def test_the_product_is_tracked_code_that_is_neither_generated_nor_for_developer
     }
 
 
-def test_lines_of_code_are_those_without_docstrings_comments_and_blanks(repository: Repository) -> None:
+def test_code_lines_exclude_docstrings_comments_and_blanks(repository: Repository) -> None:
     text = '''"""Two lines
 of a docstring."""
 

@@ -1,4 +1,4 @@
-"""The probe records functions that run while a window is open, and nothing else."""
+"""The probe records only functions that run while a window is open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ asyncio.run(resumed())
 
 
 class Program:
-    """A process with the probe, which runs the functions that it is told."""
+    """A process with the probe; runs functions by name."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "program" / "main.py"

@@ -53,12 +53,12 @@ def test_an_invalid_address_is_rejected_with_the_text(text: str) -> None:
         parse_address(text)
 
 
-def test_a_port_above_65535_is_refused_with_the_number() -> None:
+def test_a_port_above_65535_is_rejected_with_its_number() -> None:
     with pytest.raises(ValueError, match="port 65536, the limit is 65535"):
         parse_address("host:65536")
 
 
-def test_port_0_is_for_listening_only() -> None:
+def test_port_0_is_accepted_for_listening_only() -> None:
     assert parse_address("host:0").port == 0
     with pytest.raises(ValueError, match="port 0"):
         parse_peer_address("host:0")

@@ -18,12 +18,12 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 """
 
 
-def test_the_soft_limit_becomes_the_hard_one() -> None:
+def test_the_soft_file_limit_is_raised_to_the_hard_limit() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
 
 @pytest.mark.parametrize(("soft", "connections"), [(1024, 768), (300, 150), (20000, 19744)])
-def test_connections_leave_files_for_everything_else(
+def test_the_connection_limit_reserves_file_descriptors(
     soft: int, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 20000))

@@ -1,4 +1,4 @@
-"""How far another clock is away, told from when a heartbeat and its answer were sent and came."""
+"""Clock offset, estimated from the send and receive times of heartbeats and responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AHEAD_US = 5_000_000
 
 
 def exchange(*, ahead_us: int, there_us: int, back_us: int, sent_us: int = 10**15) -> Exchange:
-    """A heartbeat and its answer, after 7 us, with a clock that is so far ahead of ours."""
+    """A heartbeat and its response after 7 us; the remote clock is `ahead_us` ahead."""
     received_us = sent_us + there_us + ahead_us
     answered_us = received_us + 7
     return Exchange(sent_us, received_us, answered_us, answered_us - ahead_us + back_us)
@@ -24,7 +24,7 @@ def exchange(*, ahead_us: int, there_us: int, back_us: int, sent_us: int = 10**1
     st.integers(-(10**12), 10**12),
     st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), min_size=1, max_size=KEPT_EXCHANGES),
 )
-def test_the_offset_is_never_off_by_more_than_it_says(ahead_us: int, ways: list[tuple[int, int]]) -> None:
+def test_the_offset_error_is_within_its_uncertainty(ahead_us: int, ways: list[tuple[int, int]]) -> None:
     clock = ClusterClock()
     for there_us, back_us in ways:
         clock.note(exchange(ahead_us=ahead_us, there_us=there_us, back_us=back_us))
@@ -42,7 +42,7 @@ def test_the_exchange_of_shortest_round_trip_counts() -> None:
     assert clock.uncertainty_us == 200
 
 
-def test_an_offset_below_its_uncertainty_is_none() -> None:
+def test_an_offset_below_its_uncertainty_is_zero() -> None:
     clock = ClusterClock()
     clock.note(exchange(ahead_us=0, there_us=400, back_us=100))
     assert clock.offset_us == 0
@@ -58,7 +58,7 @@ def test_old_exchanges_are_forgotten_when_clocks_drift() -> None:
     assert clock.offset_us == AHEAD_US
 
 
-def test_nothing_before_a_clock_was_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanges_before_a_clock_change_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ClusterClock()
     clock.note(exchange(ahead_us=AHEAD_US, there_us=10, back_us=10))
     real = time.time_ns

@@ -1,4 +1,4 @@
-"""Every error of ours has a gRPC status; nothing else says a word to the client."""
+"""Every serving error has a gRPC status; other exceptions send a fixed text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
         yield from subclasses(subclass)
 
 
-def test_every_error_of_ours_has_a_status() -> None:
+def test_every_serving_error_has_a_status() -> None:
     for module in pkgutil.iter_modules(wire.__path__, "wire."):
         importlib.import_module(module.name)
     importlib.import_module("coordinator.scheduler.scheduler")
@@ -40,7 +40,7 @@ def test_every_error_of_ours_has_a_status() -> None:
     assert without == []
 
 
-def test_no_error_of_ours_ends_a_call_well() -> None:
+def test_no_serving_error_maps_to_ok_or_unknown() -> None:
     assert grpc.StatusCode.OK not in STATUS_OF_ERROR.values()
     assert grpc.StatusCode.UNKNOWN not in STATUS_OF_ERROR.values()
 

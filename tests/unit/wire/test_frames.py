@@ -1,4 +1,4 @@
-"""A frame arrives as it was sent, or not at all."""
+"""A frame arrives unchanged or is rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refusal(chunks: Iterable[forward_pb2.FrameChunk], *, max_payload_bytes: int 
 
 
 def resealed(chunk: forward_pb2.FrameChunk) -> forward_pb2.FrameChunk:
-    """A single chunk with a checksum that fits what it carries now."""
+    """A single chunk with its checksum recomputed."""
     chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
     return chunk
 
@@ -72,7 +72,7 @@ def change_header(change: Callable[[step_pb2.TensorHeader], object]) -> forward_
 
 
 @given(steps(), st.sampled_from(DType), st.integers(1, 4), st.integers(0, 40))
-def test_a_frame_survives_the_wire(step: Step, dtype: DType, num_tokens: int, width: int) -> None:
+def test_a_frame_round_trips(step: Step, dtype: DType, num_tokens: int, width: int) -> None:
     hidden = hidden_states(num_tokens, width, dtype=dtype)
     for carried in (None, hidden):
         (frame,) = assemble(chunks_of(step, carried))
@@ -118,8 +118,8 @@ def test_frames_of_one_stream_follow_each_other() -> None:
     assert [(frame.step, frame.hidden) for frame in received] == sent
 
 
-def test_the_step_is_handed_on_byte_for_byte() -> None:
-    """Also a field that this version does not know."""
+def test_the_step_is_forwarded_byte_for_byte() -> None:
+    """Includes a field unknown to this version."""
     step_bytes = encode_step(example_step()) + b"\x7a\x03new"
     (message,) = encode_frame(step_bytes, 7, None)
     (frame,) = assemble([message.chunk])
@@ -130,7 +130,7 @@ def test_the_step_is_handed_on_byte_for_byte() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_any_changed_byte_of_a_frame_is_caught(mask: int) -> None:
+def test_any_changed_byte_of_a_frame_is_detected(mask: int) -> None:
     original = chunks_of(example_step(), hidden_states(3, 9))
     num_places = 0
     for index, chunk in enumerate(original):
@@ -154,7 +154,7 @@ def test_any_changed_byte_of_a_frame_is_caught(mask: int) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
-    """Tags, lengths and `is_last` of the messages included: lost, refused or unchanged, never different."""
+    """Includes tags, lengths and `is_last`: the frame is lost, rejected or unchanged, never different."""
     messages = list(encode_frame(encode_step(example_step()), 7, hidden_states(3, 9)))
     (intact,) = assemble(message.chunk for message in messages)
     outcomes: set[type] = set()
@@ -200,7 +200,7 @@ def test_lost_repeated_and_swapped_chunks_never_give_a_wrong_frame(data: st.Data
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("hidden", [None, hidden_states(3, 9)], ids=["records only", "with hidden states"])
-def test_a_frame_that_begins_inside_another_is_undecodable(hidden: TensorView | None) -> None:
+def test_a_frame_that_starts_inside_another_is_undecodable(hidden: TensorView | None) -> None:
     first = chunks_of(example_step(step_id=1), hidden_states(3, 9))
     second = chunks_of(example_step(step_id=2), hidden)
     fault = refusal([*first[:-1], *second])
@@ -262,7 +262,7 @@ def test_an_inconsistent_header_is_rejected(
 
 
 def test_hidden_states_of_another_step_are_refused() -> None:
-    """The same step id and shape, but other slices: a buffer that was not renewed."""
+    """Same step id and shape, other slices: a stale buffer."""
     (present,) = chunks_of(example_step(), hidden_states(3, 4))
     (other,) = chunks_of(example_step(num_tokens=3), hidden_states(3, 4))
     present.hidden = other.hidden
@@ -287,7 +287,7 @@ def test_an_invalid_header_is_undecodable() -> None:
     assert fault.step_id == 7
 
 
-def test_the_checksum_covers_where_one_part_ends_and_the_next_begins() -> None:
+def test_the_checksum_covers_part_boundaries() -> None:
     parts = b"abcdef"
     checksums = [
         frame_checksum(parts[:i], parts[i:j], parts[j:k], parts[k:])
@@ -319,7 +319,7 @@ payloads = st.sampled_from((0, 1, 2, 120, 121, 122, 126, 127, 128, 16_380, 16_38
 
 
 def by_protobuf(message: bytes) -> forward_pb2.FrameChunk | None:
-    """None for what is no chunk."""
+    """None if the bytes are not a chunk."""
     try:
         request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError:
@@ -360,7 +360,7 @@ def test_a_payload_is_a_view_of_the_received_bytes(head: forward_pb2.FrameChunk,
 
 @given(heads, st.binary(max_size=200))
 def test_frames_of_another_implementation_are_read(head: forward_pb2.FrameChunk, payload: bytes) -> None:
-    """Fields in the order of their numbers, in one piece."""
+    """Fields in number order, in one piece."""
     head.payload = payload
     assert_read_as_by_protobuf(forward_pb2.ForwardRequest(chunk=head).SerializeToString())
 
@@ -393,7 +393,7 @@ def test_any_bytes_are_read_as_by_protobuf(message: bytes) -> None:
     assert_read_as_by_protobuf(message)
 
 
-def test_a_hello_in_the_place_of_a_chunk_is_named() -> None:
+def test_a_hello_in_place_of_a_chunk_is_named() -> None:
     message = forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=3)).SerializeToString()
     with pytest.raises(StepFault, match="message of kind 'hello', expected a chunk"):
         read_chunk(message)
@@ -409,7 +409,7 @@ def test_a_result_round_trips() -> None:
     assert decode_result_frame(deliver_pb2.DeliverRequest.FromString(data)) == RESULT
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     frame = encode_result_frame(RESULT).frame
     for index in range(len(frame.result)):
         broken = bytearray(frame.result)

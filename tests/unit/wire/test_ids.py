@@ -1,4 +1,4 @@
-"""Identities are UUIDv7, and nothing else passes for one."""
+"""Identities are UUIDv7; other values are rejected."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from wire.ids import (
 )
 
 
-def test_new_ids_are_uuid7_and_grow() -> None:
+def test_new_ids_are_increasing_uuid7() -> None:
     ids = [new_request_id() for _ in range(100)]
     assert all(UUID(bytes=id_bytes).version == 7 for id_bytes in ids)
     assert ids == sorted(set(ids))
     assert UUID(bytes=new_incarnation()).version == 7
 
 
-def test_an_id_survives_its_text_form() -> None:
+def test_an_id_round_trips_through_text() -> None:
     request_id = new_request_id()
     assert parse_request_id(id_text(request_id)) == request_id
     assert parse_request_id(id_text(request_id).upper()) == request_id
@@ -48,7 +48,7 @@ def test_anything_but_a_uuid7_is_refused(text: str, reason: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-def test_malformed_ids_can_still_be_shown() -> None:
+def test_malformed_ids_can_be_printed() -> None:
     assert id_text(b"") == "(none)"
     assert id_text(b"\x01\x02") == "0102"
     assert str(SequenceKey(RequestId(bytes(16)), 3)) == "00000000-0000-0000-0000-000000000000/3"

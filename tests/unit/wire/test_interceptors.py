@@ -1,4 +1,4 @@
-"""What a servicer raises reaches the client as the status of the table. Real servers on port 0."""
+"""Exceptions of a servicer become the statuses of the error table. Real servers on port 0."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reason_in(error: grpc.aio.AioRpcError) -> str:
 
 
 class ServerStopped(grpc.aio.BaseError):
-    """As grpc.aio raises, under a private name."""
+    """Same as the private class that grpc.aio raises."""
 
 
 async def raise_ours(context: Context) -> None:
@@ -100,7 +100,7 @@ def handlers(behave: Raise) -> grpc.GenericRpcHandler:
         await behave(context)
 
     async def writing(request: bytes, context: Context) -> None:
-        """Writes its responses instead of yielding them, as grpc's health service does."""
+        """Writes its responses instead of yielding them, like grpc's health service."""
         await context.write(request)
         await behave(context)
 
@@ -115,7 +115,7 @@ def handlers(behave: Raise) -> grpc.GenericRpcHandler:
 
 
 async def call(channel: Any, method: str) -> list[bytes]:
-    """What came before the end of the call; raises AioRpcError when it ends badly."""
+    """Responses before the end of the call; raises AioRpcError if the call fails."""
     path = f"/{SERVICE}/{method}"
 
     async def requests() -> AsyncIterator[bytes]:
@@ -168,7 +168,7 @@ async def test_an_error_reaches_the_client_as_its_status(case: str, method: str)
         ("StreamStream", [b"one", b"two"]),
     ],
 )
-async def test_a_call_without_an_error_is_left_alone(method: str, received: list[bytes]) -> None:
+async def test_a_call_without_an_error_passes_unchanged(method: str, received: list[bytes]) -> None:
     assert await serve_and_call(raise_nothing, method) == received
 
 
@@ -190,7 +190,7 @@ async def test_only_unknown_exceptions_are_logged_with_their_text(caplog: pytest
 async def test_errors_of_finished_calls_are_left_to_grpc(
     caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    """The end of a stream that a servicer still reads from, when its server stops, is no defect of it."""
+    """A server that stops while a servicer reads a stream is not a defect of the servicer."""
 
     async def raise_ended(context: Context) -> None:
         raise ServerStopped("Server already stopped.")

@@ -1,4 +1,4 @@
-"""Stages that compute differently are told apart, and nothing else is."""
+"""Detection of stages that use different kernels."""
 
 from __future__ import annotations
 

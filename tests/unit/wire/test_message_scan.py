@@ -35,7 +35,7 @@ def test_messages_within_the_limits_pass(ids: list[int], text: str, biases: dict
 def test_accepted_messages_parse_without_unknown_fields(data: bytes) -> None:
     with suppress(DecodeError, InvalidRequest):
         SCAN.check(data)
-        with suppress(DecodeError):  # such as text that is no UTF-8
+        with suppress(DecodeError):  # such as invalid UTF-8
             inference_pb2.GenerateRequest.FromString(data)
 
 
@@ -54,18 +54,18 @@ def test_a_cut_message_is_undecodable(cut: int) -> None:
         inside(1, b"\x01" * 3) + inside(1, b"\x01" * 3),
     ],
 )
-def test_elements_count_however_they_are_encoded(ids: bytes) -> None:
+def test_elements_count_in_every_encoding(ids: bytes) -> None:
     with pytest.raises(MessageTooLarge, match=r"TokenIds.ids has at least 6 entries, the limit is 5"):
         SCAN.check(inside(3, ids))
 
 
-def test_entries_count_over_all_messages() -> None:
+def test_entries_count_across_all_messages() -> None:
     SCAN.check(inside(4, inside(1, b"") * 3))
     with pytest.raises(MessageTooLarge, match=r"Conversation.messages has at least 4 entries"):
         SCAN.check(inside(4, inside(1, b"") * 2) * 2)
 
 
-def test_fields_count_in_all() -> None:
+def test_fields_count_across_the_message() -> None:
     with pytest.raises(MessageTooLarge, match="too many fields, the limit is 60"):
         SCAN.check(inside(6, b"") * 61)
 

@@ -15,7 +15,7 @@ from wire.peer_secrets import (
 )
 
 
-def test_the_secret_itself_passes_and_is_never_the_same() -> None:
+def test_the_right_secret_passes_and_new_secrets_differ() -> None:
     secret = new_secret()
     assert is_secret(secret, secret)
     assert len(secret) == 32 and new_secret() != secret
@@ -33,7 +33,7 @@ def test_an_empty_secret_passes_nothing() -> None:
     assert not is_secret(b"", b"")
 
 
-def test_refusals_of_every_kind_count_together_by_host(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_of_every_kind_share_one_count_per_host(caplog: pytest.LogCaptureFixture) -> None:
     refused = RefusedPeers(lambda: 0.0)
     secrets = HopSecrets(refused)
     secrets.begin_epoch(b"x" * 32)
@@ -68,7 +68,7 @@ def test_the_secret_of_a_past_epoch_is_not_counted(caplog: pytest.LogCaptureFixt
     assert caplog.messages == []
 
 
-def test_tries_are_counted_for_each_host_and_forgiven_after_a_minute() -> None:
+def test_attempts_are_counted_per_host_and_expire_after_a_minute() -> None:
     tries = RefusedTries()
     assert [tries.note("a", float(second)) for second in range(MAX_TRIES + 5)][-1] == MAX_TRIES + 1
     assert tries.note("b", 3.0) == 1

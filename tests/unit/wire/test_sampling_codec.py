@@ -1,4 +1,4 @@
-"""Sampling parameters that are encoded ahead are the same parameters."""
+"""Sampling parameters encoded ahead of a step."""
 
 from stageline_rpc.internal.v1 import step_pb2
 from wire.sampling_codec import decode_sampling, encode_sampling, encoded_ahead

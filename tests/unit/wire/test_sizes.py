@@ -56,5 +56,5 @@ def test_sizes_are_written_in_binary_units(size_bytes: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["1000B", "1KiB", "1536MiB", "64MiB", "20GiB", "2TiB", "1025KiB"])
-def test_exact_sizes_are_read_as_they_were(text: str) -> None:
+def test_exact_sizes_round_trip(text: str) -> None:
     assert exact_size(parse_size(text)) == text

@@ -1,4 +1,4 @@
-"""Steps, results and fault reports survive the wire; what cannot be a step is refused."""
+"""Round trips of steps, results and fault reports; invalid steps are rejected."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ KEY = SequenceKey(RequestId(bytes(range(16))), 1)
 
 
 @given(steps())
-def test_a_step_survives_the_wire(step: Step) -> None:
+def test_a_step_round_trips(step: Step) -> None:
     assert decode_step(encode_step(step)) == step
 
 
 @given(start_records)
-def test_a_start_record_is_never_larger_than_it_says(start: StartRecord) -> None:
+def test_a_start_record_is_within_its_declared_size(start: StartRecord) -> None:
     empty = len(encode_step(Step(epoch=1, step_id=1)))
     assert len(encode_step(Step(epoch=1, step_id=1, starts=(start,)))) - empty <= start.most_bytes + 200
 
 
 @given(step_results)
-def test_a_result_survives_the_wire(result: StepResult) -> None:
+def test_a_result_round_trips(result: StepResult) -> None:
     data = encode_result(result).SerializeToString()
     assert decode_result(step_pb2.StepResult.FromString(data)) == result
 
 
 @given(fault_reports)
-def test_a_fault_report_survives_the_wire(report: FaultReport) -> None:
+def test_a_fault_report_round_trips(report: FaultReport) -> None:
     data = encode_fault(report).SerializeToString()
     assert decode_fault(join_pb2.StepFault.FromString(data)) == report
 
@@ -163,7 +163,7 @@ def test_a_fault_of_unknown_kind_is_refused(number: int) -> None:
         decode_fault(join_pb2.StepFault(kind=number))  # type: ignore[arg-type]
 
 
-def test_every_kind_of_the_wire_enum_has_a_name_here_and_the_reverse() -> None:
+def test_fault_kinds_and_wire_enum_values_match_one_to_one() -> None:
     wire = {f"STEP_FAULT_KIND_{kind.name}": kind.value for kind in StepFaultKind}
     assert wire | {"STEP_FAULT_KIND_UNSPECIFIED": 0} == dict(step_pb2.StepFaultKind.items())
 
@@ -238,8 +238,8 @@ def test_only_plain_tokens_are_in_columns(other: SliceResult, place: int, num_co
     assert decode_result(message) == result
 
 
-def test_decodes_may_come_as_messages_too() -> None:
-    """From another implementation: columns are a matter of cost."""
+def test_decodes_are_accepted_as_messages() -> None:
+    """Another implementation may skip columns; they only save bytes."""
     message = step_pb2.Step(epoch=1, step_id=7)
     for part in DECODES:
         sequence = step_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)

@@ -1,4 +1,4 @@
-"""What hidden states may come in between stages, and how many bytes that takes."""
+"""Dtypes of hidden states between stages and their sizes in bytes."""
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_only_the_declared_dtype_is_accepted(declared: WireDType, sent: WireDTyp
     assert (fault.value.kind, fault.value.step_id) == (StepFaultKind.DTYPE, 7)
 
 
-def test_an_assembler_that_was_told_nothing_takes_anything() -> None:
+def test_an_assembler_without_a_declaration_accepts_any_dtype() -> None:
     step = Step(epoch=1, step_id=0, digest=0)
     (message,) = encode_frame(encode_step(step), 0, hidden_states(2, 4))
     assert add_chunk(FrameAssembler(max_payload_bytes=1000), message.chunk) is not None

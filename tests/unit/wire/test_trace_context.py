@@ -1,4 +1,4 @@
-"""Trace contexts as they travel."""
+"""Encoding of trace contexts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_invalid_header_is_ignored(header: str) -> None:
 
 
 @given(st.text())
-def test_no_text_is_an_error(header: str) -> None:
+def test_no_header_text_raises(header: str) -> None:
     parse_traceparent(header)
 
 
@@ -69,7 +69,7 @@ def test_work_has_a_unique_id_known_to_both_ends() -> None:
     assert (one.trace_id, one.span_id, one.trace_flags) == (other.trace_id, other.span_id, other.trace_flags)
 
 
-def test_a_calls_metadata_has_the_span_that_it_is_made_in() -> None:
+def test_call_metadata_carries_the_current_span() -> None:
     assert trace_headers() == ()
     context = SpanContext(5, 6, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
     with use_span(NonRecordingSpan(context)):

@@ -1,4 +1,4 @@
-"""Where a user's cache is."""
+"""Cache, state and secret files of a user."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_written_files_are_private_and_readable_by_the_owner(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
-def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_accessible_to_others_is_rejected(tmp_path: Path, mode: int) -> None:
     write_secret(tmp_path / "secret", "x")
     (tmp_path / "secret").chmod(mode)
     with pytest.raises(PermissionError, match=rf"has mode {mode:04o}, must be 0600 or stricter"):
@@ -67,7 +67,7 @@ def test_tokens_are_named_after_addresses(tmp_path: Path) -> None:
     assert [path.name for path in token_paths(tmp_path, "10.0.0.7:1")] == ["10.0.0.7_1"]
 
 
-def test_the_state_directory_is_the_users_own() -> None:
+def test_the_state_directory_is_private_to_the_user() -> None:
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/stageline")
     assert state_directory({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/stageline"
     assert state_directory({}) == Path.home() / ".local/state/stageline"

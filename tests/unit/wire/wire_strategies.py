@@ -1,4 +1,4 @@
-"""Hypothesis strategies for whatever travels: steps, results, fault reports, hidden states."""
+"""Hypothesis strategies for wire types: steps, results, fault reports, hidden states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
 
 @st.composite
 def slices(draw: st.DrawFn) -> StepSlice:
-    """Prefill chunks anywhere in their prefill, the final ones included, and decodes."""
+    """Prefill chunks at any offset, including final ones, and decodes."""
     key, restart_count = draw(sequence_keys), draw(U32)
     if draw(st.booleans()):
         return StepSlice(key, restart_count, (draw(U32),), Decode(draw(U32)))
@@ -158,7 +158,7 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
 
 
 def hidden_states(num_tokens: int, width: int, *, dtype: DType = DType.F32) -> TensorView:
-    """Bytes that differ from place to place."""
+    """Bytes that differ by position."""
     size = num_tokens * width * dtype.size_bytes
     pattern = struct.pack("<64I", *(1_000_003 * n % 2**32 for n in range(64)))
     return TensorView(dtype, (num_tokens, width), (pattern * (size // len(pattern) + 1))[:size])

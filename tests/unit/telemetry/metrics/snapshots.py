@@ -1,4 +1,4 @@
-"""Snapshots for tests: some of every kind of metric, of a coordinator and of a worker."""
+"""Snapshots with every kind of metric, of a coordinator and of a worker."""
 
 from opentelemetry.sdk.metrics.export import ScopeMetrics
 

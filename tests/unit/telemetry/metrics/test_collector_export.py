@@ -1,4 +1,4 @@
-"""Exports to a collector through the SDK's exporter: it takes them, refuses them, hangs, is not there."""
+"""Exports through the SDK's exporter to an accepting, rejecting, hung or missing collector."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The table of metrics, against the conventions that it follows."""
+"""The table of metrics follows its conventions."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_the_table_has_every_metric_once() -> None:
 @each_metric
 def test_names_follow_open_telemetry(metric: Metric) -> None:
     assert re.fullmatch(r"stageline(\.[a-z]+(_[a-z]+)*)+", metric.name)
-    # Units and kinds are no part of names there.
+    # OpenTelemetry names contain no units and kinds.
     assert not re.search(r"\b(total|seconds|bytes|ratio|histogram)\b", metric.name.replace("_", "."))
     assert metric.unit in ("s", "By", "1") or re.fullmatch(r"\{[a-z]+\}", metric.unit)
 
@@ -38,7 +38,7 @@ def test_names_for_prometheus_end_in_their_unit_and_those_of_counters_in_total(m
     for unit, word in UNITS.items():
         assert name.endswith(f"_{word}") == (metric.unit == unit)
     assert name.endswith("_ratio") == (metric.unit == "1" and metric.kind is Kind.GAUGE)
-    # What Prometheus adds to the names of histograms must not be there already.
+    # Prometheus appends these suffixes to histogram names.
     assert not re.search(r"_(bucket|count|sum|created|info)$", name)
 
 

@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md has every metric that is defined, as it is defined, and no other."""
+"""docs/reference/metrics.md lists exactly the defined metrics."""
 
 import re
 
@@ -28,7 +28,7 @@ def documented_rows() -> list[str]:
     return [line for line in DOCUMENT.splitlines() if re.match(r"\| `stageline\.[^|]*<br>", line)]
 
 
-def test_the_table_and_the_definitions_are_the_same() -> None:
+def test_the_table_equals_the_definitions() -> None:
     assert documented_rows() == [row(metric) for metric in METRICS]
 
 

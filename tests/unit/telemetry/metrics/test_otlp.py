@@ -1,4 +1,4 @@
-"""OTLP messages: what a snapshot becomes, and which exported points are accepted."""
+"""Encoding of snapshots as OTLP messages, and validation of exported points."""
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.metrics.v1 import metrics_pb2
@@ -82,7 +82,7 @@ def test_metrics_outside_the_table_are_left_out() -> None:
     found = message(worker_snapshot())
     found.scope_metrics[0].metrics.add(name="stageline.unheard.of").sum.data_points.add(as_int=1)
     found.scope_metrics[0].metrics.add(name=definitions.REQUESTS_ENDED.name).sum.data_points.add(as_int=1)
-    # The same again, and of another kind.
+    # A duplicate metric, and one of another kind.
     found.scope_metrics[0].metrics.add(name=definitions.BUSY_TIME.name).sum.data_points.add(as_double=9)
     assert exported_values(found, Process.WORKER) == recorded(worker_snapshot())
 

@@ -1,4 +1,4 @@
-"""The text, read back by parsers that are not ours."""
+"""The exposition text, parsed by third-party parsers."""
 
 from collections.abc import Iterable
 
@@ -68,7 +68,7 @@ def test_every_family_has_one_head_and_its_type() -> None:
     assert "# TYPE stageline_request_ended_total counter" in heads
     assert "# TYPE stageline_kv_blocks gauge" in heads
     assert "# TYPE stageline_stage_step_duration_seconds histogram" in heads
-    # A metric that has no values yet is not there.
+    # A metric without values is left out.
     assert not any("recovery" in line for line in lines)
 
 

@@ -25,7 +25,7 @@ def metric(kind: Kind, *labels: Label, bounds: tuple[float, ...] = ()) -> Metric
     )
 
 
-def test_later_changes_leave_a_snapshot_as_it_is() -> None:
+def test_later_changes_do_not_alter_a_snapshot() -> None:
     registry, counter = Registry(start_ns=START_NS), metric(Kind.COUNTER)
     number = registry.number(counter).of()
     number.add()
@@ -56,7 +56,7 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
     assert values_of(registry.snapshot(NOW_NS), histogram) == {(): Buckets((2, 2, 5), 19.5)}
 
 
-def test_series_are_told_apart_by_their_labels() -> None:
+def test_series_are_identified_by_their_labels() -> None:
     registry, counter = Registry(start_ns=START_NS), metric(Kind.COUNTER, STATE, WHICH)
     family = registry.number(counter)
     family.of("a", "x").add(1)
@@ -65,7 +65,7 @@ def test_series_are_told_apart_by_their_labels() -> None:
     assert values_of(registry.snapshot(NOW_NS), counter) == {("a", "x"): 5, ("b", "x"): 2}
 
 
-def test_more_series_than_a_label_may_have_become_one_and_are_counted() -> None:
+def test_excess_series_are_merged_and_counted() -> None:
     registry, counter = Registry(start_ns=START_NS), metric(Kind.COUNTER, WHICH)
     family = registry.number(counter)
     for which in ("0", "1", "2", "3", "4", "3", "0"):

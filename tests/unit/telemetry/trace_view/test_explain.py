@@ -20,7 +20,7 @@ from tests.otlp_spans import SpanMaker, Times, served
 
 
 def decoded(*stages: Times, length: float = 1.0, result: float = 0.0) -> SpanMaker:
-    """A request that does nothing but decode."""
+    """A request that only decodes."""
     maker = SpanMaker()
     maker.decode(0.0, length, stages, result=result)
     maker.root(length)
@@ -34,7 +34,7 @@ def test_a_stage_that_is_slow_on_purpose_is_named_first() -> None:
     )
 
 
-def test_a_slow_one_of_many_stages_is_named_however_small_its_share() -> None:
+def test_a_slow_stage_of_many_is_named_at_any_share() -> None:
     stages = [Times(0.01)] * 63 + [Times(0.02)]
     assert "2 % computing on stage 63 (worker-63, layers 252-255), which takes 2.0 x" in explain(
         decoded(*stages).trace()
@@ -104,7 +104,7 @@ def test_the_queue_is_named() -> None:
     )
 
 
-def test_waiting_for_a_turn_is_named() -> None:
+def test_waiting_between_steps_is_named() -> None:
     assert "70 % between steps, while other sequences were computed" in explain(decoded(Times(0.3)).trace())
 
 
@@ -235,7 +235,7 @@ def test_seconds_have_three_digits_and_a_unit(seconds: float, text: str) -> None
         (0.04, (0.0, 0.0), None),
     ],
 )
-def test_it_is_measured_by_the_median_of_the_others(
+def test_slowness_is_relative_to_the_median_of_the_others(
     own_s: float, others_s: tuple[float, ...], ratio: float | None
 ) -> None:
     found = ratio_to_median(own_s, others_s)
@@ -257,7 +257,7 @@ def spent(trace: RequestTrace) -> dict[tuple[Cause, int | None], float]:
     }
 
 
-def test_a_request_of_one_chunk_and_one_decode_is_its_steps() -> None:
+def test_a_request_of_one_chunk_and_one_decode_equals_its_steps() -> None:
     found = spent(served((0.2, 0.4)).trace())
     assert found[Cause.QUEUE, None] == pytest.approx(0.1)
     assert found[Cause.COMPUTE, 0] == pytest.approx(0.22)
@@ -288,7 +288,7 @@ def test_choices_that_run_at_once_share_the_time() -> None:
     assert found == pytest.approx({(Cause.COMPUTE, 0): 0.75, (Cause.QUEUE, None): 0.25})
 
 
-def test_a_recovery_comes_before_what_it_interrupts() -> None:
+def test_a_recovery_takes_precedence_over_interrupted_work() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [Times(1.0)])
     maker.add(SpanName.RECOVERY, 0.5, 1.0, {Attr.CHOICE: 0})
@@ -330,7 +330,7 @@ def test_overlong_stage_times_are_scaled_down() -> None:
     assert spent(maker.trace()) == pytest.approx({(Cause.COMPUTE, 0): 0.75, (Cause.COMPUTE, 1): 0.25})
 
 
-def test_a_clock_that_is_off_moves_no_time_from_one_cause_to_another() -> None:
+def test_a_clock_offset_does_not_shift_time_between_causes() -> None:
     times = [Times(0.2, hop=0.08), Times(0.2, hop=0.1), Times(0.2, hop=0.1)]
     off = [Times(0.2, hop=0.08), Times(0.2, hop=0.1 - 0.15), Times(0.2, hop=0.1 + 0.15)]
     found = []
@@ -371,7 +371,7 @@ def test_a_request_without_length_has_no_parts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_spans_add_up(seed: int) -> None:
+def test_parts_of_any_spans_add_up(seed: int) -> None:
     draws = random.Random(seed)
     maker = SpanMaker()
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""A request's spans, read from OTLP messages in whatever order and company they come."""
+"""Spans of a request, read from OTLP messages in any order and mixed with other spans."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_spans_may_come_in_any_order_and_repeatedly() -> None:
     assert request_trace(read_spans(shuffled), REQUEST_ID) == expected
 
 
-def test_requests_of_one_client_trace_are_told_apart() -> None:
+def test_requests_of_one_client_trace_are_separated() -> None:
     mine, other = served((0.1, 0.3)), served((0.5, 0.5), request_id="other", first_span=1000)
     orphan = SpanMaker(first_span=5000)
     orphan.stage(SpanName.STAGE_DECODE, b"\xee" * 8, 1, 0.0, Times(1.0))
@@ -44,7 +44,7 @@ def test_stages_without_a_parent_belong_to_the_only_request() -> None:
     assert trace.stages == maker.trace().stages
 
 
-def test_spans_that_are_no_part_of_a_request_stay_outside() -> None:
+def test_spans_of_no_request_are_left_out() -> None:
     maker = served()
     expected = maker.trace()
     maker.add("client call", -0.1, 2.0, parent=b"", span_id=b"\xff" * 8)
@@ -52,7 +52,7 @@ def test_spans_that_are_no_part_of_a_request_stay_outside() -> None:
     assert maker.trace().spans == expected.spans
 
 
-def test_parents_in_a_circle_lead_nowhere() -> None:
+def test_cyclic_parents_are_ignored() -> None:
     maker = served()
     expected = maker.trace()
     maker.add(SpanName.QUEUE, 0.0, 1.0, span_id=b"a" * 8, parent=b"b" * 8)

@@ -1,4 +1,4 @@
-"""Rows and segments: where prefill was, and how much of everything decoding took."""
+"""Rows and segments of prefill and decode."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def test_segments_of_a_stage_add_up_to_its_spans() -> None:
         assert [row.total_s(kind) for kind in STAGE_KINDS] == pytest.approx(expected, abs=1e-9)
 
 
-def test_prefill_segments_are_where_they_were() -> None:
+def test_prefill_segments_keep_their_times() -> None:
     maker = SpanMaker()
     maker.chunk(0.5, [Times(0.2, wait=0.1, hop=0.05, receive=0.02, send=0.01), Times(0.3)])
     maker.root(2.0)
@@ -37,7 +37,7 @@ def test_prefill_segments_are_where_they_were() -> None:
     assert (compute.start_s, compute.end_s) == (pytest.approx(0.87), pytest.approx(1.17))
 
 
-def test_decode_segments_are_shares_that_begin_where_the_work_began() -> None:
+def test_decode_segments_are_shares_starting_at_the_first_step() -> None:
     maker = SpanMaker()
     maker.decode(1.0, 3.0, [Times(0.8, hop=0.16)], steps=16)
     maker.root(3.0)
@@ -50,7 +50,7 @@ def test_decode_segments_are_shares_that_begin_where_the_work_began() -> None:
     assert compute.num_steps == 16
 
 
-def test_a_hop_that_seems_to_take_less_than_nothing_is_not_drawn() -> None:
+def test_a_hop_of_negative_duration_is_not_drawn() -> None:
     maker = SpanMaker()
     maker.chunk(0.5, [Times(0.2, hop=-0.05)])
     maker.root(2.0)
@@ -60,7 +60,7 @@ def test_a_hop_that_seems_to_take_less_than_nothing_is_not_drawn() -> None:
     assert (compute.start_s, compute.end_s) == (pytest.approx(0.45), pytest.approx(0.65))
 
 
-def test_the_coordinator_has_a_row_for_everything_that_happened() -> None:
+def test_the_coordinator_has_rows_for_every_phase() -> None:
     maker = SpanMaker()
     maker.add(SpanName.INTAKE, 0.0, 0.1)
     maker.queue(0.1, 0.2, choice=1)
@@ -86,7 +86,7 @@ def test_the_axis_reaches_to_the_last_segment() -> None:
     assert (view.duration_s, view.end_s) == (1.0, 1.5)
 
 
-def test_a_lane_has_nothing_that_overlaps() -> None:
+def test_segments_of_a_lane_do_not_overlap() -> None:
     segments = [_segment(0.0, 2.0), _segment(1.0, 3.0), _segment(2.0, 2.5), _segment(3.0, 4.0)]
     found = lanes(segments)
     assert len(found) == 2

@@ -15,7 +15,7 @@ def test_conversations_alternate_between_user_and_assistant() -> None:
         assert roles
 
 
-def test_no_message_is_empty_or_has_an_unfilled_place() -> None:
+def test_no_message_is_empty_or_has_an_unfilled_placeholder() -> None:
     rng = Random(2)
     for _ in range(300):
         for message in make_conversation(rng):
@@ -67,7 +67,7 @@ def test_every_fact_is_a_question_with_a_sentence_as_answer() -> None:
         assert answer.endswith(".")
 
 
-def test_the_unknown_is_answered_without_pretending() -> None:
+def test_unknown_facts_are_answered_as_unknown() -> None:
     rng = Random(8)
     for _ in range(50):
         _, answer = unknown_question(rng)

@@ -15,7 +15,7 @@ def words_of(text: str) -> set[str]:
 
 
 def grammar_words() -> set[str]:
-    """Every word of the plots' sentences, without the names in braces, and every word that may fill those."""
+    """Words of the plots' sentences, with every word that can fill a placeholder."""
     sentences = [*OPENINGS, *(sentence for plot in PLOTS for beat in plot.beats for sentence in beat)]
     fixed = words_of(" ".join(re.sub(r"{\w+}", " ", sentence) for sentence in sentences))
     lists = (
@@ -33,16 +33,16 @@ def grammar_words() -> set[str]:
     return fixed | chosen | places | words_of("a an one named girl boy he him his she her friend")
 
 
-def test_same_seed_gives_same_documents_and_another_seed_gives_others() -> None:
+def test_documents_are_a_function_of_the_seed() -> None:
     first = list(islice(documents(7), 50))
     assert first == list(islice(documents(7), 50))
     assert first != list(islice(documents(8), 50))
 
 
-def test_stories_are_made_only_of_the_grammar() -> None:
+def test_stories_contain_only_words_of_the_grammar() -> None:
     rng = Random(1)
-    told = words_of(" ".join(tell_story(rng).text for _ in range(NUM_STORIES)))
-    assert told <= grammar_words()
+    story_words = words_of(" ".join(tell_story(rng).text for _ in range(NUM_STORIES)))
+    assert story_words <= grammar_words()
 
 
 def test_stories_differ_from_each_other() -> None:
@@ -50,17 +50,17 @@ def test_stories_differ_from_each_other() -> None:
     assert len({tell_story(rng).text for _ in range(NUM_STORIES)}) == NUM_STORIES
 
 
-def test_a_story_among_girls_never_says_he_and_one_among_boys_never_says_she() -> None:
+def test_pronouns_match_the_gender_of_the_characters() -> None:
     rng = Random(3)
     girls, boys = words_of(" ".join(words.GIRLS)), words_of(" ".join(words.BOYS))
     num_checked = 0
     for _ in range(NUM_STORIES):
-        told = words_of(tell_story(rng).text)
-        if not told & boys:
-            assert not told & {"he", "him", "his"}
+        story = words_of(tell_story(rng).text)
+        if not story & boys:
+            assert not story & {"he", "him", "his"}
             num_checked += 1
-        if not told & girls:
-            assert not told & {"she", "her"}
+        if not story & girls:
+            assert not story & {"she", "her"}
             num_checked += 1
     assert num_checked > NUM_STORIES / 4
 

@@ -48,7 +48,7 @@ def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
     assert weights[0] != weights[1]
 
 
-def test_training_goes_on_from_weights_and_tokenizer_that_are_there(tmp_path: Path) -> None:
+def test_training_resumes_from_existing_weights_and_tokenizer(tmp_path: Path) -> None:
     first = train(TINY, tiny_settings(), tmp_path / "first")
     going_on = replace(tiny_settings(seed=1), num_steps=40)
     second = train(TINY, going_on, tmp_path / "second", start=tmp_path / "first")
@@ -59,7 +59,7 @@ def test_training_goes_on_from_weights_and_tokenizer_that_are_there(tmp_path: Pa
     assert b"--steps 40 --seed 1 --from first" in files[1]["README.md"]
 
 
-def test_training_leaves_the_processes_torch_settings_as_they_were(tmp_path: Path) -> None:
+def test_training_restores_torch_settings(tmp_path: Path) -> None:
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     train(TINY, tiny_settings(), tmp_path)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
