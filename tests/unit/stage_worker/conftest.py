@@ -1,4 +1,4 @@
-"""Models in these tests are tiny: one thread computes them faster than several that wait for each other."""
+"""One thread: tiny models run slower on several threads, which wait for each other."""
 
 from collections.abc import Iterator
 

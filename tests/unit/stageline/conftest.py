@@ -5,5 +5,5 @@ from tests import ports
 
 @pytest.fixture
 def unused_address() -> str:
-    """An address of this machine where nobody listens."""
+    """A local address without a listener."""
     return ports.unused_address()

@@ -6,7 +6,7 @@ from typing import Self
 
 
 class CuttingProxy:
-    """Stands between a client and `target` (HOST:PORT); listens at `address` while entered."""
+    """Proxy between a client and `target` (HOST:PORT); listens at `address` while entered."""
 
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""The first half second of every command, in which Python imports."""
+"""Startup of commands, while Python imports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ time.sleep(60)
 
 
 def start_with_slow_imports(folder: Path, **variables: str) -> subprocess.Popen[str]:
-    """`stageline status`, which stays in the import of gRPC."""
+    """Starts `stageline status` with an endless import of gRPC."""
     (folder / "grpc.py").write_text(SLOW_GRPC)
     path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "proto")])
     return subprocess.Popen(

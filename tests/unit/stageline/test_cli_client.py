@@ -1,4 +1,4 @@
-"""The commands that talk with a coordinator, against a fake one in a process of its own."""
+"""Client commands against a fake coordinator in a separate process."""
 
 import io
 import json
@@ -181,7 +181,7 @@ def test_chat_keeps_the_history_until_it_is_reset(
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
     assert main(["chat", "--coordinator", address, "--max-tokens", "1"]) == 0
     output = capsys.readouterr()
-    # The fake answers with the number of messages that it was given.
+    # The fake responds with the number of messages in the conversation.
     assert output.out == " 1 messages\n 3 messages\n 1 messages\n"
     assert "Chatting with fake-stories" in output.err
     assert "(no command /what; there are /reset and /exit)" in output.err

@@ -91,7 +91,7 @@ def _sample(setting: Setting, directory: Path) -> Any:
 def _given(
     setting: Setting, value: Any, source: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, ...]:
-    """The arguments that give a setting from this source."""
+    """Arguments that set a setting from this source."""
     name, text = setting.flag.name, str(value).lower() if isinstance(value, bool) else str(value)
     if source == "environment":
         monkeypatch.setenv(variable_of(name), text)

@@ -45,7 +45,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def _start_up(launch: Launch, *flags: str, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
-    """The launcher once it serves, the ids of its processes (coordinator first), and what it has printed."""
+    """The serving launcher, its process ids (coordinator first) and its output so far."""
     launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", *flags, **variables)
     printed = _read_until(launcher, "Press Ctrl-C to stop")
     children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
@@ -53,7 +53,7 @@ def _start_up(launch: Launch, *flags: str, **variables: str) -> tuple[subprocess
 
 
 def _read_until(launcher: subprocess.Popen[str], text: str) -> str:
-    """What it prints, up to the line with this text."""
+    """Output of the process up to the line with this text."""
     assert launcher.stdout is not None
     printed = ""
     while text not in printed:

@@ -1,4 +1,4 @@
-"""`generate`, `attach` and `cancel`: flags that become parameters, and what is shown of the answers."""
+"""`generate`, `attach` and `cancel`: flags that set parameters, and the printed output."""
 
 import inspect
 import io
@@ -54,7 +54,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each generation; none is sent."""
+    """Records the options of each generation instead of sending it."""
     options: list[dict[str, Any]] = []
 
     async def outputs() -> AsyncGenerator[GenerateOutput, None]:
@@ -113,7 +113,7 @@ def test_every_flag_becomes_its_parameter(address: str, seen: list[dict[str, Any
         "request_id": REQUEST_ID,
         "timeout_s": 9.0,
     }
-    expected["attach_secret"] = seen[0]["attach_secret"]  # it is another one each time
+    expected["attach_secret"] = seen[0]["attach_secret"]  # the secret differs each time
     assert seen == [expected]
     assert set(expected) == set(GenerateOptions.__annotations__)
 

@@ -1,4 +1,4 @@
-"""`stageline trace` against a real trace service, which runs on a thread of its own."""
+"""`stageline trace` against a real trace service on a separate thread."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
 
 
 class Served:
-    """A coordinator that knows nothing but traces."""
+    """A coordinator that serves only traces."""
 
     def __init__(self) -> None:
         self.store = TraceStore(StoreLimits(num_traces=2))
@@ -60,7 +60,7 @@ class Served:
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """Knows one request that finished and one that failed; the first was newer."""
+    """Has one finished request and an older failed one."""
     served_traces = Served()
     monkeypatch.setenv("STAGELINE_COORDINATOR", served_traces.address)
     monkeypatch.setenv("COLUMNS", "80")
@@ -199,7 +199,7 @@ PLANTED = "[/x]\x1b[31m\x9b2J\u202e"
 
 
 def planted() -> SpanMaker:
-    """A trace of which every text is meant to do something to a terminal."""
+    """A trace with terminal escape sequences in every text."""
     maker = SpanMaker(request_id=PLANTED_ID, trace_id=b"p" * 16, outcome=f"failed{PLANTED}")
     maker.queue(0.0, 1.0)
     end = maker.chunk(1.0, [Times(0.1), Times(0.1)])

@@ -1,4 +1,4 @@
-"""What is typed wrongly costs one clear line and exit code 2."""
+"""Usage errors are one line and exit code 2."""
 
 from pathlib import Path
 from typing import Any
@@ -306,7 +306,7 @@ def test_the_coordinator_address_can_be_set_by_the_environment(monkeypatch: pyte
 
 
 def _catch_config(monkeypatch: pytest.MonkeyPatch, module: str) -> list[Any]:
-    """Puts a stand-in for the process module there; its `run` keeps the config and ends with exit code 3."""
+    """Replaces the process module with a fake whose `run` keeps the config and exits with code 3."""
     seen: list[Any] = []
 
     class App:

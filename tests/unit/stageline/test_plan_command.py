@@ -1,4 +1,4 @@
-"""`stageline plan` says what each worker would get, or which number makes it impossible."""
+"""`stageline plan` prints the stage of each worker, or the number that makes the plan impossible."""
 
 from __future__ import annotations
 

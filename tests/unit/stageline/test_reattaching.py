@@ -1,4 +1,4 @@
-"""A client whose calls break, against real grpc.aio servers."""
+"""A client with broken connections against real grpc.aio servers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -79,7 +79,7 @@ async def test_a_connection_cut_in_mid_stream_is_no_error_and_loses_and_doubles_
 async def test_a_broken_stream_resumes_at_its_position(served: Served, after: int) -> None:
     served.inference.faults.append(Fault(after=after))
     assert_whole(await collect(served.client))
-    # After its last message a stream has nothing more to say.
+    # A stream sends nothing after its last message.
     assert served.inference.calls == ["generate", "attach"][: 1 if after == NUM_TOKENS else 2]
 
 
@@ -121,7 +121,7 @@ async def test_an_unreachable_coordinator_is_waited_for(unused_address: str) -> 
         reading = asyncio.create_task(read())
         await started.wait()
         await server.stop(0)
-        await asyncio.sleep(0.3)  # the time in which nobody listens
+        await asyncio.sleep(0.3)  # the time without a listener
         assert not reading.done()
         server, _, _ = await serve(unused_address, num_stages=1, inference=inference)
         await reading
@@ -318,7 +318,7 @@ async def test_attach_goes_on_after_a_cut(served: Served) -> None:
     first = (await collect(served.client, n=2))[0]
     served.inference.faults.extend([Fault(after=3), Fault(after=2 * NUM_TOKENS - 3)])
     assert_whole([output async for output in served.client.attach(first.request_id)], num_choices=2)
-    # How many choices there are is not known, so that a cut at the very end needs another call.
+    # The number of choices is unknown, so a cut at the very end needs another call.
     assert served.inference.calls == ["generate", "attach", "attach", "attach"]
 
 
@@ -358,7 +358,7 @@ async def test_closing_the_client_while_it_waits_for_the_coordinator_is_one_clea
             reading = asyncio.create_task(read())
             await started.wait()
             await server.stop(0)
-            await asyncio.sleep(0.5)  # it waits by now
+            await asyncio.sleep(0.5)  # the client is waiting now
         with pytest.raises(stageline.Cancelled, match="client was closed"):
             await reading
 

@@ -1,4 +1,4 @@
-"""What `stageline top` draws, from messages."""
+"""Rendering of `stageline top` from status messages."""
 
 from __future__ import annotations
 

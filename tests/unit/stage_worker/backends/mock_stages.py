@@ -1,4 +1,4 @@
-"""Mock stages without a network: an assignment, its executor, and a log that makes legal steps."""
+"""Mock stages without a network: an assignment, its executor, and a step log that builds valid steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MockStages:
         self.log.begin(1)
 
     def run(self, step: Step) -> list[StageOutput]:
-        """What each stage makes of the step; it gets what the one before handed on."""
+        """Outputs of each stage for the step; each stage gets the output of the previous one."""
         outputs = list[StageOutput]()
         hidden: TensorView | None = None
         for executor in self.executors:

@@ -1,4 +1,4 @@
-"""Alarms go off when they were set to, on every loop; simulated time adds up whoever wakes up late."""
+"""Alarms fire on time on every event loop; simulated time is exact after late wakeups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stage_worker.backends.mock_backend import EARLY_S, Alarm, DeadlineClock, sy
 
 
 def test_a_thousand_steps_in_a_row_take_a_thousand_times_one() -> None:
-    """Each is asked for late, when somebody happened to wake up; all had arrived long before."""
+    """Every result is requested late, after a delayed wakeup; all steps arrived long before."""
     deadline_clock = DeadlineClock()
     for number in range(1, 1001):
         assert deadline_clock.serve(arrived_s=5.0, work_s=0.25)[1] == 5.0 + number * 0.25
@@ -26,7 +26,7 @@ RunScenario = Callable[[Scenario], None]
 
 @pytest.fixture(params=["asyncio", "uvloop", "asyncio without timerfd", "uvloop without timerfd"])
 def run_scenario(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RunScenario:
-    """Runs a coroutine function on a loop of each kind; one more loop only where the test has none."""
+    """Runs a coroutine function on an event loop of each kind."""
     if "without timerfd" in request.param:
         monkeypatch.setattr(sys, "platform", "somewhere else")
     factory = uvloop.new_event_loop if "uvloop" in request.param else asyncio.new_event_loop
@@ -43,7 +43,7 @@ def run_scenario(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 class Bells:
-    """What has rung, and when it should and did."""
+    """Alarms that fired, with due and actual times."""
 
     def __init__(self, alarm: Alarm) -> None:
         self.alarm = alarm
@@ -122,7 +122,7 @@ def test_setting_an_alarm_replaces_the_previous_one(
         bells.set("forgotten", start_s + first_s)
         bells.set("kept", start_s + second_s)
         await bells.wait(1)
-        # Set for after both moments: by then the first would have rung.
+        # Due after both alarms: the first would have fired by then.
         bells.set("after", start_s + 0.06)
         await bells.wait(2)
         assert bells.rung == ["kept", "after"]
@@ -159,7 +159,7 @@ def test_a_closed_alarm_is_silent_and_leaves_nothing_behind(run_scenario: RunSce
         closed.set("never", start_s + 0.01)
         closed.alarm.close()
         closed.alarm.close()
-        # Takes the file descriptor that is free now; what it hears must not reach the closed one.
+        # Reuses the freed file descriptor; its events must not reach the closed alarm.
         third = Bells(Alarm())
         third.set("third", start_s + 0.02)
         other.set("other", start_s + 0.03)

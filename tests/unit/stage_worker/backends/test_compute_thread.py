@@ -1,4 +1,4 @@
-"""Steps that never end are told of once, those that end late are not."""
+"""Detection of hung steps: each is reported once, late steps are not."""
 
 from __future__ import annotations
 

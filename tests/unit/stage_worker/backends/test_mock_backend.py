@@ -1,4 +1,4 @@
-"""Simulated time adds up exactly, however late anybody wakes up."""
+"""Simulated time is exact under late wakeups."""
 
 from __future__ import annotations
 
@@ -229,14 +229,14 @@ async def test_a_stopped_backend_abandons_its_step(bench: Bench) -> None:
 
 
 def _errors_of_the_loop() -> list[dict[str, Any]]:
-    """What its callbacks raise from now on."""
+    """Collects exceptions of the loop's callbacks."""
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
     return errors
 
 
 async def _a_little_later() -> None:
-    """Returns after every step that another backend has begun before."""
+    """Returns after all steps started earlier on another backend."""
     other = Bench(SHORT)
     await other.begin()
     async with asyncio.timeout(DEADLINE_S):

@@ -1,4 +1,4 @@
-"""Which tokens a mock may sample under what was asked of it."""
+"""Tokens that a mock stage samples under sampling constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for computation: zeros of the right shape, predictable tokens, and clear refusals."""
+"""Simulated computation: zeros of the right shape, predictable tokens, clear errors."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_unsupported_requests_fail_their_sequence_alone(wish: dict[str, Any], wh
 
 
 def test_the_constraints_of_an_ended_sequence_are_forgotten() -> None:
-    """The same key may begin again, without the wish that cannot be granted."""
+    """The same key can start again without the unsupported constraint."""
     stages = MockStages(1)
     asking = stages.log.add((1, 2, 3), sampling=StepSampling(logprobs=1))
     step = stages.log.step()

@@ -1,4 +1,4 @@
-"""How long a mock stage takes, as its users write it."""
+"""Parsing of mock step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose fault it is that something is not finite."""
+"""Attribution of non-finite values to a request or a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a mock stage takes: what may be said about it, and what follows for a step."""
+"""Mock step times: accepted specifications and the resulting time of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_step_takes_a_base_time_and_a_time_per_token() -> None:
 
 @given(st.integers(0, 5000), st.integers(1, 300))
 def test_context_counts_every_token_that_each_token_attends_to(start: int, num_tokens: int) -> None:
-    """Itself included; a chunk costs as much as its tokens one after another."""
+    """Includes the token itself; a chunk costs as much as its tokens one at a time."""
     spec = MockSpec(context=1.0)
     pairs = sum(position + 1 for position in range(start, start + num_tokens))
     assert spec.step_s([chunk(start, num_tokens)]) == pytest.approx(pairs / 1000)

@@ -1,4 +1,4 @@
-"""Hidden states over the wire and back: what is lost, what never is, and what is not copied."""
+"""Round trips of hidden states over the wire: rounding, exactness, copies."""
 
 import struct
 import warnings
@@ -49,7 +49,7 @@ def rows(draw: st.DrawFn, dtype: DType) -> Tensor:
 
 
 def error_bound(hidden: Tensor, wire: ScaledDType, run: DType) -> Tensor:
-    """What the format allows, and the two roundings after it; float64."""
+    """Error bound of the format plus two roundings, in float64."""
     wide = hidden.double().abs()
     scales = (wide.amax(1, keepdim=True) / {FP8: 448, INT8: 127}[wire]).clamp(min=2.0**-126)
     of_format = torch.maximum(wide / 16, scales / 1024) if wire is FP8 else (scales / 2).expand_as(wide)
@@ -124,7 +124,7 @@ def test_non_finite_values_are_never_hidden(wire: WireDType, run: DType, bad: fl
 
 
 def test_an_fp8_nan_under_a_finite_scale_stays_one() -> None:
-    """No stage of ours sends it, another implementation may."""
+    """Stageline never sends it; another implementation can."""
     data = bytes((0x7F, 0x38, 0xFF, 0x00)) + struct.pack("<f", 2.0)
     back = from_wire(TensorView(FP8, (1, 4), data), device=CPU, dtype=torch.float32)
     assert back.isnan().tolist() == [[True, False, True, False]]
@@ -138,7 +138,7 @@ def test_no_rows_are_no_bytes(wire: WireDType) -> None:
 
 
 def at_offset(data: bytes, offset: int) -> memoryview:
-    """As a payload lies in a message: `offset` bytes behind an address that suits every type."""
+    """A payload inside a message, `offset` bytes after an aligned address."""
     memory = torch.zeros(len(data) + 64, dtype=torch.uint8)
     begin = -memory.data_ptr() % 16 + offset
     view = memory.numpy().data.cast("B")[begin : begin + len(data)]

@@ -1,4 +1,4 @@
-"""What a checkpoint answers, computed straight from its files; transformers answers the same."""
+"""Reference outputs computed directly from checkpoint files equal those of transformers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def expected_outputs(directory: Path, dtype: DType, text: Text) -> tuple[Tensor,
     for parameter in model.parameters():
         parameter.copy_(parameter.to(TORCH_DTYPES[dtype]))
     output = model(torch.tensor([text]), output_hidden_states=True)
-    # The last one is behind the final norm.
+    # transformers applies the final norm to the last one.
     return output.logits[0], [hidden[0] for hidden in output.hidden_states[1:-1]]
 
 
@@ -125,7 +125,7 @@ def check_against(directory: Path, dtype: DType, reference: Reference) -> None:
 
 
 def test_projections_are_those_of_the_contract() -> None:
-    """The bits of a hash, computed anew from its definition."""
+    """The bits of a hash, recomputed from its definition."""
 
     def hashed(value: int) -> int:
         value ^= value >> 16
@@ -265,7 +265,7 @@ def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("dtype", list(DType))
 def test_the_recorded_reference_equals_a_computed_one(tmp_path: Path, dtype: DType) -> None:
-    """Run `python -m tools.record_reference` after the model was trained anew."""
+    """Run `python -m tools.record_reference` after training the model again."""
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     recorded = read_references(SELF_CHECK_FILE, checkpoint.fingerprint)[dtype.value]
     vocab_size = checkpoint.config.vocab_size

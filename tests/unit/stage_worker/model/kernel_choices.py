@@ -16,7 +16,7 @@ CHOICES = {"plain": PLAIN, "packed": PACKED_SDPA, "products": PRODUCTS, "in plac
 
 
 def skip_unless_possible(kernels: Kernels, config: ModelConfig) -> None:
-    """Skip the test, with the reason, where this machine or installation cannot compute so."""
+    """Skip the test with the reason if this machine or installation lacks the kernel."""
     if kernels.packs_weights and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 for this CPU")
     if kernels.decode is AttentionMethod.IN_PLACE and (reason := unavailable_because(config)):

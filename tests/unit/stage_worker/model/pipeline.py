@@ -45,13 +45,13 @@ class NanPages(KvPages):
         self._store[:, blocks] = value
 
     def contents(self) -> Tensor:
-        """A copy of everything, [layers, blocks, keys and values, heads, block_size, head_dim]."""
+        """A copy of all pages, [layers, blocks, keys and values, heads, block_size, head_dim]."""
         return self._store.clone()
 
 
 @dataclass
 class Running:
-    """A sequence under way: its pages and how many of its tokens have been computed."""
+    """A running sequence: its pages and its number of computed tokens."""
 
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Pipeline:
         )
 
     def _release(self, sequence: Running) -> None:
-        """Free the blocks that no later query sees, where every layer has a window."""
+        """Free the blocks that no later query reads, if every layer has a window."""
         if not self.releases:
             return
         while (sequence.first_block + 1) * self.block_size <= sequence.num_computed - self.window + 1:

@@ -1,4 +1,4 @@
-"""A stage made of parts that another stage was loaded with computes what a freshly loaded one does."""
+"""A stage built from parts of a previous load computes the same as a freshly loaded one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @dataclass
 class Reading:
-    """Counts what is read; calls `then` after each piece."""
+    """Counts bytes read; calls `then` after each read."""
 
     expected: list[int] = field(default_factory=list)
     num_bytes: int = 0
@@ -98,7 +98,7 @@ def new_stage(
 
 
 def outputs(stage: DecoderStage) -> list[Tensor]:
-    """Of a prompt in two chunks and four decodes: hidden states, and logits from LAST."""
+    """Hidden states, and logits of LAST, for a prompt in two chunks and four decodes."""
     config, size = stage.config, stage.config.hidden_size
     pages = NanPages(
         len(stage.layers), NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, stage.torch_dtype
@@ -132,7 +132,7 @@ def bytes_of(checkpoint: Checkpoint, names: Collection[str]) -> int:
 
 
 def is_only_packed(ranges: tuple[int, int], *, tied: bool, kernels: Kernels) -> bool:
-    """Whether the stage has the embedding matrix in the order of oneDNN alone."""
+    """Whether the stage has the embedding matrix only in oneDNN's packed layout."""
     return tied and kernels.packs_weights and ranges[0] > 0 and ranges[1] == LAYERS
 
 
@@ -148,7 +148,7 @@ def test_any_sequence_of_ranges_equals_a_fresh_load_and_reads_only_new_layers(
     draw = random.Random(f"{model} {choice}")
     fresh: dict[tuple[int, int], list[Tensor]] = {}
     parts, held, before = LoadedParts(), set[str](), (0, 1)
-    # Every role after every other, then anything.
+    # Every role after every other, then random ranges.
     corners = [(0, LAYERS), (0, 5), (3, 6), (3, LAYERS)]
     walk = [corner for pair in itertools.permutations(corners, 2) for corner in pair]
     for begin, end in walk + draw.choices(RANGES, k=16):
@@ -211,7 +211,7 @@ def test_parts_of_another_kind_are_not_used(other: str, checkpoints: dict[str, C
 
 @pytest.mark.parametrize("how", ["rewritten in place", "replaced", "copied"])
 def test_weights_of_other_files_with_the_same_fingerprint_are_not_used(how: str, tmp_path: Path) -> None:
-    """Also where the fingerprint does not tell them apart, because the values that differ are not sampled."""
+    """Also if fingerprints are equal because the differing values are not sampled."""
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
     checkpoint, parts = Checkpoint.open(directory), LoadedParts()
     read_again(checkpoint, parts, dtype=DType.F32)
@@ -237,7 +237,7 @@ def test_weights_of_other_files_with_the_same_fingerprint_are_not_used(how: str,
 
 
 class Ended(Exception):
-    """The load is not wanted any more."""
+    """The load was cancelled."""
 
 
 def test_a_load_that_ends_early_leaves_whole_parts_that_the_next_one_uses(

@@ -1,4 +1,4 @@
-"""Every way to compute a bfloat16 stage gives what float32 gives, to within bfloat16's rounding."""
+"""Every kernel of a bfloat16 stage equals float32 within bfloat16 rounding."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_token_that_is_off_by_one_position_is_far_outside_of_that(
     runner = Runner(checkpoints["llama"], DType.BF16, PLAIN)
     runner.step((0, 140))
     runner._done[0] += 1
-    runner.pages.fill(0, slice(68, 72))  # the slot left out shows as a wrong value, not as NaN
+    runner.pages.fill(0, slice(68, 72))  # a skipped slot shows as a wrong value, not as NaN
     wrong = runner.step((0, 1)).float()
     error = (wrong - exact["llama"][140]) / exact["llama"].std()
     assert float(error.square().mean().sqrt()) > 3 * RMS_ERROR

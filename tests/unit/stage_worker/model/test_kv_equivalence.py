@@ -1,4 +1,4 @@
-"""What is read back from the cache equals what a full forward computes, to within rounding."""
+"""Logits with a KV cache equal those of a full forward pass within rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefill_and_decode(checkpoint: Checkpoint, *, shift: int = 0) -> Tensor:
     (sequence,) = random_sequences([NUM_PREFILL + NUM_DECODED])
     pipeline = Pipeline(checkpoint, cuts=(4,))
     for pages in pipeline.pages:
-        pages.fill(0)  # so that a slot that is left out shows as a wrong value, not as NaN
+        pages.fill(0)  # a skipped slot shows as a wrong value, not as NaN
     parts = [pipeline.step([(sequence, num_tokens)])[0] for num_tokens in (16, NUM_PREFILL - 16)]
     parts += [pipeline.step([(sequence, 1)], shift=shift)[0] for _ in range(NUM_DECODED)]
     return torch.cat(parts)

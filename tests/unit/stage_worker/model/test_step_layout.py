@@ -1,4 +1,4 @@
-"""How a step's slices become write slots, row groups and views; that neighbours cannot hurt each other."""
+"""Layout of a step: write slots, row groups and views; isolation of batch mates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a stage's weights: right values, own tensors only, little memory."""
+"""Loading of stage weights: correct values, own tensors only, bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well drawn tokens fit probabilities: Pearson's chi-squared test."""
+"""Goodness of fit of sampled tokens: Pearson's chi-squared test."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Which call follows one that failed, and for how long; no clock and no server."""
+"""Choice of the call that follows a failed one, and its retry limits; no clock, no server."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ LAST: dict[str, Any] = {"finish_reason": FinishReason.STOP, "usage": USAGE}
 
 
 def output(choice: int, first_token_index: int, text: str, **more: Any) -> GenerateOutput:
-    """One token per character; each text before had one too."""
+    """One token per character of the text."""
     values: dict[str, Any] = {
         "text_offset": first_token_index,
         "token_ids": [ord(character) for character in text],

@@ -1,4 +1,4 @@
-"""What a client may rely on in an output."""
+"""Guarantees of client outputs."""
 
 from stageline import FinishReason
 

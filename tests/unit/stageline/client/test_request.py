@@ -1,4 +1,4 @@
-"""Every parameter of the contract has a keyword, reaches its field, and is named when it cannot."""
+"""Every request parameter has a keyword that sets its field; values that do not fit are rejected by name."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Runs that were never driven, for tests of what is made of them."""
+"""Synthetic load runs for tests of results and reports."""
 
 from stageline.load.plan import PlannedRequest
 from stageline.load.results import OK, LoadRun, MeasuredRequest
@@ -17,7 +17,7 @@ def record(
     sent_s: float | None = None,
     status: str = OK,
 ) -> MeasuredRequest:
-    """One request whose messages came at these times with so many tokens each; it ends with the last one."""
+    """One request with messages at the given times and token counts; it ends with the last one."""
     return MeasuredRequest(
         planned=planned(index, due_s=due_s, output=sum(count for _, count in messages)),
         sent_s=due_s if sent_s is None else sent_s,

@@ -1,4 +1,4 @@
-"""Requests are sent when they are due, whatever becomes of others."""
+"""The driver sends each request when it is due, independent of the others."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DEADLINE_S = 20.0
 
 
 class FakeCluster:
-    """Serves a request once it is released, one token in each message but the last, which has the others."""
+    """Serves a request once released: one token per message, the remaining ones in the last."""
 
     def __init__(self, *, num_tokens: int = 3) -> None:
         self.begun: list[int] = []

@@ -1,4 +1,4 @@
-"""What is sent when, and which tokens."""
+"""Arrival times, lengths and tokens of a load plan."""
 
 import math
 from dataclasses import replace

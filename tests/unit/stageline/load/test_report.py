@@ -1,4 +1,4 @@
-"""What is written about a run."""
+"""Report of a load run: text, JSON, plot."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The numbers of a run, against what is worked out by hand."""
+"""Figures of a run, compared with values computed by hand."""
 
 from dataclasses import replace
 
