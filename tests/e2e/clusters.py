@@ -1,4 +1,4 @@
-"""Clusters of real processes for the tests, and what can be observed of them from outside."""
+"""Clusters of real processes, and conditions on their status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_FLAGS = ("--block-size", str(BLOCK_SIZE), "--max-step-tokens", str(CHUNK), 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A checkpoint, prompts, and the greedy tokens that transformers generates after each."""
+    """A checkpoint, prompts, and the greedy tokens of transformers for each."""
 
     directory: Path
     prompts: list[list[int]]
@@ -38,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running cluster and what it must generate."""
+    """A running cluster and its expected tokens."""
 
     cluster: LocalCluster
     reference: Reference
@@ -49,7 +49,7 @@ class Served:
 
 
 def make_reference(directory: Path, family: str) -> Reference:
-    """Eight float32 layers with random weights that never fall into a rut."""
+    """Eight float32 layers with random weights that generate varied tokens."""
     make_checkpoint(directory, family, num_layers=8, seed=3, initializer_range=0.3, **_OVERRIDES[family])
     prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
     model = load_reference(directory)
@@ -65,7 +65,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
-    """What `generate` of a transformers model appends to the prompt, greedily."""
+    """Greedy tokens of `generate` of a transformers model."""
     ids = torch.tensor([prompt])
     # Without a mask, generate() takes prompt tokens that equal the pad token for padding.
     output = model.generate(
@@ -80,7 +80,7 @@ def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
 
 
 def random_prompt(length: int, *, seed: int = 7) -> list[int]:
-    """Token ids; the same for the same arguments."""
+    """Random token ids, reproducible per seed."""
     generator = torch.Generator().manual_seed(seed * 100_003 + length)
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
@@ -88,7 +88,7 @@ def random_prompt(length: int, *, seed: int = 7) -> list[int]:
 def config(
     directory: Path | None, num_workers: int, *flags: str, log_directory: Path | None = None
 ) -> LocalClusterConfig:
-    """A cluster with one compute thread and little memory for each worker."""
+    """A cluster with one compute thread and little memory per worker."""
     return LocalClusterConfig(
         num_workers=num_workers,
         model_directory=directory,
@@ -101,7 +101,7 @@ def config(
 
 
 async def tokens_of(client: Client, prompt: Sequence[int], max_tokens: int, **options: object) -> list[int]:
-    """The token ids of one finished request."""
+    """Generate, and return the token ids."""
     tokens: list[int] = []
     async for output in client.generate(list(prompt), max_tokens=max_tokens, **options):  # type: ignore[arg-type]
         tokens += output.token_ids
@@ -109,7 +109,7 @@ async def tokens_of(client: Client, prompt: Sequence[int], max_tokens: int, **op
 
 
 async def generate_all(address: str, reference: Reference) -> list[list[int]]:
-    """The greedy tokens after each prompt."""
+    """Greedy tokens of every prompt."""
     async with Client(address) as client:
         return [await tokens_of(client, prompt, NUM_NEW_TOKENS) for prompt in reference.prompts]
 
@@ -120,7 +120,7 @@ async def wait_for_status(
     *,
     timeout_s: float = 30.0,
 ) -> cluster_pb2.GetStatusResponse:
-    """The first status for which the condition holds, which it must within `timeout_s`."""
+    """Poll until the condition holds, within `timeout_s`; return that status."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     async with Client(address) as client:
         while not condition(status := await client.status()):
@@ -135,12 +135,12 @@ def is_serving(status: cluster_pb2.GetStatusResponse) -> bool:
 
 
 def holds_pages_everywhere(status: cluster_pb2.GetStatusResponse) -> bool:
-    """Every stage has said that it holds pages of live sequences."""
+    """Whether every stage reports pages of live sequences."""
     return is_serving(status) and all(worker.kv.blocks_active for worker in status.workers)
 
 
 def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
-    """No request is live, and every stage has said that it holds no page of any."""
+    """Whether no request is live and every stage reports no page in use."""
     live = status.requests.waiting + status.requests.prefill + status.requests.decode
     active = [worker.kv.blocks_active for worker in status.workers]
     return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)

@@ -1,4 +1,4 @@
-"""Runs `stageline` command lines as processes of their own, as a user's shell would."""
+"""Runs `stageline` command lines as processes, like a user's shell."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     # Tables are as wide as the terminal, which a pipe is not.
     "COLUMNS": "160",
-    # What the processes keep for their user is of these tests only.
+    # Per-user files of the processes stay inside the tests.
     "XDG_CACHE_HOME": str(process_directory("cache")),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a command ended and what it wrote."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str
     stderr: str
 
     def the_error(self) -> str:
-        """Its standard error, which must be one line of ours and no traceback."""
+        """Standard error, which must be one line from Stageline without traceback."""
         assert "Traceback" not in self.stderr
         lines = self.stderr.splitlines()
         assert len(lines) == 1, self.stderr
@@ -45,7 +45,7 @@ class Finished:
 async def run_stageline(
     *arguments: str, stdin: str = "", timeout_s: float = 60.0, **environment: str
 ) -> Finished:
-    """Runs one command to its end; it is killed, and the test fails, after `timeout_s`."""
+    """Run one command; kill it and fail the test after `timeout_s`."""
     process = await asyncio.create_subprocess_exec(
         *STAGELINE,
         *arguments,
@@ -66,7 +66,7 @@ async def run_stageline(
 
 
 class Shell:
-    """Starts long-running commands in the background; whatever still runs is killed at the end."""
+    """Starts long-running commands in the background; kills the remaining ones at exit."""
 
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
@@ -81,7 +81,7 @@ class Shell:
         await asyncio.gather(*(process.wait() for process in self._processes))
 
     async def start(self, name: str, *arguments: str, prefix: tuple[str, ...] = ()) -> LocalProcess:
-        """Starts `stageline ARGUMENTS`, logging to a file called `name`; `prefix` goes before it."""
+        """Start `prefix stageline ARGUMENTS`, logging to a file called `name`."""
         process = await LocalProcess.start(
             name,
             [*prefix, *STAGELINE, *arguments],
@@ -92,7 +92,7 @@ class Shell:
         return process
 
     async def coordinator(self, *arguments: str, name: str = "coordinator") -> tuple[LocalProcess, str]:
-        """Starts a coordinator, on a free port unless told; returns it with its address."""
+        """Start a coordinator, by default on a free port; return it with its address."""
         listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
         http = () if "--http" in arguments else ("--no-http",)
         process = await self.start(name, "coordinator", *listen, *http, *arguments)
@@ -100,14 +100,14 @@ class Shell:
 
 
 async def exit_code(process: LocalProcess, *, timeout_s: float = 15.0) -> str:
-    """How the process ended ("exit code 0"), which it must within `timeout_s`."""
+    """Wait for the end of the process; return it as text ("exit code 0")."""
     async with asyncio.timeout(timeout_s):
         await process.wait()
     return process.describe_exit()
 
 
 async def until_logged(process: LocalProcess, text: str, *, timeout_s: float = 60.0) -> str:
-    """The first line of the process's log that has `text`; it must appear within `timeout_s`."""
+    """Wait for a log line with `text`, within `timeout_s`; return it."""
     async with asyncio.timeout(timeout_s):
         while True:
             for line in process.read_log().splitlines():

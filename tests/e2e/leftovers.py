@@ -1,4 +1,4 @@
-"""What a cluster may leave behind when it ends: nothing."""
+"""Checks that a stopped cluster leaves no process, port or file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from wire.addresses import parse_address
 
 
 def processes_under(pid: int) -> list[int]:
-    """The ids of all processes that a process has started, and those have."""
+    """Ids of all descendants of a process."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def listening_ports(pids: list[int]) -> list[int]:
-    """The TCP ports on which these processes listen."""
+    """TCP ports on which these processes listen."""
     return [
         connection.laddr.port
         for pid in pids
@@ -28,24 +28,24 @@ def listening_ports(pids: list[int]) -> list[int]:
 
 
 async def wait_until_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
-    """Returns when none of these processes runs any more. Raises TimeoutError."""
+    """Wait until all these processes have ended. Raises TimeoutError."""
     await asyncio.to_thread(wait_until, lambda: not any(is_running(pid) for pid in pids), timeout_s=timeout_s)
 
 
 def is_free(address: str) -> bool:
-    """Whether nobody listens there."""
+    """Whether no process listens on the address."""
     where = parse_address(address)
     with socket.socket() as probe:
         return probe.connect_ex((where.host, where.port)) != 0
 
 
 def leftover_files(temporary: Path) -> list[Path]:
-    """What was made in a directory for temporary files, and is still there."""
+    """Files left in a directory for temporary files."""
     return list(temporary.iterdir())
 
 
 def assert_nothing_left(pids: list[int], ports: list[int], temporary: Path) -> None:
-    """No process, no port, no temporary file. There must have been some: an empty list proves nothing."""
+    """Assert that no process, port or file is left. `pids` and `ports` must not be empty."""
     assert pids
     assert ports
     assert [pid for pid in pids if is_running(pid)] == []

@@ -22,7 +22,7 @@ class Host:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What goes before a command to run it on this host."""
+        """Command prefix that runs a command on this host."""
         ip = shutil.which("ip")
         assert ip is not None
         return (ip, "netns", "exec", self.namespace)
@@ -30,14 +30,14 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other and nothing else; skips the test where that cannot be had."""
+    """Two hosts that reach only each other; skips the test without network namespaces."""
     hosts = Host(f"stageline-{os.getpid()}-a", "10.213.7.1"), Host(f"stageline-{os.getpid()}-b", "10.213.7.2")
     try:
         _set_up(hosts)
         yield hosts
     finally:
         for host in hosts:
-            # The cable goes with the namespaces.
+            # Deleting the namespaces deletes the cable.
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
 
 
@@ -56,7 +56,7 @@ def _set_up(hosts: tuple[Host, Host]) -> None:
 
 @contextmanager
 def skipping_where_impossible() -> Iterator[None]:
-    """Skips the test where this machine does not let us make networks."""
+    """Skip the test if this machine cannot create networks."""
     if sys.platform != "linux" or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux and the ip command")
     try:
@@ -66,5 +66,5 @@ def skipping_where_impossible() -> Iterator[None]:
 
 
 def run_ip(*arguments: str) -> None:
-    """Runs `ip ARGUMENTS`. Raises CalledProcessError."""
+    """Run `ip ARGUMENTS`. Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True, timeout=10)

@@ -1,4 +1,4 @@
-"""What the tests of recoveries share: clusters, sixteen requests, and what holds once all is over."""
+"""Shared by recovery tests: clusters, sixteen requests and final checks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.faults.streams import Ask, Streams, mixed_asks
 NUM_STREAMS = 16
 STEADY_RANGE = 0.16
 DEADLINE_S = 60.0
-"""For everything that has to happen at all; nothing waits this long unless it is broken."""
+"""Limit of every wait; only a defect takes this long."""
 
 TYPED_ERRORS = (Unavailable, StepFailed)
-"""What a client may be told when its request cannot go on: sending it again is safe."""
+"""Errors that a client may receive when its request cannot continue; retrying is safe."""
 
 _STEP_FLAGS = ("--block-size", "16", "--max-step-tokens", "64", "--kv-tokens", "16384")
 
@@ -29,8 +29,8 @@ LONG_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(200, 420), max_tokens=20, vocab_
 
 
 def make_steady_model(directory: Path) -> Path:
-    """Eight float32 layers. Rounding depends on who else is in a step and moves log-probabilities by at most
-    1e-5 here, with weights twice as wide by 5e-5: there one draw in some thousands became another token.
+    """Eight float32 layers. Rounding depends on the batch and moves log-probabilities by at most 1e-5 here;
+    with weights twice as wide by 5e-5, which changed one sampled token in some thousands.
     """
     return make_checkpoint(
         directory,
@@ -52,7 +52,7 @@ def config(
     flags: tuple[str, ...] = (),
     listen: str = "127.0.0.1:0",
 ) -> LocalClusterConfig:
-    """Real stages in float32, with one compute thread each; what is no stage is a spare."""
+    """Real stages in float32, one compute thread each; the remaining workers are spares."""
     return LocalClusterConfig(
         num_workers=num_workers,
         num_stages=num_stages,
@@ -70,7 +70,7 @@ def config(
 def mock_config(
     num_workers: int, *, num_stages: int, logs: Path, times: str = "step=2ms", listen: str = "127.0.0.1:0"
 ) -> LocalClusterConfig:
-    """Mock stages, which start quickly and of which every token is known."""
+    """Mock stages: quick to start, with known tokens."""
     return LocalClusterConfig(
         num_workers=num_workers,
         num_stages=num_stages,
@@ -89,7 +89,7 @@ def mock_config(
 async def ends_as_if_nothing_had_been(
     cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
 ) -> None:
-    """Every stream ends with exactly these tokens, and then no stage holds a page any more."""
+    """Assert that every stream ends with exactly these tokens, and then no page is in use."""
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected))
     await cluster.until(is_idle)
@@ -98,22 +98,22 @@ async def ends_as_if_nothing_had_been(
 async def ends_rightly_or_with_a_typed_error(
     cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
 ) -> None:
-    """No wrong token, nothing stuck, no page left."""
+    """Assert no wrong token, no stuck stream and no page in use."""
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected, errors=TYPED_ERRORS))
     await cluster.until(is_idle)
 
 
 async def serves_as_ever(client: Client, asks: list[Ask], expected: list[list[int]], *, salt: str) -> None:
-    """Whatever has been, the next requests are served as if it had not."""
+    """Assert that the next requests are served normally."""
     streams = Streams(client, asks, cache_salt=f"afterwards {salt}")
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected))
 
 
 def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
-    """No request is live, and no stage of the plan holds a page of any. A spare may still show what it held
-    in the last epoch in which it had a stage.
+    """Whether no request is live and no stage of the plan holds a page. A spare may still show pages of the
+    last epoch in which it had a stage.
     """
     live = status.requests.waiting + status.requests.prefill + status.requests.decode
     active = [worker.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
@@ -121,7 +121,7 @@ def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
 
 
 def now_s() -> float:
-    """The clock of `Streams`."""
+    """Clock of `Streams`."""
     return asyncio.get_running_loop().time()
 
 

@@ -1,4 +1,4 @@
-"""A command in a terminal of its own: what a user sees there, and types."""
+"""A command in a pseudo terminal: screen and keyboard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Terminal:
     def __init__(
         self, *arguments: str, environment: Mapping[str, str] | None = None, temporary: Path | None = None
     ) -> None:
-        """`temporary` is where the command shall make its temporary files."""
+        """`temporary`: directory for the command's temporary files."""
         self._arguments = arguments
         self._environment = {
             **os.environ,
@@ -70,11 +70,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was shown, without colours and movements of the cursor."""
+        """Everything shown, without colours and cursor movements."""
         return _CONTROL.sub("", self._text)
 
     def type(self, text: str) -> None:
-        """Sends keys."""
+        """Send keys."""
         os.write(self._fd, text.encode())
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -82,7 +82,7 @@ class Terminal:
             self._process.send_signal(number)
 
     async def expect(self, pattern: str, *, timeout_s: float = 60.0) -> re.Match[str]:
-        """The first match of `pattern` behind the match before; it must appear within `timeout_s`."""
+        """Wait for the next match of `pattern`, within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (match := re.compile(pattern).search(self.text, self._read_up_to)) is None:
@@ -94,7 +94,7 @@ class Terminal:
         return match
 
     async def exit_code(self, *, timeout_s: float = 60.0) -> int:
-        """The exit code; the command must end within `timeout_s`."""
+        """Wait for the exit code, within `timeout_s`."""
         try:
             return await asyncio.to_thread(self._process.wait, timeout_s)
         except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ class Terminal:
             data = os.read(self._fd, 65536)
         except BlockingIOError:
             return
-        except OSError:  # EIO: nobody has the terminal open any more
+        except OSError:  # EIO: no process has the terminal open
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)

@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line, with an exit code, and no traceback."""
+"""User errors are reported in one line with an exit code, without traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.commands import run_stageline
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-# All that can be mistyped is tried in one process elsewhere; here are those that processes are started with.
+# Unit tests cover all flags in one process; these are flags of the process commands.
 BAD_USAGE = {
     "coordinator --stages 1 --model /no/such/model": "'/no/such/model' does not exist",
     "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",

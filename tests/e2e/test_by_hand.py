@@ -74,7 +74,7 @@ async def test_workers_start_in_any_order_and_outlive_their_coordinator(
         assert [worker.pid for worker in again.workers] == [worker.pid for worker in status.workers]
         await _equals_reference(free_address, llama)
         for worker in workers:
-            assert worker.read_log().count("loading layers") == 1, "weights are kept"
+            assert worker.read_log().count("loading layers") == 1, "weights stay loaded"
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
             assert await exit_code(worker) == "exit code 0"
@@ -111,7 +111,7 @@ async def test_a_worker_with_another_model_is_rejected_with_both_fingerprints(
         async with Client(address) as client:
             assert len(await tokens_of(client, llama.prompts[4], NUM_NEW_TOKENS)) == NUM_NEW_TOKENS
 
-        # Idle from here on: every byte is compared, and both processes know the hashes of the same files.
+        # Idle from here on: every byte is compared, and both processes have hashes of the same files.
         def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
             return [worker.weights for worker in status.workers] == [cluster_pb2.WEIGHTS_CHECK_FULL]
 

@@ -1,4 +1,4 @@
-"""A minute of chaos, as `make chaos` does it for longer."""
+"""A minute of chaos; `make chaos` runs longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator dies and comes back: with a journal, clients see a pause; without one, an error at once."""
+"""Coordinator restarts: with a journal, clients see a pause; without one, an error at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ASKS: list[dict[str, Any]] = [
 
 @dataclass
 class _Stream:
-    """What has come of each choice of one request."""
+    """Output of each choice of one request."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Stream:
 
 
 class _Streams:
-    """All asks at once."""
+    """All requests concurrently."""
 
     def __init__(self, client: Client) -> None:
         self.streams = [_Stream() for _ in ASKS]
@@ -74,7 +74,7 @@ class _Streams:
             while min(self._num_generated()) < num_tokens:
                 self._news.clear()
                 await self._news.wait()
-        assert max(self._num_generated()) < NUM_TOKENS, "it is too late to disturb anything"
+        assert max(self._num_generated()) < NUM_TOKENS, "a request finished before the fault"
 
     async def end(self) -> list[_Stream]:
         async with asyncio.timeout(90):
@@ -119,7 +119,7 @@ async def test_streams_continue_when_the_coordinator_restarts_with_its_journal(
         assert after.epoch > before.epoch
         assert (after.requests.failed, after.requests.cancelled, after.requests.orphaned) == (0, 0, 0)
         for worker in cluster.workers:
-            assert worker.read_log().count("loading layers") == 1, "weights are kept"
+            assert worker.read_log().count("loading layers") == 1, "weights stay loaded"
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Devices that fail under load: their processes end with code 3, `up` restarts them, no request suffers."""
+"""Device failures under load: processes exit with code 3, `up` restarts them, no request fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal's disk is full: the coordinator reports it, pauses, and recovers when there is room."""
+"""Full journal disk: the coordinator reports it, pauses, and recovers when there is room."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class FullDisk:
-    """A cluster of mock stages whose journal is on a disk that a test fills, and long requests on it."""
+    """A cluster of mock stages with long requests and its journal on a small disk."""
 
     def __init__(self, disk: Path, cluster: LocalCluster, client: Client) -> None:
         self.cluster = cluster
@@ -64,7 +64,7 @@ class FullDisk:
         self._tasks = [asyncio.create_task(stream.read(client, timeout_s=120)) for stream in self.streams]
 
     async def fill(self) -> cluster_pb2.GetStatusResponse:
-        """The status when the coordinator knows, which must be before any request has ended."""
+        """Fill the disk; return the status that reports it, which must come before any request ends."""
         await self._all_have(5)
         _fill(self._filler)
         status = await self._until_journal(cluster_pb2.JOURNAL_STATE_FAILING)
@@ -72,7 +72,7 @@ class FullDisk:
         return status
 
     async def make_room(self) -> cluster_pb2.GetStatusResponse:
-        """The status when the coordinator writes again, by itself."""
+        """Free space; return the status once the coordinator writes again."""
         self._filler.unlink()
         return await self._until_journal(cluster_pb2.JOURNAL_STATE_WRITING)
 
@@ -82,7 +82,7 @@ class FullDisk:
         await self.cluster.restart_coordinator()
 
     async def end_rightly(self) -> None:
-        """Every request that was accepted gets all its tokens, once."""
+        """Assert that every accepted request gets all its tokens, once."""
         async with asyncio.timeout(90):
             await asyncio.gather(*self._tasks)
         pairs = zip(self.streams, EXPECTED, strict=True)
@@ -90,10 +90,10 @@ class FullDisk:
         await wait_for_status(self.cluster.address, is_idle)
 
     async def are_paused(self) -> None:
-        """No step is in flight, and no token comes."""
+        """Assert that no step is in flight and no token arrives."""
         await wait_for_status(self.cluster.address, lambda status: not status.requests.steps_in_flight)
         before = [len(stream.tokens) for stream in self.streams]
-        await asyncio.sleep(0.5)  # that nothing happens can only be waited for
+        await asyncio.sleep(0.5)  # absence of tokens needs a wait
         assert [len(stream.tokens) for stream in self.streams] == before
         assert not any(stream.has_ended for stream in self.streams)
 
@@ -159,7 +159,7 @@ async def test_a_coordinator_killed_on_a_full_disk_loses_no_request(disk: Path, 
 
 
 async def is_reported(cluster: LocalCluster, status: cluster_pb2.GetStatusResponse) -> None:
-    """By status, readiness, both health services and the command line; the process is alive all the same."""
+    """Assert the state in status, readiness, both health services and the command line; liveness stays OK."""
     assert status.health == cluster_pb2.HEALTH_DEGRADED
     code, text = await ready(cluster)
     assert (code, text.strip()) == (503, status.journal.detail)
@@ -175,7 +175,7 @@ async def is_reported(cluster: LocalCluster, status: cluster_pb2.GetStatusRespon
 
 
 async def is_rejected(address: str) -> None:
-    """A new request, with a reason that a program can read."""
+    """Assert that a new request is rejected with a machine-readable reason."""
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), max_tokens=4)
     async with client_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -195,7 +195,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def healths(address: str) -> dict[str, Any]:
-    """What `grpc.health.v1` says of the server and of the service."""
+    """`grpc.health.v1` states of the server and the service."""
     async with client_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return {
@@ -224,7 +224,7 @@ def _get(url: str) -> tuple[int, str]:
 
 
 def _fill(path: Path) -> None:
-    """Until there is no room for another byte."""
+    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file:
         for size in (65536, 1):
             try:

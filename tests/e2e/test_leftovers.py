@@ -1,4 +1,4 @@
-"""Test runs and test programs leave no file behind, whether they end, fail or are ended by a signal."""
+"""Test runs and test programs leave no file, whether they pass, fail or are terminated by a signal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def start(temporary: Path, *arguments: str) -> asyncio.subprocess.Process:
 async def end(
     process: asyncio.subprocess.Process, number: signal.Signals | None, *, after: Callable[[], bool]
 ) -> int:
-    """Sends the signal once `after` holds; returns the exit code."""
+    """Send the signal once `after` holds; return the exit code."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             while number is not None and not after():

@@ -1,4 +1,4 @@
-"""A real worker is heard of all the time while it loads and warms up, on a machine that is busy."""
+"""A real worker heartbeats regularly while it loads and warms up on a busy machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def other_core() -> AsyncIterator[None]:
-    """Something else computes all the time."""
+    """Keep the other core busy."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
     yield
     process.kill()
@@ -73,7 +73,7 @@ async def other_core() -> AsyncIterator[None]:
 
 @pytest.fixture
 async def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[WorkerLink]:
-    """A worker process that has joined."""
+    """A joined worker process."""
     monkeypatch.setattr(doubles, "HEARTBEAT_MS", HEARTBEAT_MS)
     coordinator = CoordinatorDouble()
     await coordinator.start()
@@ -93,7 +93,7 @@ async def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator
 
 
 async def loaded(link: WorkerLink, model: Path, begin: int, end: int) -> int:
-    """Bytes that were read."""
+    """Load a stage; return the number of bytes read."""
     whole = new_assignment(model, stage=0, num_stages=1, num_layers=LAYERS)
     sizes = {"max_step_tokens": 512, "max_step_sequences": 64, "max_sequence_tokens": 2048}
     assignment = replace(whole, dtype=DType.BF16, block_size=16, num_blocks=256, **sizes)

@@ -1,4 +1,4 @@
-"""Many mock stages on one small machine: each a process of its own that never loads what it does not need."""
+"""Many mock stages on one small machine: one process each, without unneeded modules."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def _status_calls_them_mock(address: str) -> None:
 
 
 def _is_small(pid: int, name: str) -> None:
-    """After it has served; what is mapped tells of libraries, which a module list of its own could hide."""
+    """Assert low memory after serving. Mapped files show libraries that a module list could hide."""
     heavy = HEAVY.findall(Path(f"/proc/{pid}/maps").read_text())
     assert heavy == [], f"{name} has loaded {set(heavy)}"
     resident_bytes = psutil.Process(pid).memory_info().rss

@@ -1,4 +1,4 @@
-"""Tokens that travel through real stage processes equal those of transformers."""
+"""Tokens of real stage processes equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection that breaks again and again: waiting has an end, and a cause is named."""
+"""A repeatedly breaking connection: requests fail in time with the cause."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.full
 
 RECOVERY_TIMEOUT_S = 4
 LEAST_BYTES = 700
-"""A stream opens, and no frame of a prompt passes."""
+"""Enough for a stream to open, too few for a frame of a prompt."""
 
 
 async def test_a_connection_that_breaks_on_every_attempt_fails_requests_in_time(
     steady: Path, tmp_path: Path
 ) -> None:
-    """That from the coordinator, which nobody can do without."""
+    """The connection from the coordinator, which has no replacement."""
     made = config(
         steady, 2, num_stages=2, logs=tmp_path, flags=("--recovery-timeout", str(RECOVERY_TIMEOUT_S))
     )

@@ -1,4 +1,4 @@
-"""Connections between real processes that are slow, stall, break or carry wrong bits."""
+"""Connections between real processes that are slow, stall, break or corrupt bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLES = (
     pytest.param("LAST", marks=pytest.mark.full),
 )
 WITHIN_BYTES = 20_000
-"""A flipped bit is in so many bytes of a hop: some frames of sixteen decodes."""
+"""One flipped bit per this many bytes of a hop: some frames of sixteen decodes."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,7 +94,7 @@ async def test_slow_connections_cause_no_fault(
 
 
 MOST_FLIPS = 4
-"""A few bytes of a connection mean nothing, such as those of a ping; most are noticed."""
+"""A few bytes of a connection have no effect, such as those of a ping; most are detected."""
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -41,7 +41,7 @@ NUM_FAULTS = 2
 """A request is computed again after two faulty steps, so all streams must end rightly."""
 HIT_RATE = 0.2
 NOTICED_WITHIN_S = 20.0
-"""Nobody may compute on from a faulty frame, also where the tokens happen to be right: a new epoch begins."""
+"""Every faulty frame must begin a new epoch, even where the tokens happen to be right."""
 
 FRAME_FAULTS = {
     "dropped": drop,
@@ -54,7 +54,7 @@ FRAME_FAULTS = {
 }
 
 QUICK = ("dropped", "truncated", "falsified", "altered")
-"""What the default tests do to frames."""
+"""Frame faults of the default tests."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -77,7 +77,7 @@ async def expected(client: Client) -> list[list[int]]:
 
 @pytest.fixture
 def generator(request: pytest.FixtureRequest) -> random.Random:
-    """The same for the same test."""
+    """Generator seeded by the test's name."""
     return random.Random(f"{SEED} {request.node.name}")
 
 
@@ -92,7 +92,7 @@ async def test_faulty_frames_between_stages_produce_no_wrong_token(
     figures: Figures,
     name: str,
 ) -> None:
-    # Frames into FIRST have no hidden states, and of what is left most faults show by themselves.
+    # Frames into FIRST have no hidden states, and most faults in the rest fail without a checksum.
     victim = (await cluster.places())[generator.choice(("MIDDLE", "LAST"))]
     epoch = (await cluster.until()).epoch
     streams = Streams(client, SHORT_PROMPTS, cache_salt=f"frame {name}")
@@ -166,5 +166,5 @@ async def test_a_lost_last_frame_is_detected(
 
 
 def _is_hit(frame: Frame, generator: random.Random) -> bool:
-    """Some of the frames that compute something."""
+    """Select some of the non-empty frames at random."""
     return bool(frame.step.slices) and generator.random() < HIT_RATE

@@ -1,4 +1,4 @@
-"""A worker that hangs for longer than its lease, and then goes on as if nothing had been."""
+"""A worker that hangs for longer than its lease and then continues."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
         async with asyncio.timeout(DEADLINE_S):
             while process.read_log().count("joined the coordinator") < 2:
                 await asyncio.sleep(0.05)
-        assert (await cluster.until()).epoch == after.epoch, "what it did when it thawed disturbed the others"
+        assert (await cluster.until()).epoch == after.epoch, "the thawed worker disturbed the others"
         await serves_as_ever(client, SHORT_PROMPTS, expected, salt="thawed")
 
 
@@ -72,7 +72,7 @@ async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: P
         epoch = (await cluster.until()).epoch
         for victim in cluster.worker_names:
             cluster.freeze(victim)
-            # One heartbeat is late, which the age that the coordinator shows tells.
+            # One heartbeat is late, as shown by its age in the status.
             await cluster.until(partial(_is_late, name=victim))
             cluster.thaw(victim)
             await cluster.until(partial(_is_on_time, name=victim))
@@ -82,12 +82,12 @@ async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: P
 
 
 def _live(status: cluster_pb2.GetStatusResponse) -> set[str]:
-    """The names of the workers that have joined and are not lost."""
+    """Names of the joined workers that are not lost."""
     return {w.name for w in status.workers if w.state != cluster_pb2.WORKER_STATE_LOST}
 
 
 def _is_late(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
-    """A heartbeat of this worker is missing."""
+    """Whether a heartbeat of this worker is overdue."""
     (age_ms,) = (worker.heartbeat_age.ToMilliseconds() for worker in status.workers if worker.name == name)
     return age_ms > LATE_MS
 

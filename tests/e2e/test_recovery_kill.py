@@ -1,4 +1,4 @@
-"""kill -9 of every role, in the prefill and in the decodes of sixteen streams: a spare takes over."""
+"""kill -9 of every role, during prefill and decode of sixteen streams: a spare takes over."""
 
 from __future__ import annotations
 

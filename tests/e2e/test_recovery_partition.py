@@ -1,4 +1,4 @@
-"""Hosts that cannot reach each other any more, while every process runs on."""
+"""Network partitions between hosts, while every process keeps running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
 WORKERS = ("worker-0", "worker-1", "worker-2", "worker-3")
 SILENCE_S = 2.5
-"""Longer than a lease of two seconds."""
+"""Longer than the lease of two seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ async def test_a_stage_unreachable_from_the_coordinator_is_replaced_by_a_spare(
     parted_s = now_s()
     network.part("coordinator", victim)
     try:
-        # Its neighbours still reach it, so tokens flow until its lease has expired.
+        # Its neighbours still reach it, so tokens arrive until its lease expires.
         await cluster.until(lambda status: victim not in _stages(status), timeout_s=30)
         await ends_as_if_nothing_had_been(cluster, streams, expected)
         figures.record("coordinator parted from MIDDLE: pause", streams.longest_silence_s(since_s=parted_s))
@@ -126,7 +126,7 @@ async def test_a_partition_between_stages_produces_no_wrong_token(
 
 
 async def _silence_of(streams: Streams, seconds: float) -> None:
-    """Returns when no token has come for so long, or all have ended."""
+    """Wait until no token has arrived for `seconds`, or all streams have ended."""
     async with asyncio.timeout(30):
         while now_s() - streams.last_arrival_s() < seconds and not all(s.has_ended for s in streams.all):
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A request that kills every process that computes it, among others that must not suffer for it."""
+"""A request that kills every process that computes it, among requests that must succeed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_request_that_kills_its_workers_fails_alone(
 
 
 async def _keep_up(cluster: FaultyCluster) -> None:
-    """Whoever ends is started again, as a supervisor does."""
+    """Restart ended processes, as a supervisor does."""
     while True:
         process = await cluster.cluster.next_exit()
         await cluster.restart(process.name)

@@ -1,4 +1,4 @@
-"""Several processes die at once, or one after another while the cluster recovers."""
+"""Several processes are killed at once, or one after another during recovery."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads
         spares = set(cluster.worker_names) - set(places.values())
         streams = Streams(client, SHORT_PROMPTS, cache_salt="replacement")
         await streams.all_have(5)
-        # Frozen, a replacement stays in the middle of loading for as long as it takes to kill it.
+        # A frozen replacement stays in its load until it is killed.
         for spare in spares:
             cluster.freeze(spare)
         await cluster.kill(places["MIDDLE"])

@@ -1,4 +1,4 @@
-"""Attacks by processes that reach every port and know what status and refusals tell, but no secret."""
+"""Attacks by processes that reach every port and have all public information, but no secret."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def status_of(cluster: LocalCluster) -> cluster_pb2.GetStatusResponse:
 
 
 def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> forward_pb2.HopHello:
-    """With everything that a stranger can ask for."""
+    """A hello with all information available to a stranger."""
     ends = {worker.stage: worker.layer_end for worker in status.workers if worker.HasField("stage")}
     return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
@@ -77,7 +77,7 @@ def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> for
 
 
 def learn(hello: forward_pb2.HopHello, told: str) -> None:
-    """Puts what a refusal tells into the next try."""
+    """Use the information of a rejection in the next attempt."""
     for field, pattern in (
         ("coordinator_incarnation", r"coordinator incarnation.* (?:expected|one is) ([0-9a-f-]{32,})"),
         (
@@ -91,7 +91,7 @@ def learn(hello: forward_pb2.HopHello, told: str) -> None:
 
 
 async def refusal(call: Any) -> grpc.aio.AioRpcError | None:
-    """How the call is refused; None where it is accepted."""
+    """Details of the rejection; None if the call is accepted."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             await call.read()
@@ -102,8 +102,8 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError | None:
 
 
 def check_refusals(refusals: list[grpc.aio.AioRpcError | None]) -> None:
-    """All were refused, and none tells what to send next."""
-    assert None not in refusals, f"accepted at try {refusals.index(None) + 1}"
+    """Assert that all were rejected without a hint for the next attempt."""
+    assert None not in refusals, f"accepted at attempt {refusals.index(None) + 1}"
     for error in refusals:
         assert error is not None
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -144,12 +144,12 @@ async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -
             if error is None:
                 break
             learn(hello, error.details() or "")
-    # A second stream of an epoch was always refused, but only after everything else was compared.
+    # A second stream of an epoch is always rejected, but only after all other comparisons.
     check_refusals(refusals)
 
 
 async def test_a_fault_report_for_a_stage_of_another_worker_is_ignored(cluster: LocalCluster) -> None:
-    """A stranger that joins as a spare reports one fault after another in the name of FIRST."""
+    """A stranger that joined as a spare reports repeated faults for FIRST."""
     status = await status_of(cluster)
     async with client_channel(cluster.address) as channel, Client(cluster.address) as client:
         call = join_pb2_grpc.MembershipServiceStub(channel).Join()
@@ -190,7 +190,7 @@ async def test_a_request_id_alone_neither_attaches_nor_cancels(cluster: LocalClu
 
 
 async def _shown_request(client: Client) -> str:
-    """The id of the one that runs, as everybody can ask for it."""
+    """Id of the running request, which is public."""
     async with asyncio.timeout(DEADLINE_S):
         while not (
             live := [request for request in (await client.activity()).requests if not request.ended_us]

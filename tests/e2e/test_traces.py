@@ -1,4 +1,4 @@
-"""A request through real processes, as a collector sees it."""
+"""Spans of a request through real processes, as received by a collector."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def test_a_cluster_across_two_hosts_generates(
     here, there = hosts
     address = f"{here.address}:7480"
     async with Shell(tmp_path) as shell:
-        # On every interface: workers elsewhere must not be told the address that it listens on.
+        # On every interface: remote workers must not receive the listen address.
         serve = ("coordinator", "--listen", "0.0.0.0:7480", "--model", str(llama.directory), "--stages", "3")
         coordinator = await shell.start("coordinator", *serve, *STEP_FLAGS, prefix=here.prefix)
         for host, name, listen in (

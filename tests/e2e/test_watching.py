@@ -1,4 +1,4 @@
-"""`stageline top` and the dashboard, of a cluster of processes."""
+"""`stageline top` and the dashboard of a cluster of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "of-sixteen-characters-or-more"
 
 
 def config(tmp_path: Path, *arguments: str) -> LocalClusterConfig:
-    """Three mock stages, of which the second one is slow."""
+    """Three mock stages; the second one is slow."""
     return LocalClusterConfig(
         mocks=("step=2ms", "step=5ms", "step=2ms"),
         http="127.0.0.1:0",

@@ -1,4 +1,4 @@
-"""A worker process holds its own layers and little else, also while it loads them."""
+"""A worker process holds little more than its own layers, also while it loads them."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def test_peak_memory_of_a_worker_is_its_weights_plus_a_constant(tmp_path: 
         assert sum(weights) == total
         for worker, weight_bytes in zip(status.workers, weights, strict=True):
             peak = _peak_bytes(worker.pid)
-            # If nothing of the weights were resident, the bound would prove nothing.
+            # Without resident weights the bound would prove nothing.
             assert peak > weight_bytes
             assert peak < 1.15 * weight_bytes + 400 * MIB, f"{worker.name}: {peak} for {weight_bytes}"
-            # The slack alone could not hold what belongs to the others.
+            # The slack is too small for the layers of other workers.
             assert total - weight_bytes > 0.15 * weight_bytes + 400 * MIB
 
 

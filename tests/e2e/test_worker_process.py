@@ -1,4 +1,4 @@
-"""The worker as a process: what it prints, and how it ends."""
+"""The worker process: its output and exit."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def start_worker(coordinator: str, *options: str) -> asyncio.subprocess.Pr
         *(sys.executable, "-m", "stageline", "worker", "--coordinator", coordinator, *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # Whether the project is installed or pytest found it by itself.
+        # Works with an installed project and with pytest's own import path.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
@@ -79,7 +79,7 @@ async def test_a_second_sigterm_stops_without_draining(coordinator: CoordinatorD
     try:
         async with asyncio.timeout(DEADLINE_S):
             link = await coordinator.links.get()
-        # The handler of signals is there once a heartbeat is.
+        # A heartbeat shows that the signal handler is installed.
         await link.next_heartbeat()
         process.send_signal(signal.SIGTERM)
         await link.answer("drain_requested")
@@ -97,7 +97,6 @@ async def test_a_second_sigterm_stops_without_draining(coordinator: CoordinatorD
 async def test_a_draining_worker_stops_when_its_coordinator_stops(
     coordinator: CoordinatorDouble,
 ) -> None:
-    """It does not join again."""
     process = await start_worker(coordinator.address)
     try:
         async with asyncio.timeout(DEADLINE_S):
