@@ -1,4 +1,4 @@
-"""What can become of a frame between two stages. Whatever needs a valid checksum is encoded again."""
+"""Alterations of frames between two stages; altered steps are encoded again with a valid checksum."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from wire.tensors import TensorView
 
 @dataclass(frozen=True)
 class FrameFault:
-    """`alter` breaks a frame, `kind` is what the stage must call it.
+    """`alter` breaks a frame, `kind` is the fault that the stage must report.
 
-    `blames_next`: what the stage refuses is the frame after the altered one. `needs_hidden`: not possible on
+    `blames_next`: the stage rejects the frame after the altered one. `needs_hidden`: not possible on
     the way to FIRST.
     """
 
@@ -57,7 +57,7 @@ async def hold_until_next(frame: Frame, stream: HopStream) -> Messages:
 
 
 async def truncate(frame: Frame, stream: HopStream) -> Messages:
-    """The frame in two chunks, of which the last is lost."""
+    """Split the frame into two chunks and drop the last."""
     (message,) = unchanged(frame)
     chunk = message.chunk
     chunk.payload = chunk.payload[: len(chunk.payload) // 2]
@@ -96,7 +96,7 @@ async def halve_dtype(frame: Frame, stream: HopStream) -> Messages:
 
 
 async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Messages:
-    """Everything fits but the step that the hidden states say they are of."""
+    """Valid but for the step id of the hidden states."""
     (message,) = unchanged(frame)
     chunk = message.chunk
     header = step_pb2.TensorHeader.FromString(chunk.hidden)
@@ -118,7 +118,7 @@ async def flip_byte(frame: Frame, stream: HopStream) -> Messages:
 
 
 async def corrupt_signal(frame: Frame, stream: HopStream) -> Messages:
-    """One more signal, of a block that nobody has."""
+    """Add a signal for a block without an owner."""
     signal = SequenceSignal(frame.step.slices[0].sequence, Deref(FullBlock(12345)))
     return encoded(replace(frame.step, signals=(*frame.step.signals, signal)), frame.hidden)
 

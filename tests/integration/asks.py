@@ -1,4 +1,4 @@
-"""Requests for cluster tests, and the tokens that each has to end with: those of a run by itself."""
+"""Requests for cluster tests, and their expected tokens from solo runs."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def mixed_asks(
     prompt_lengths: Sequence[int] = (1, 8, 23, 50),
     tokens_below: int = VOCAB_SIZE,
 ) -> list[Ask]:
-    """Greedy and seeded ones in turn, of different lengths."""
+    """Alternate greedy and seeded requests of different lengths."""
     generator = random.Random(seed)
     return [
         Ask(
@@ -41,7 +41,7 @@ class SoloRuns:
         self._known: dict[tuple[tuple[int, ...], int, int | None, int], list[int]] = {}
 
     def tokens(self, ask: Ask, *, choice: int = 0) -> list[int]:
-        """What one choice of it generates."""
+        """Expected tokens of one choice."""
         # Without a seed all choices are the same.
         key = (ask.prompt, ask.max_tokens, ask.seed, choice if ask.seed is not None else 0)
         if key not in self._known:
@@ -53,7 +53,7 @@ class SoloRuns:
         return self._known[key]
 
     def check(self, answers: Sequence[Answer]) -> None:
-        """All of `answers` have ended well, with these tokens."""
+        """Assert that all requests succeeded with their expected tokens."""
         for answer in answers:
             assert answer.error is None, answer.error
             assert answer.succeeded

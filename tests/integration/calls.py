@@ -1,4 +1,4 @@
-"""Clients that speak the contract by its generated stubs: calls, and what came on them."""
+"""Clients on the generated stubs, and the responses that they received."""
 
 import asyncio
 from collections import defaultdict
@@ -24,7 +24,7 @@ _WITH_SECRET = ((ATTACH_SECRET_KEY, SECRET),)
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Until the tested process itself says so."""
+    """Wait until the condition holds."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.002)
@@ -39,7 +39,7 @@ def message(
     cache_salt: str = "",
     **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
-    """A request under a new id; a seed asks for temperature 1, `keep_s` for DETACH."""
+    """Build a request with a new id; a seed implies temperature 1, `keep_s` implies DETACH."""
     if "seed" in sampling:
         sampling.setdefault("temperature", 1.0)
     request = inference_pb2.GenerateRequest(
@@ -60,7 +60,7 @@ def message(
 
 
 def message_of(ask: Ask, **more: Any) -> inference_pb2.GenerateRequest:
-    """An ask, under its own id."""
+    """Convert a request, keeping its id."""
     seeded: dict[str, Any] = {} if ask.seed is None else {"seed": ask.seed}
     request = message(ask.prompt, ask.max_tokens, **seeded, **more)
     request.request_id = id_text(ask.request_id)
@@ -68,7 +68,7 @@ def message_of(ask: Ask, **more: Any) -> inference_pb2.GenerateRequest:
 
 
 def again(request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
-    """The same under a new id."""
+    """Copy the request with a new id."""
     copy = inference_pb2.GenerateRequest()
     copy.CopyFrom(request)
     copy.request_id = id_text(new_request_id())
@@ -77,7 +77,7 @@ def again(request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateReque
 
 @dataclass(eq=False)
 class ReceivedChoice:
-    """What has come of one choice."""
+    """Received output of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -89,10 +89,10 @@ class ReceivedChoice:
         return self.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
 
     def add(self, response: inference_pb2.GenerateResponse) -> None:
-        """Every piece begins where the one before has ended.
+        """Append a response, which must start where the previous one ended.
 
-        A call that attaches cannot say that it knows a choice's end, and gets that again: no tokens, and the
-        text that only the end has made certain.
+        An attaching call cannot state that it has a choice's end, and receives it again: no tokens, and the
+        text that was held back until the end.
         """
         if self.is_ended:
             assert not response.token_ids, "tokens after the end"
@@ -107,7 +107,7 @@ class ReceivedChoice:
 
 
 class Received:
-    """What one client has of a request, from however many calls."""
+    """Output of one request, received over one or more calls."""
 
     def __init__(self, request_id: str = "") -> None:
         self.request_id = request_id
@@ -125,19 +125,18 @@ class Received:
 
     @property
     def outputs(self) -> list[tuple[list[int], str, inference_pb2.FinishReason.ValueType]]:
-        """Choice by choice, to compare."""
+        """Tokens, text and finish reason per choice."""
         return [
             (choice.tokens, choice.text, choice.finish_reason) for _, choice in sorted(self.choices.items())
         ]
 
     def add(self, response: inference_pb2.GenerateResponse) -> None:
-        """Takes one message."""
         assert response.request_id == self.request_id, "a message of another request"
         self.choices[response.choice].add(response)
 
 
 class Reader:
-    """One call; `code` and `details` say how it has ended."""
+    """One call; `code` and `details` are its status."""
 
     def __init__(self, call: Any, received: Received) -> None:
         self.received = received
@@ -148,7 +147,7 @@ class Reader:
         self._call = call
 
     async def next(self) -> inference_pb2.GenerateResponse | None:
-        """The next message; None at the end, however that came."""
+        """Read the next message; None at the end of the call."""
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -163,24 +162,24 @@ class Reader:
         return response
 
     async def until(self, num_tokens: int, *, choice: int = 0) -> None:
-        """Reads until so many tokens of a choice are here."""
+        """Read until a choice has `num_tokens` tokens."""
         while len(self.received.choices[choice].tokens) < num_tokens:
             assert await self.next() is not None, f"ended with {self.code} {self.details}"
 
     async def end(self) -> grpc.StatusCode:
-        """Reads to the end; how it came."""
+        """Read to the end; return the status code."""
         while await self.next() is not None:
             pass
         assert self.code is not None
         return self.code
 
     def cancel(self) -> None:
-        """The client ends the call."""
+        """Cancel the call from the client."""
         self._call.cancel()
 
 
 class Caller:
-    """One client with a connection of its own; leaving the block closes it under its calls."""
+    """A client with its own connection; leaving the block closes it during its calls."""
 
     def __init__(self, address: str, *, options: Iterable[tuple[str, int]] = ()) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
@@ -209,7 +208,7 @@ class Caller:
         return Reader(call, Received(request.request_id))
 
     def attach(self, received: Received, *, timeout_s: float = DEADLINE_S) -> Reader:
-        """Goes on behind what was received."""
+        """Attach at the first token not received."""
         positions = [
             inference_pb2.ChoicePosition(choice=index, from_token=len(choice.tokens))
             for index, choice in received.choices.items()
@@ -218,7 +217,7 @@ class Caller:
         return Reader(self._stub.Attach(request, timeout=timeout_s, metadata=_WITH_SECRET), received)
 
     def attach_at(self, request_id: str, from_token: int, *, choice: int | None = None) -> Reader:
-        """From any token on, of all choices or of one."""
+        """Attach at `from_token`, of all choices or of one."""
         request = inference_pb2.AttachRequest(request_id=request_id)
         if choice is None:
             request.from_token = from_token
@@ -228,7 +227,7 @@ class Caller:
         return Reader(call, Received(request_id))
 
     async def cancel(self, request_id: str) -> grpc.StatusCode:
-        """Inference.Cancel, and how it went."""
+        """Call Inference.Cancel; return the status code."""
         try:
             request = inference_pb2.CancelRequest(request_id=request_id)
             await self._stub.Cancel(request, timeout=DEADLINE_S, metadata=_WITH_SECRET)
@@ -237,7 +236,7 @@ class Caller:
         return StatusCode.OK
 
     async def run(self, request: inference_pb2.GenerateRequest) -> Received:
-        """To its end, which is a good one."""
+        """Generate to the end, which must be OK."""
         reader = self.generate(request)
         assert await reader.end() is StatusCode.OK, reader.details
         return reader.received

@@ -1,4 +1,4 @@
-"""Everybody whom a stage worker talks to, played by the test over real gRPC on port 0.
+"""Peers of a stage worker, played by the test over real gRPC on port 0.
 
 `CoordinatorDouble` serves MembershipService.Join and StepResultsService.Deliver, `NextStageDouble` serves
 StageService.Forward, and `PredecessorDouble` dials a worker's. Every wait has a deadline.
@@ -47,11 +47,11 @@ class WorkerLink:
         self.orders.put_nowait(join_pb2.JoinResponse(**message))
 
     def hang_up(self) -> None:
-        """Ends the stream as a coordinator that dies would."""
+        """End the stream as a crashed coordinator would."""
         self.orders.put_nowait(None)
 
     async def answer(self, kind: str) -> Any:
-        """The next answer, heartbeats left out, which must be of this kind."""
+        """Return the next message other than a heartbeat; it must be of this kind."""
         async with asyncio.timeout(DEADLINE_S):
             message = await self.answers.get()
         assert message.WhichOneof("message") == kind, message
@@ -61,7 +61,7 @@ class WorkerLink:
         return decode_fault(await self.answer("fault"))
 
     async def next_heartbeat(self) -> join_pb2.Heartbeat:
-        """One that was sent after this call."""
+        """Return a heartbeat that was sent after this call."""
         self.heartbeat_came.clear()
         async with asyncio.timeout(DEADLINE_S):
             # The first one after the call may have been on its way before it.
@@ -72,7 +72,7 @@ class WorkerLink:
 
 
 class CoordinatorDouble(join_pb2_grpc.MembershipServiceServicer, deliver_pb2_grpc.StepResultsServiceServicer):
-    """Welcomes every worker unless `refusal` is set; keeps what LAST delivers."""
+    """Accepts every worker unless `refusal` is set; keeps the results of LAST."""
 
     def __init__(self) -> None:
         self.incarnation: Incarnation = new_incarnation()
@@ -237,18 +237,18 @@ class PredecessorDouble:
         assert answer.WhichOneof("message") == "accepted"
 
     async def send(self, messages: Iterable[forward_pb2.ForwardRequest]) -> None:
-        """A stream that the worker has ended already takes nothing; `end` tells of it."""
+        """Ignores a stream already ended by the worker; `end` reports that."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for message in messages:
                 await self._call.write(message)
 
     async def connected(self) -> None:
-        """Returns when the call is open; before that nothing can be written past the serialiser."""
+        """Wait until the call is open; raw writes need that."""
         async with asyncio.timeout(DEADLINE_S):
             await self._call.wait_for_connection()
 
     async def send_raw(self, message: bytes) -> None:
-        """Writes bytes as they are, past the serialiser."""
+        """Write bytes, bypassing the serialiser."""
         await self._call._cython_call.send_serialized_message(message)
 
     async def done_writing(self) -> None:

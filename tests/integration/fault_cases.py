@@ -1,4 +1,4 @@
-"""Every way in which a frame can be wrong: how to break a good one, and what the stage must say."""
+"""Faulty frames: how to break a valid one, and the expected report."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ HIDDEN_SIZE = 64
 
 @dataclass(frozen=True)
 class FrameFault:
-    """`messages` breaks a good decode step of two sequences. `says` must occur in the report's message.
+    """`messages` breaks a valid decode step of two sequences. `says` must occur in the report's message.
 
     `names` are the sequences whose requests the report must name; none where the frame is too broken to tell.
     """
@@ -115,7 +115,7 @@ def _impossible_signal(step: Step, hidden: TensorView) -> Messages:
 
 
 def _of_another_step(step: Step, hidden: TensorView) -> Messages:
-    """A good frame, whose hidden states were computed for other slices."""
+    """A valid frame with the hidden states of other slices."""
     (message,) = _frame(step, hidden)
     (other,) = _frame(replace(step, digest=step.digest ^ 1), hidden)
     message.chunk.hidden = other.chunk.hidden

@@ -1,4 +1,4 @@
-"""What this process holds on to: tasks, calls, file descriptors, requests, memory."""
+"""Resources held by this process: tasks, calls, file descriptors, requests, memory."""
 
 import asyncio
 import gc
@@ -13,7 +13,7 @@ from coordinator.engine.request import Request
 from coordinator.scheduler.sequence import Sequence
 
 _CALLS = ("_ServicerContext", "_AioCall")
-"""One per call that grpc serves, one per call that it makes: types of its C core, which have only names."""
+"""Types of grpc's C core, one per served and one per made call; known only by name."""
 
 _REQUESTS = (Request, OutputStream, OutputBuffer, Sequence)
 
@@ -29,7 +29,7 @@ class Footprint:
 
     @classmethod
     def now(cls) -> "Footprint":
-        """After a collection of what nobody holds; takes a moment."""
+        """Count after a garbage collection."""
         gc.collect()
         types = Counter(map(type, gc.get_objects()))
         names = Counter({kind.__name__: count for kind, count in types.items() if kind.__name__ in _CALLS})
@@ -41,10 +41,10 @@ class Footprint:
         )
 
     def is_within(self, other: "Footprint") -> bool:
-        """Nothing of this is more than there."""
+        """Return whether no count exceeds the other's."""
         return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process."""
     return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""Stops the pipeline between two steps, so that what a test wants to happen meanwhile does."""
+"""Stops the pipeline between two steps, so that a test can act there."""
 
 import asyncio
 import sys
@@ -13,9 +13,9 @@ from wire.ids import parse_request_id
 
 
 class Gate:
-    """On the way into FIRST, whose hop has a proxy; open until it is closed.
+    """A gate in the hop proxy of FIRST; open until it is closed.
 
-    While it is closed no step for which `stops` holds gets through, nor any behind it.
+    While it is closed, no step that matches `stops` passes, and none after it.
     """
 
     def __init__(self, cluster: Cluster, *, stops: Callable[[Frame], bool] = lambda frame: True) -> None:
@@ -27,18 +27,18 @@ class Gate:
         self._held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """From the next step on."""
+        """Hold from the next step on."""
         self._held = asyncio.get_running_loop().create_future()
         self._is_open.clear()
         self._proxy.inject(self._hold, when=self._stops, times=sys.maxsize)
 
     def open(self) -> None:
-        """Everything goes on."""
+        """Let held and later steps pass."""
         self._proxy.injection = None
         self._is_open.set()
 
     async def wait_quiet(self) -> int:
-        """Until a step is held and all before it are answered; its id."""
+        """Wait until a step is held and all earlier ones are answered; return its id."""
         async with asyncio.timeout(DEADLINE_S):
             step_id = await asyncio.shield(self._held)
         in_step = self._cluster.server.engine.scheduler.sequences_in_step
@@ -53,7 +53,7 @@ class Gate:
 
 
 def num_generated(cluster: Cluster, request_id: str) -> list[int]:
-    """Tokens that the output of each choice of a live request has."""
+    """Number of generated tokens per choice of a live request."""
     request = cluster.server.engine.registry.live_request(parse_request_id(request_id))
-    assert request is not None, "it has ended"
+    assert request is not None, "the request has ended"
     return [choice.buffer.num_tokens for choice in request.choices]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by transformers, and whether reported ones are these."""
+"""Log-probabilities of tokens computed by transformers, compared with reported ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from stageline.client.output import TokenLogprobs
 from tests.checkpoints import load_reference
 
 TOLERANCE = 1e-4
-"""Nats. What is nearer than that may come in either order."""
+"""In nats. Tokens that are closer may be ranked in either order."""
 
 
 class LogprobReference:
-    """A checkpoint in transformers; each text of tokens is computed once, in one piece."""
+    """A checkpoint in transformers; each token sequence is computed once, in one piece."""
 
     def __init__(self, directory: Path) -> None:
         self._model = load_reference(directory)

@@ -1,4 +1,4 @@
-"""A cluster of mock stages whose metrics are read as Prometheus reads them."""
+"""A cluster of mock stages with its metrics scraped as by Prometheus."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ TELEMETRY = TelemetrySettings(metrics=MetricsExport(to_coordinator_interval_s=0.
 
 
 class Scraped:
-    """The numbers of one text, by name and labels."""
+    """Samples of one scrape, by name and labels."""
 
     def __init__(self, text: str) -> None:
         self._samples = [
@@ -36,7 +36,7 @@ class Scraped:
         ]
 
     def get(self, name: str, **labels: str) -> float:
-        """The sum of the samples of `name` that have these labels; 0 where there are none."""
+        """Sum of the samples of `name` with these labels; 0 without any."""
         return sum(
             sample.value
             for sample in self._samples
@@ -50,7 +50,7 @@ class Scraped:
 
 
 class MetricsCluster(Cluster):
-    """Workers w0, w1, ... take `times` in turn; they tell their metrics 50 times a second."""
+    """Workers w0, w1, ... take `times` in turn and export metrics 50 times a second."""
 
     def __init__(self, *times: str, num_stages: int, **settings: Any) -> None:
         self._times = [MockSpec.parse(text) for text in times]
@@ -76,7 +76,7 @@ class MetricsCluster(Cluster):
         return Scraped(text.decode())
 
     async def scrape_until(self, holds: Callable[[Scraped], bool]) -> Scraped:
-        """The first numbers of which `holds` is true."""
+        """Scrape until `holds`; return that scrape."""
         async with asyncio.timeout(DEADLINE_S):
             while not holds(scraped := await self.scrape()):
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Run with `python -O`: serves from mocks while results are counted twice, and prints what clients got."""
+"""Run with `python -O`: serves from mocks that deliver results twice, and prints the client outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client of the Python library has of a request, checked for gaps and repetitions as it comes."""
+"""Output of the Python client, checked for gaps and repetitions on arrival."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterable
@@ -9,7 +9,7 @@ from stageline.client.output import FinishReason, GenerateOutput, TokenLogprobs,
 
 @dataclass(eq=False)
 class ChoiceOutput:
-    """One choice; lists are empty where nothing was asked for."""
+    """One choice; lists are empty where not requested."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Outputs:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Choice by choice."""
+        """Tokens per choice."""
         return [choice.tokens for _, choice in sorted(self.choices.items())]
 
     def add(self, output: GenerateOutput) -> None:
@@ -51,14 +51,16 @@ class Outputs:
         if output.prompt_logprobs:
             assert output.choice == 0
             assert not choice.tokens, "log-probabilities of the prompt come before its first generated token"
-            assert output.first_prompt_token_index == len(self.prompt_logprobs), "one is repeated or missing"
+            assert output.first_prompt_token_index == len(self.prompt_logprobs), (
+                "a log-probability is repeated or missing"
+            )
             self.prompt_logprobs += output.prompt_logprobs
         choice.tokens += output.token_ids
         choice.logprobs += output.logprobs or []
         choice.finish_reason, choice.usage = output.finish_reason, output.usage
 
     async def take(self, outputs: AsyncIterable[GenerateOutput]) -> "Outputs":
-        """To the end."""
+        """Read to the end."""
         async for output in outputs:
             self.add(output)
         return self

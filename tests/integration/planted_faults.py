@@ -1,4 +1,4 @@
-"""Faults of serving that a stage computes on with: planted into one stage of real models."""
+"""Silent computation faults, planted into one stage of a real model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Plant = Callable[[DecoderStage], None]
 
 
 class _Faulty:
-    """A layer's operations, but for those that a fault replaces."""
+    """A layer's operations, except those replaced by a fault."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -103,12 +103,12 @@ def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
 
 
 def pages_of_another_sequence_are_read(stage: DecoderStage) -> None:
-    """By slices of several tokens that begin behind cached ones: prefix hits."""
+    """Affects prefix hits: slices of several tokens after cached ones."""
     _change_slices(stage, lambda item: replace(item, pages=[_OTHER_PAGE, *item.pages[1:]]))
 
 
 def prefix_hits_are_ignored(stage: DecoderStage) -> None:
-    """The page that a hit stands for is taken to be a fresh one."""
+    """The page of a hit is treated as a fresh one."""
     _change_slices(stage, lambda item: replace(item, pages=[_FRESH_PAGE, *item.pages[1:]]))
 
 
@@ -139,7 +139,7 @@ def second_chunks_do_not_see_the_first(stage: DecoderStage) -> None:
 
 
 def _blind(item: SliceLayout, block_size: int) -> SliceLayout:
-    """It sees nothing before it, where it begins with a block."""
+    """Hide everything before the slice if it starts at a block boundary."""
     if not item.first_position or item.first_position % block_size:
         return item
 

@@ -1,4 +1,4 @@
-"""A short, fixed piece of work for one stage: the same frames in every epoch, but for the epoch's number."""
+"""A short, fixed scenario for one stage: the same frames in every epoch, except the epoch number."""
 
 from collections.abc import Iterator
 
@@ -21,14 +21,14 @@ PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5))
 REQUESTS = tuple(RequestId(bytes([index] * 16)) for index in (1, 2))
 HIDDEN_SIZE = 64
 NUM_STEPS = 5
-"""A prefill of both prompts and four decodes, the last of which open a new block."""
+"""A prefill of both prompts and four decodes, which reach a new block."""
 
 Comparable = list[object] | torch.Tensor
 """Outcomes of a step on LAST, else hidden states."""
 
 
 class ScriptedLog:
-    """Makes the frames. The tokens go on as if LAST had chosen certain ones, whatever it does choose."""
+    """Builds the frames. Tokens are scripted, independent of the tokens sampled by LAST."""
 
     def __init__(self, assignment: Assignment, epoch: int) -> None:
         self._takes_hidden = not assignment.role.has_embeddings
@@ -38,14 +38,14 @@ class ScriptedLog:
             self._log.add(prompt, request_id=request_id)
 
     def next_frame(self) -> tuple[Step, TensorView | None]:
-        """The next step, and hidden states for it where the stage takes any."""
+        """The next step, with hidden states if the stage receives any."""
         step = self._log.step()
         self._log.complete(StepResult(step.epoch, step.step_id, tuple(_scripted_results(step))))
         return step, hidden_for(step, HIDDEN_SIZE) if self._takes_hidden else None
 
 
 async def run_scenario(bench: StageBench) -> list[Comparable]:
-    """A new epoch on the bench; what the stage makes of each frame."""
+    """Run a new epoch on the bench; return the output per frame."""
     log = ScriptedLog(bench.assignment, await bench.begin_epoch())
     predecessor = await bench.predecessor()
     outputs = [await run_frame(bench, predecessor, *log.next_frame()) for _ in range(NUM_STEPS)]
@@ -56,13 +56,13 @@ async def run_scenario(bench: StageBench) -> list[Comparable]:
 async def run_frame(
     bench: StageBench, predecessor: PredecessorDouble, step: Step, hidden: TensorView | None
 ) -> Comparable:
-    """Sends one frame; returns what the stage makes of it."""
+    """Send one frame; return the stage's output."""
     await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
     return _comparable(await bench.output())
 
 
 def expected_outputs(assignment: Assignment) -> list[Comparable]:
-    """The scenario on the same stage in this thread, with no worker and no network."""
+    """Outputs of the same stage computed in this thread, without worker and network."""
     resources = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
     executor = load_stage(assignment, resources).executor
     executor.begin_epoch(1, stage=assignment.stage)
@@ -92,7 +92,7 @@ def _comparable(output: TensorView | StepResult | None) -> Comparable:
 
 
 def assert_same(outputs: list[Comparable], expected: list[Comparable]) -> None:
-    """Tokens are equal; hidden states are, up to what another number of threads makes of a sum."""
+    """Assert equal tokens, and hidden states equal up to the summation order of threads."""
     assert len(outputs) == len(expected)
     for output, wanted in zip(outputs, expected, strict=True):
         if isinstance(wanted, torch.Tensor):

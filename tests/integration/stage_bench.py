@@ -1,4 +1,4 @@
-"""One real worker between doubles: the bench on which a single stage is tested."""
+"""Test bench for a single stage: one real worker between doubles."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -100,7 +100,7 @@ def worker_config(coordinator: str, *, name: str | None = None) -> WorkerConfig:
 
 @asynccontextmanager
 async def running_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
-    """A worker that serves and joins until the block ends."""
+    """Run a worker until the block ends."""
     worker = Worker(config)
     await worker.start()
     task = asyncio.create_task(worker.run())
@@ -113,7 +113,7 @@ async def running_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
 
 
 class Log:
-    """The coordinator's thinking half for one epoch after another: makes legal steps."""
+    """Builds valid steps, one epoch after another, as the coordinator does."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
@@ -163,7 +163,7 @@ class Log:
 def hop_hello(
     assignment: Assignment, epoch: int, *, coordinator: Incarnation, sender: Incarnation
 ) -> forward_pb2.HopHello:
-    """What the predecessor of the assigned stage says."""
+    """Hello from the predecessor of the assigned stage."""
     return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=coordinator,
@@ -180,21 +180,21 @@ def hop_hello(
 
 
 def hop_secret(epoch: int, stage: int) -> bytes:
-    """Of the hop into `stage`."""
+    """Secret of the hop into `stage`."""
     return b"%016d%016d" % (epoch, stage)
 
 
 def hidden_for(
     step: Step, hidden_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> TensorView:
-    """Random hidden states of the step's shape, the same for the same seed."""
+    """Random hidden states of the step's shape, reproducible per seed."""
     generator = torch.Generator().manual_seed(1000 * seed + step.step_id)
     return to_view(torch.randn((step.num_tokens, hidden_size), generator=generator).to(dtype))
 
 
 @dataclass
 class StageBench:
-    """A loaded worker, and whoever stands before, behind and above it."""
+    """A loaded worker with its predecessor, next stage and coordinator."""
 
     worker: Worker
     coordinator: CoordinatorDouble
@@ -205,7 +205,7 @@ class StageBench:
     epoch: int = 0
 
     async def begin_epoch(self) -> int:
-        """Begins the next epoch and waits until the stage is ready."""
+        """Begin the next epoch and wait until the stage is ready."""
         self.epoch += 1
         self.link.send(begin_epoch=self.begin_message())
         ready = await self.link.answer("epoch_ready")
@@ -235,7 +235,7 @@ class StageBench:
         )
 
     def hello(self) -> forward_pb2.HopHello:
-        """What the present predecessor says."""
+        """Hello of the current predecessor."""
         return hop_hello(
             self.assignment,
             self.epoch,
@@ -254,7 +254,7 @@ class StageBench:
         return predecessor
 
     async def output(self) -> TensorView | StepResult | None:
-        """What the stage makes of the oldest frame: hidden states, or on LAST the result."""
+        """Output for the oldest frame: hidden states, or the result on LAST."""
         if self.assignment.role.has_head:
             return await self.coordinator.result()
         return (await self.next_stage.frame()).hidden

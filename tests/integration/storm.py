@@ -1,4 +1,4 @@
-"""Requests that end in every way there is. Which one ends how is a function of the seed; when, is not."""
+"""Requests that end in every possible way. The way depends only on the seed, the moment does not."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ class Trial:
         return id_text(self.ask.request_id)
 
     async def read_some(self, reader: Reader, *, at_least: int = 0) -> None:
-        """A few messages, unless it ends before."""
+        """Read a few messages, or fewer if the request ends."""
         for _ in range(at_least + self.generator.randrange(10)):
             if await reader.next() is None:
                 return
@@ -56,7 +56,7 @@ class Storm:
         self._asks = mixed_asks(16, max_tokens=MAX_TOKENS)
 
     async def run(self, num_requests: int) -> None:
-        """Returns when all have ended, as far as their clients are concerned."""
+        """Run until all calls have ended."""
         places = asyncio.Semaphore(NUM_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
             for index in range(num_requests):
@@ -74,7 +74,7 @@ class Storm:
         self._check(trial, reader.received, is_whole=reader.code is StatusCode.OK)
 
     def _check(self, trial: Trial, received: Received, *, is_whole: bool) -> None:
-        """Whatever came is the beginning of what it generates alone; of one that was served, all of it."""
+        """Received tokens are a prefix of the solo run's; all of them for a served request."""
         for index in range(trial.num_choices):
             tokens = received.choices[index].tokens
             expected = self._solo.tokens(trial.ask, choice=index)
@@ -124,7 +124,7 @@ class Storm:
             leaves_first = trial.generator.random() < 0.5
             if leaves_first:
                 reader.cancel()
-                await asyncio.sleep(trial.generator.uniform(0.0, 0.05))  # as long as it likes to be away
+                await asyncio.sleep(trial.generator.uniform(0.0, 0.05))  # time without a connection
             attached = self._caller.attach(reader.received)
             await trial.read_some(attached, at_least=1)
             if not leaves_first:

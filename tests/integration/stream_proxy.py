@@ -1,4 +1,4 @@
-"""A real gRPC server between two parties that relays their streams, and breaks them when it is told to."""
+"""A gRPC proxy between two peers that relays their streams and breaks them on request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -25,9 +25,9 @@ class StreamCut(Exception):
 
 
 class StreamProxy(grpc.GenericRpcHandler):
-    """Relays every stream-stream call to `target`; what becomes of the messages is up to `relay_for`.
+    """Relays every stream-stream call to `target`; `relay_for` transforms the messages.
 
-    `refusals` are the statuses with which the target ended calls by itself.
+    `refusals` are the statuses with which the target itself ended calls.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StreamProxy(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(handler)
 
     def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
-        """What a stream's messages become, one function per stream."""
+        """Transformation of messages, one function per stream."""
 
         async def unchanged(message: bytes) -> Iterable[bytes]:
             return (message,)
@@ -98,12 +98,12 @@ class StreamProxy(grpc.GenericRpcHandler):
                     await call.write(message)
             await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The call has ended, which whoever reads its responses sees.
+            # The call has ended; the reader of its responses sees that.
             return
 
 
 def _end(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> None:
-    """Unlike `abort`, which complains when the caller is gone already."""
+    """Unlike `abort`, raises nothing when the caller has disconnected."""
     context.set_code(code)
     context.set_details(details)
 
@@ -145,7 +145,7 @@ class Injection:
 
 
 class HopProxy(StreamProxy):
-    """In front of a worker's Stage service. `steps` are those that came, by (epoch, step id)."""
+    """Proxy for a worker's Stage service. `steps` are the received ones, by (epoch, step id)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class HopProxy(StreamProxy):
         self.steps: dict[tuple[int, int], Step] = {}
 
     def inject(self, alter: Alteration, *, when: Callable[[Frame], bool], times: int = 1) -> Injection:
-        """From now on, in place of the injection before."""
+        """Replace the current injection."""
         self.injection = Injection(alter, when, times)
         return self.injection
 
@@ -204,7 +204,7 @@ def _assembled(messages: list[forward_pb2.ForwardRequest]) -> Frame:
 
 
 def _spell_out(result: step_pb2.StepResult) -> None:
-    """A message for each token that came in columns."""
+    """Convert column encoding to one message per token."""
     columns, others = result.tokens, list(result.results)
     result.ClearField("results")
     for index, (choice, restart_count, token) in enumerate(
@@ -221,7 +221,7 @@ ResultAlteration = Callable[[step_pb2.StepResult], None]
 
 
 class CoordinatorProxy(StreamProxy):
-    """In front of the coordinator, for the worker that runs LAST: its results pass here."""
+    """Proxy for the coordinator, for the results of the worker that runs LAST."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Another call goes on with a request: tokens and text come once each, wherever it was taken over."""
+"""Attaching to a request: every token and text arrives once, wherever the call attaches."""
 
 import asyncio
 from copy import deepcopy
@@ -29,7 +29,7 @@ def request_of(shape: str = "one choice", **more: Any) -> inference_pb2.Generate
 
 
 async def read_all_there_is(cluster: Cluster, gate: Gate, reader: Reader) -> None:
-    """Until the client has all that was generated, and nothing is generated any more."""
+    """Read until the client has all generated tokens and generation is paused."""
     gate.close()
     await gate.wait_quiet()
     for choice, count in enumerate(num_generated(cluster, reader.received.request_id)):
@@ -76,11 +76,11 @@ async def test_repeated_attaches_read_one_stream_without_gaps(worded_llama: Path
         await readers[0].until(1)
         async with asyncio.TaskGroup() as tasks:
             for index in range(1, 9):
-                # The reader before goes on, as fast as it can.
+                # The previous reader continues at full speed.
                 reading = tasks.create_task(readers[-1].end())
                 readers.append((first, second)[index % 2].attach_at(request_id, 0))
                 await readers[-1].until(10 * index)
-                # It has everything only if the request has ended before its reader lost it.
+                # OK only if the request ended before the next call attached.
                 assert await reading in (StatusCode.ABORTED, StatusCode.OK)
         assert await readers[-1].end() is StatusCode.OK
         for reader in readers:
@@ -138,7 +138,7 @@ async def test_an_invalid_attach_is_rejected_and_affects_no_request(worded_llama
         assert await unknown.end() is StatusCode.NOT_FOUND
         gate.open()
         assert await reader.end() is StatusCode.OK
-        # Nobody asked to keep it.
+        # Keeping its output was not requested.
         assert await caller.attach_at(request.request_id, 0).end() is StatusCode.NOT_FOUND
         await cluster.wait_drained()
 
@@ -157,7 +157,7 @@ async def test_the_deadline_of_the_attaching_call_applies(worded_llama: Path) ->
         await read_all_there_is(cluster, gate, short)
         patient = caller.attach(short.received)
         assert await short.end() is StatusCode.ABORTED
-        # It ends at its deadline; the request, whose first deadline has passed long before, goes on.
+        # The call ends at its deadline; the request continues although its first deadline has passed.
         other = caller.generate(message("A", 1), timeout_s=0.8)
         assert await other.end() is StatusCode.DEADLINE_EXCEEDED
         gate.open()
@@ -184,7 +184,7 @@ async def test_a_call_attaches_without_a_pipeline(worded_llama: Path) -> None:
         await cluster.workers["w1"].stop()
         attached = caller.attach(old.received)
         await cluster.start_worker("w1")
-        # What is on its way to the old call is read by nobody, and comes again.
+        # Tokens in flight to the old call are unread, and are sent again.
         assert await attached.end() is StatusCode.OK
         assert attached.received.outputs == undisturbed.outputs
         await cluster.wait_drained()

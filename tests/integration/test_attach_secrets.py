@@ -31,7 +31,7 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 class Wire:
-    """Calls with any metadata."""
+    """Calls with arbitrary metadata."""
 
     def __init__(self, channel: grpc.aio.Channel, request_id: str) -> None:
         self.stub = inference_pb2_grpc.InferenceStub(channel)
@@ -65,7 +65,7 @@ async def test_a_generated_attach_secret_is_sent_with_the_initial_metadata(metho
         denied = (StatusCode.PERMISSION_DENIED, "ATTACH_SECRET_MISMATCH")
         for given in ("", secret[:-1], secret + "x", "0" * 43):
             assert await wire.outcome(method, *([(ATTACH_SECRET_KEY, given)] if given else [])) == denied
-        await generating.read()  # nobody has taken it over
+        await generating.read()  # still attached to this call
         unknown = Wire(channel, message(PROMPT, 1).request_id)
         assert (await unknown.outcome(method))[0] is StatusCode.NOT_FOUND
         assert await wire.outcome(method, (ATTACH_SECRET_KEY, secret)) == (StatusCode.OK, "")

@@ -1,4 +1,4 @@
-"""A cancel that meets the end of its request, or another one: one terminal state, counted once."""
+"""Races of a cancel with the end of its request or another cancel: one terminal state, counted once."""
 
 import asyncio
 from pathlib import Path
@@ -48,7 +48,7 @@ async def test_a_cancel_during_the_last_token(varied_llama: Path) -> None:
         assert await caller.cancel(reader.received.request_id) is StatusCode.OK
         gate.open()
         assert await reader.end() is StatusCode.CANCELLED
-        # The step was sent and is computed, its token dropped.
+        # The step is computed and its token dropped.
         assert reader.received.tokens == undisturbed.tokens[:9]
         assert counts(await cluster.wait_drained()) == (1, 1, 0)
 
@@ -62,7 +62,7 @@ async def test_a_cancel_takes_effect_before_the_end_or_not_at_all(varied_llama: 
         async def race(index: int) -> tuple[StatusCode, StatusCode]:
             reader = caller.generate(message([index, 1, 4], num_tokens, n=1 + index // 6 % 2))
             await reader.until(num_tokens if index % 6 == 5 else num_tokens - 1)
-            await asyncio.sleep(0.001 * (index % 6))  # not to wait for something: each at another moment
+            await asyncio.sleep(0.001 * (index % 6))  # a different moment per request, not a wait
             cancelling = asyncio.create_task(caller.cancel(reader.received.request_id))
             ended = await reader.end()
             return await cancelling, ended
@@ -98,7 +98,7 @@ async def test_a_cancel_between_prompt_chunks(varied_llama: Path) -> None:
         assert reader.num_messages == 0
         gate.open()
         assert counts(await cluster.wait_drained()) == (1, 1, 0)
-        # What it left in the cache is whole.
+        # Its cached blocks are complete.
         after = await caller.run(message(LONG_PROMPT, 5, cache_salt="b"))
         assert after.tokens == undisturbed.tokens
 
@@ -187,7 +187,7 @@ async def test_a_cancel_without_a_pipeline(varied_llama: Path) -> None:
 async def test_a_cancel_ends_the_unfinished_choices(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         free = await caller.run(message([3, 1, 4], 40, seed=9, n=3))
-        # A token that one choice has early, and the others have not.
+        # A token that only one choice generates early.
         choices = [choice.tokens for _, choice in sorted(free.choices.items())]
         early = next(token for token in choices[0][:10] if token not in choices[1] + choices[2])
         reader = caller.generate(message([3, 1, 4], 400, seed=9, n=3, stop_token_ids=[early]))

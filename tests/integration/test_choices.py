@@ -20,7 +20,7 @@ def solo(varied_llama: Path) -> SoloRuns:
 
 
 def tokens_of(received: Received) -> list[list[int]]:
-    """Choice by choice."""
+    """Tokens per choice."""
     return [choice.tokens for _, choice in sorted(received.choices.items())]
 
 
@@ -34,7 +34,7 @@ async def test_choices_differ_and_do_not_depend_on_the_batch(varied_llama: Path,
         choices = tokens_of(alone)
         assert [len(tokens) for tokens in choices] == [24] * 4
         assert len(set(map(tuple, choices))) == 4
-        # Fewer choices are the first of more; others change nothing.
+        # Fewer choices are a prefix of more choices; other requests change nothing.
         async with cluster.generating(mixed_asks(12, max_tokens=40)) as others:
             fewer = [again(request) for _ in range(3)]
             for num_choices, variant in enumerate(fewer, 1):
@@ -76,13 +76,13 @@ async def test_choices_share_the_blocks_of_the_prompt(varied_llama: Path) -> Non
 async def test_choices_that_end_in_the_same_step_have_all_their_tokens(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
-    # More choices than steps in flight: several are in each step, to the last.
+    # More choices than steps in flight: each step has several.
     (ask,) = mixed_asks(1, max_tokens=12)
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         received = await caller.run(message_of(ask, n=8))
         assert tokens_of(received) == [solo.tokens(ask)] * 8
         assert {choice.finish_reason for choice in received.choices.values()} == {LENGTH}
-        # And at any token at which they stop.
+        # Also when they stop at the same token.
         stops = solo.tokens(ask)[:6]
         stopped = await caller.run(message(ask.prompt, 12, n=8, stop_token_ids=stops[5:]))
         end = stops.index(stops[5]) + 1
@@ -117,7 +117,7 @@ async def test_without_tokens_to_generate_the_prompt_is_computed_and_counted(
         assert reader.received.outputs == [([], "", LENGTH)] * num_choices
         usage = reader.received.choices[0].usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (21, 0, 0)
-        # It is in the cache now.
+        # The prompt is cached now.
         after = await caller.run(message(PROMPT, 5))
         assert after.choices[0].usage.cached_tokens == 16
         echoed = await caller.run(message(PROMPT, 0, n=num_choices, echo=True))

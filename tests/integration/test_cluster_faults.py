@@ -19,10 +19,10 @@ from wire.steps import Decode, Prefill
 LAYERS = (1, 1, 1)
 NUM_STREAMS = 6
 FAIL_WITHIN_S = 2.0
-"""Two seconds are promised; a busy machine gets more before a test says that it hangs."""
+"""The guarantee is two seconds; busy machines get more before the test fails."""
 
 QUICK = ("dropped", "repeated", "without-hidden-states", "slice-of-nobody", "flipped-byte")
-"""Faults that the default tests put into every stage; the others go into MIDDLE only."""
+"""Faults that the default tests inject into every stage; the others go into MIDDLE only."""
 
 FLIPPED = next(fault for fault in FRAME_FAULTS if fault.name == "flipped-byte")
 
@@ -46,26 +46,26 @@ def solo(varied_llama: Path) -> SoloRuns:
 
 @pytest.fixture
 def num_loads() -> Iterator[mock.Mock]:
-    """Counts how often any worker of this process loads weights."""
+    """Count weight loads of all workers in this process."""
     with mock.patch("stage_worker.backends.torch_backend.load_stage", side_effect=load_stage) as spy:
         yield spy
 
 
 def is_decode(frame: Frame) -> bool:
-    """All slices are decodes, some way into the answer."""
+    """Whether all slices are decodes after the first few tokens."""
     parts = frame.step.slices
     steps = [part.inference_step for part in parts]
     return bool(steps) and frame.step.step_id > 12 and all(isinstance(step, Decode) for step in steps)
 
 
 def is_chunk(frame: Frame) -> bool:
-    """Part of a prompt, but not its beginning."""
+    """Whether the frame has a later chunk of a prompt."""
     steps = [part.inference_step for part in frame.step.slices]
     return any(isinstance(step, Prefill) and step.start > 0 for step in steps)
 
 
 def blamed(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    """Stage and kind of every step fault that the coordinator was told of."""
+    """Stage and kind of every step fault reported to the coordinator."""
     found = re.findall(r"step fault: stage (\d+), step \d+: (\w+): ", caplog.text)
     return [(int(stage), kind) for stage, kind in found]
 

@@ -1,4 +1,4 @@
-"""Before a cluster can serve, when it cannot, and who is not let in."""
+"""Clusters that are not ready, cannot serve a model, or reject a worker."""
 
 import asyncio
 import re
@@ -48,7 +48,7 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
 
 
 async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(varied_llama: Path) -> None:
-    """One cannot hold what three did, and it is said what is missing and where."""
+    """One worker lacks the memory of three; the error states how much."""
     policy = replace(TEST_POLICY, recovery_timeout_s=2.0, rejoin_grace_s=0.1)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy, worker_memory_bytes=880_000) as cluster:
         async with cluster.generating(mixed_asks(2, max_tokens=120)) as answers:
@@ -189,7 +189,7 @@ async def test_a_mismatching_neighbour_is_rejected_with_both_values(
         code, details = proxy.refusals[0]
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert all(value in details for value in values), details
-        # The next epoch's hello is as it should be.
+        # The hello of the next epoch is valid.
         solo.check(await cluster.generate_all(mixed_asks(2)))
 
 
@@ -206,7 +206,7 @@ def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -
 
 
 async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.AioRpcError:
-    """How the coordinator ends a `Join` that begins with `message`."""
+    """Status of a `Join` that begins with `message`."""
 
     async def requests() -> AsyncIterator[join_pb2.JoinRequest]:
         yield join_pb2.JoinRequest(hello=message)

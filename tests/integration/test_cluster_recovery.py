@@ -1,4 +1,4 @@
-"""Workers that leave, come back or answer nonsense; requests that fail alone; fault after fault."""
+"""Workers that stop, rejoin or return invalid results; isolated failures; repeated faults."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ from wire.frames import Frame
 LAYERS = (1, 1, 1)
 NUM_STREAMS = 6
 POISON = VOCAB_SIZE - 1
-"""The token whose embedding is not a number in `poisoned_llama`."""
+"""Token with a NaN embedding in `poisoned_llama`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +45,21 @@ def poisoned_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = directory / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
-    # No token leads to the poisoned one by itself.
+    # The model never generates the poisoned token by itself.
     tensors["lm_head.weight"][POISON] = 0.0
     save_file(tensors, path, metadata={"format": "pt"})
     return directory
 
 
 async def until_tokens(answers: list[Answer], count: int) -> None:
-    """Until every answer has that many tokens."""
+    """Wait until every request has `count` tokens."""
     async with asyncio.timeout(DEADLINE_S):
         while min(len(answer.tokens) for answer in answers) < count:
             await asyncio.sleep(0.002)
 
 
 def places(status: cluster_pb2.GetStatusResponse) -> dict[int, str]:
-    """Which worker runs which stage."""
+    """Worker name per stage."""
     return {worker.stage: worker.name for worker in status.workers if worker.HasField("stage")}
 
 
@@ -184,7 +184,7 @@ async def test_a_slice_error_fails_its_request_alone(poisoned_llama: Path) -> No
             assert not answer.tokens
         healthy.check([answer for answer in answers if answer not in failed])
         assert cluster.epoch == epoch
-        # What it had computed is never shared: the same prompt fails again, and its beginning serves others.
+        # Its blocks are never shared: the same prompt fails again, and its clean prefix serves others.
         beginning = Ask(prompt=tuple(range(1, 40)), max_tokens=8)
         again, shared = await cluster.generate_all([poisoned[1].again(), beginning])
         assert again.error is not None and again.error.code == "INTERNAL"
@@ -227,7 +227,7 @@ async def test_requests_finish_despite_repeated_faults(
 
 @dataclass(frozen=True)
 class Footprint:
-    """What is there in this process; `num_epoch_objects` live as long as an epoch."""
+    """Resources of this process; `num_epoch_objects` exist for one epoch."""
 
     num_tasks: int
     num_files: int
@@ -250,7 +250,7 @@ class Footprint:
 
 @pytest.mark.full
 async def test_many_epochs_leak_no_tasks_files_or_objects(varied_llama: Path) -> None:
-    # Exporters connect when they first have something to say.
+    # Exporters connect at their first export.
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1], telemetry=DISABLED) as cluster:
 
         async def one_fault(alter: Alteration) -> None:

@@ -1,4 +1,4 @@
-"""Connections that a server keeps, closes and refuses."""
+"""Connections that a server keeps, closes and rejects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_an_idle_connection_is_closed_and_one_with_a_silent_stream_is_not(
         async with asyncio.timeout(DEADLINE_S):
             while (state := idle.get_state()) is grpc.ChannelConnectivity.READY:
                 await idle.wait_for_state_change(state)
-        async with asyncio.timeout(DEADLINE_S):  # it has been silent for longer than the other connection
+        async with asyncio.timeout(DEADLINE_S):  # idle for longer than the other connection
             await stream.write(b"y")
             assert await stream.read() == b"y"
 

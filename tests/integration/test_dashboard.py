@@ -1,4 +1,4 @@
-"""The coordinator of a real pipeline of mock stages, asked over HTTP and gRPC what it has done."""
+"""Activity of a pipeline of mock stages over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_stage_times_lie_within_their_step_and_do_not_overlap() -> None:
         activity = await cluster.client.activity()
         steps = [step for step in activity.steps if step.kind != telemetry_pb2.STEP_KIND_EMPTY]
         assert len(steps) > 12
-        slack_us = 10_000  # a busy machine delays the messages that two clocks are compared by
+        slack_us = 10_000  # a busy machine delays the messages that synchronise two clocks
         for stage in range(3):
             ends_us = 0
             for step in steps:

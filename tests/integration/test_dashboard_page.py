@@ -1,4 +1,4 @@
-"""The dashboard's page in a real browser, on a pipeline that works meanwhile."""
+"""The dashboard page in a real browser, on a running pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHROMIUM = (
 )
 SLOW_LAST = ("step=6ms", "step=6ms", "step=12ms")
 SHOWN = 20_000
-"""Milliseconds for what has to be seen at all."""
+"""Time limit in milliseconds for visible changes."""
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no browser: install chromium, or name one in STAGELINE_CHROMIUM"
@@ -40,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Watched:
-    """A page, what it has complained about, and whom it has asked."""
+    """A page with its errors and requested URLs."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -57,7 +57,7 @@ class Watched:
 
 @asynccontextmanager
 async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIterator[Watched]:
-    """The page of a cluster; fails where anything was wrong with it or left the coordinator."""
+    """Open the page of a cluster; fail on page errors and on requests to other hosts."""
     size: Any = settings.pop("viewport", {"width": 1360, "height": 1000})
     context = await browser.new_context(viewport=size, **settings)
     watched = Watched(await context.new_page())
@@ -70,7 +70,7 @@ async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIt
 
 @asynccontextmanager
 async def at_work(cluster: Cluster, count: int = 6) -> AsyncIterator[None]:
-    """Requests run until the block ends."""
+    """Run requests until the block ends."""
     async with cluster.generating(mixed_asks(count, max_tokens=900)):
         yield
         for request in cluster.server.engine.registry.live:
@@ -119,7 +119,7 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
 ) -> None:
     async def facts(self: TraceReader, wanted: str) -> Mapping[str, Any]:
         trace = traced_request(wanted)
-        former = {"worker": "worker-9"}  # had stage 2 before a recovery
+        former = {"worker": "worker-9"}  # ran stage 2 before a recovery
         for name in ("rows", "stages"):
             trace[name] = [*trace[name], {**trace[name][-1], **former}]
         return trace
@@ -208,7 +208,7 @@ async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Br
         await expect(page.locator("#state")).to_have_text("no answer", timeout=SHOWN)
         await page.unroute("**/api/**")
         await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
-        watched.complaints.clear()  # what the browser itself says of a connection that was cut
+        watched.complaints.clear()  # the browser's own message for a cut connection
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,4 +1,4 @@
-"""A client that leaves: its request is cancelled with it, or goes on without it, as it has asked."""
+"""Disconnecting clients: their requests are cancelled or detached, as requested."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
 
 @asynccontextmanager
 async def served(directory: Path) -> AsyncIterator[tuple[Cluster, Caller]]:
-    """A cluster whose pipeline can be stopped, with a client that stays."""
+    """A cluster with a gate, and a client that stays connected."""
     async with (
         Cluster(directory, layers=LAYERS, policy=POLICY, max_kv_tokens=2048, hop_proxies=[0]) as cluster,
         Caller(cluster.address) as caller,
@@ -29,7 +29,7 @@ async def served(directory: Path) -> AsyncIterator[tuple[Cluster, Caller]]:
 
 
 async def leave(caller: Caller, reader: Reader, how: str) -> None:
-    """The client is gone: its call, or its connection."""
+    """Disconnect the client: end its call or close its connection."""
     if how == "call":
         reader.cancel()
     else:
@@ -42,7 +42,7 @@ def counts(status: cluster_pb2.GetStatusResponse) -> tuple[int, int, int]:
 
 
 def has(**wanted: int) -> Callable[[cluster_pb2.GetStatusResponse], bool]:
-    """Whether the counts of requests are so."""
+    """Condition on the counts of requests."""
     return lambda status: all(getattr(status.requests, name) == value for name, value in wanted.items())
 
 
@@ -112,7 +112,7 @@ async def test_cancel_ends_a_detached_request_and_removes_a_kept_one(varied_llam
         assert await caller.cancel(request.request_id) is StatusCode.OK
         status = await cluster.wait_drained()
         assert counts(status) == (0, 1, 0)
-        # Whoever comes back is told, after what had been generated.
+        # An attaching client receives the generated tokens, then the status.
         attached = caller.attach(reader.received)
         assert await attached.end() is StatusCode.CANCELLED
         assert "the request was cancelled" in attached.details

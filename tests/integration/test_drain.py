@@ -1,6 +1,4 @@
-"""Workers that leave on request, and who says that it serves meanwhile; with mock stages, whose tokens are
-known.
-"""
+"""Draining workers, and health states meanwhile; with mock stages, whose tokens are known."""
 
 from __future__ import annotations
 
@@ -46,14 +44,14 @@ def places(status: cluster_pb2.GetStatusResponse) -> list[str]:
 
 
 async def drain(cluster: Cluster, name: str) -> None:
-    """Also waits for the worker to end by itself."""
+    """Drain a worker and wait until it has stopped."""
     async with asyncio.timeout(DEADLINE_S):
         await cluster.client.drain(name, token=TOKEN)
         await cluster.workers[name].task
 
 
 async def start_spare(cluster: Cluster) -> str:
-    """One more than the plan needs, which has all."""
+    """Start one worker more than the plan needs."""
     name = f"w{cluster.num_stages}"
     await cluster.start_worker(name)
     await cluster.wait_status(lambda status: len(status.workers) == cluster.num_stages + 1)
@@ -123,7 +121,7 @@ async def test_a_spare_drains_at_once_without_a_new_epoch() -> None:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("has_spare", [False, True])
 async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -> None:
-    """To the spare, if there is one, else to those who stay."""
+    """Layers move to the spare if there is one, else to the remaining workers."""
     async with mock_cluster(3) as cluster:
         if has_spare:
             await start_spare(cluster)
@@ -155,7 +153,7 @@ async def test_the_last_worker_finishes_its_requests_and_the_next_serves_the_que
                 cluster_pb2.HEALTH_DRAINING,
             )
             assert not all(len(completion.tokens) == 60 for completion in answers), (
-                "it was over too soon to see"
+                "all requests finished before the drain"
             )
             late = Ask(prompt=(5, 6, 7), max_tokens=9)
             waiting = asyncio.create_task(cluster.generate(late))
@@ -169,7 +167,7 @@ async def test_the_last_worker_finishes_its_requests_and_the_next_serves_the_que
 
 
 async def test_the_last_worker_leaves_at_the_drain_timeout() -> None:
-    """What runs then goes on with the next one."""
+    """Running requests continue on the next worker."""
     policy = replace(TEST_POLICY, drain_timeout_s=0.1)
     async with mock_cluster(1, "step=5ms", policy=policy) as cluster:
         async with cluster.generating([Ask(prompt=(1, 2), max_tokens=200)]) as answers:

@@ -1,4 +1,4 @@
-"""No message of a stranger holds the coordinator's event loop."""
+"""No message of a stranger blocks the coordinator's event loop."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from tests.integration.test_mock_cluster import mock_cluster
 MAX_LOOP_S = 0.020
 """Processor time of the loop's thread for one request."""
 NUM_ROUNDS = 6
-"""The first call imports and connects, and the loop has other work, too: the least counts."""
+"""The first call imports and connects, and the loop has other work: the minimum is compared."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,7 +59,7 @@ async def test_a_message_above_the_limit_is_rejected_with_both_numbers(channel: 
 
 
 async def test_a_conversation_within_the_limits_is_parsed_off_the_loop(channel: grpc.Channel) -> None:
-    """It is refused for want of a tokenizer, so it has been parsed."""
+    """The rejection for a missing tokenizer shows that it was parsed."""
     message = inside(1, b"user") + inside(2, b"x" * 200)
     hostile = Hostile(data=filled(inside(1, message), 4, size=4000 * 210), reason="INVALID_REQUEST")
     started_s = time.thread_time()

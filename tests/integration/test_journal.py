@@ -1,4 +1,4 @@
-"""A coordinator that is gone from one moment to the next, and one that goes on with what it has left."""
+"""A coordinator that crashes, and one that restores its requests from the journal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NUM_TOKENS = 48
 
 
 class Story:
-    """What has come of one request, over both coordinators."""
+    """Output of one request over both coordinators."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.request_id = id_text(new_request_id())
@@ -66,7 +66,7 @@ class Story:
         self.positions[output.choice] = end
 
     async def read_some(self, cluster: Cluster, stack: AsyncExitStack) -> None:
-        """A few messages; the call stays open."""
+        """Read a few messages; the call stays open."""
         outputs = await stack.enter_async_context(aclosing(self.begin(cluster)))
         for _ in range(6):
             self.take(await anext(outputs))
@@ -156,7 +156,7 @@ async def test_requests_restored_without_workers_wait_and_then_fail(tmp_path: Pa
 
 @pytest.mark.full
 async def test_a_restarted_coordinator_serves_with_fewer_workers(tmp_path: Path) -> None:
-    """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
+    """Two of three workers remain and serve as after a loss; health reports it."""
     story = Story({})
     fast = replace(TEST_POLICY, rejoin_grace_s=0.05)
     layers = (4, 4, 4)

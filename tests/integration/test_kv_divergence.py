@@ -1,4 +1,4 @@
-"""A replica that disagrees with the ledger is caught no later than the first effect, before a wrong token.
+"""A replica that diverges from the ledger is detected before it causes a wrong token.
 
 Each test damages the accounting of one stage in the middle of a run that hits, evicts and preempts all the
 time.
@@ -35,7 +35,7 @@ def load() -> list[Request]:
 
 
 class Damaged(LocalPipeline):
-    """Serves the load with one stage damaged before a step; keeps what is needed to judge the outcome."""
+    """Serves the load with one stage damaged before a step, and records the outcome."""
 
     def damage(self, stage: int, step_id: int, harm: Callable[[BlockTables], bool]) -> StepFault | None:
         """The fault, or None if the run ended without. `harm` is tried from `step_id` on until it says that
@@ -50,7 +50,7 @@ class Damaged(LocalPipeline):
             if now == 0 and step.step_id == 0:
                 tables[:] = [executor._tables for executor in self.stages]
             if now == 0 and self.harmed_at is not None and step.step_id > self.harmed_at:
-                # The steps before this one were let pass, so none of them may have had an effect.
+                # The steps before this one passed, so none of them may have had an effect.
                 reference = tables[(stage + 1) % NUM_STAGES]
                 assert held_blocks(tables[stage]) == held_blocks(reference)
                 assert tables[stage].digest == reference.digest
@@ -89,9 +89,9 @@ def expected(pipeline: Damaged) -> list[list[int]]:
 
 
 def check(pipeline: Damaged, fault: StepFault | None, expected: list[list[int]]) -> StepFault:
-    """The damage was noticed, and no token is wrong up to there."""
+    """Assert that the damage was detected before any wrong token."""
     assert pipeline.harmed_at is not None
-    assert fault is not None, f"the damage before step {pipeline.harmed_at} was never noticed"
+    assert fault is not None, f"the damage before step {pipeline.harmed_at} was never detected"
     assert fault.kind in CAUGHT
     assert fault.step_id is not None
     assert fault.step_id >= pipeline.harmed_at
@@ -107,7 +107,7 @@ def check(pipeline: Damaged, fault: StepFault | None, expected: list[list[int]])
 
 
 def swap_lru(tables: BlockTables) -> bool:
-    """The two least recently used blocks change places."""
+    """Swap the two least recently used blocks."""
     inactive = tables.pool._inactive
     if len(inactive) < 2:
         return False
@@ -118,7 +118,7 @@ def swap_lru(tables: BlockTables) -> bool:
 
 
 def raise_refcount(tables: BlockTables) -> bool:
-    """A block gets an owner that does not exist."""
+    """Add an owner that does not exist."""
     for page in tables.pool._full.values():
         page.num_owners += 1
         return True
@@ -126,7 +126,7 @@ def raise_refcount(tables: BlockTables) -> bool:
 
 
 def lower_refcount(tables: BlockTables) -> bool:
-    """A shared block loses an owner."""
+    """Remove an owner from a shared block."""
     for page in tables.pool._full.values():
         if page.num_owners > 1:
             page.num_owners -= 1
@@ -135,7 +135,7 @@ def lower_refcount(tables: BlockTables) -> bool:
 
 
 def forget_cached(tables: BlockTables) -> bool:
-    """The most recently used inactive block is lost."""
+    """Lose the most recently used inactive block."""
     if not tables.pool._inactive:
         return False
     _, page = tables.pool._inactive.popitem()
@@ -156,7 +156,7 @@ def test_damage_to_a_pool_is_detected_before_a_wrong_token(
     for step_id in range(2, 60, 7):
         fault = pipeline.damage(stage, step_id, harm)
         if fault is None:
-            # Nothing came of it: what changed places, say, was used again before it could be evicted.
+            # No effect: for example, a swapped block was reused before its eviction.
             assert pipeline.last_run is not None
             assert pipeline.last_run.tokens == expected
         else:
@@ -182,7 +182,7 @@ def flipped(signal: Signal) -> Signal:
 
 
 def left_out(signal: Signal) -> None:
-    """No signal at all."""
+    """Drop the signal."""
 
 
 @pytest.mark.matrix(3)

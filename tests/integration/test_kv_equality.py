@@ -1,4 +1,4 @@
-"""Whatever the cache does (sharing, chunks, block sizes, preemption, windows), the tokens are the same."""
+"""Tokens do not depend on the cache: sharing, chunks, block sizes, preemption, windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_tokens(num_tokens: int, seed: int) -> list[int]:
 
 
 def load() -> list[Request]:
-    """Prompts with and without a common beginning, one twice, over time; every second one is sampled."""
+    """Prompts with and without a common prefix, one twice, over time; every second one is sampled."""
     common, other = random_tokens(133, seed=1), random_tokens(60, seed=2)
     prompts = [
         [*common, *random_tokens(9, seed=3)],
@@ -52,7 +52,7 @@ def load() -> list[Request]:
 
 
 def smallest_pool(block_size: int) -> int:
-    """Blocks of the longest request."""
+    """Number of blocks of the longest request."""
     return -(-max(len(request.prompt) + request.max_tokens for request in load()) // block_size)
 
 
@@ -71,9 +71,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    """Each request alone, its prompt in one chunk, nothing shared; the greedy ones are those of
-    transformers.
-    """
+    """Tokens of each request alone, its prompt in one chunk; greedy ones equal those of transformers."""
     pipeline = LocalPipeline(model, (NUM_LAYERS,), max_step_tokens=256, prefix_caching=False)
     alone = [pipeline.serve([replace(request, arrives_at=0)]).tokens[0] for request in load()]
     for request, tokens in zip(load(), alone, strict=True):
@@ -128,7 +126,7 @@ def test_every_cache_gives_the_same_tokens(
     run = pipeline.serve(load())
     counts = run.scheduler.counts
     assert run.tokens == expected
-    if not (is_small and model.name == "mistral"):  # which gives back so much that it may do without
+    if not (is_small and model.name == "mistral"):  # whose released blocks may make preemptions unnecessary
         assert (counts.num_preemptions > 0) == is_small
     if prefix_caching and not is_small:
         assert counts.num_cached_tokens > 200

@@ -1,4 +1,4 @@
-"""An outside router can follow what is cached, over gRPC, through load and through a new epoch."""
+"""KV events over gRPC describe the cache to a router, through load and a new epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = (1, 2)
 
 
 class Router:
-    """Follows the stream and knows what is cached."""
+    """Follows the stream and tracks the cached blocks."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -26,7 +26,7 @@ class Router:
         self.next_event_id = 0
         self.epochs: list[int] = []
         self.token_ids: list[int] = []
-        """Of all blocks that were stored, where they were asked for."""
+        """Of all stored blocks, if requested."""
 
     async def read_snapshot(self) -> None:
         is_last = False

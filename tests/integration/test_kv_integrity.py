@@ -1,4 +1,4 @@
-"""The KV accounting of coordinator and stages is checked while it serves; what is broken ends its epoch."""
+"""KV accounting of coordinator and stages is checked while serving; a mismatch ends the epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = (1, 2)
 
 @pytest.fixture
 def at_every_poll() -> Iterator[None]:
-    """While nothing is computed, the accounting is checked all the time."""
+    """Check the accounting at every idle poll."""
     with (
         mock.patch.object(integrity, "IDLE_POLLS", 1),
         mock.patch.object(epoch_session, "IDLE_CHECK_INTERVAL_S", 0.05),
@@ -40,7 +40,7 @@ def checks(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.KvIntegrit
 
 
 def pool_of(cluster: Cluster, owner: str) -> BlockPool:
-    """The coordinator's ledger's, or that of a worker."""
+    """Block pool of the coordinator's ledger or of a worker."""
     if owner == "coordinator":
         kv = cluster.server.engine.scheduler.kv
         assert kv is not None
@@ -51,12 +51,12 @@ def pool_of(cluster: Cluster, owner: str) -> BlockPool:
 
 
 def lose_a_page(pool: BlockPool) -> None:
-    """A cached block disappears, and its page with it; no signal ever notices."""
+    """Remove a cached block and its page; no signal reports it."""
     pool._inactive.popitem(last=True)
 
 
 def give_a_page_an_owner(pool: BlockPool) -> None:
-    """A page that is free is owned."""
+    """Give a free page an owner."""
     pool._freed[0].num_owners += 1
 
 

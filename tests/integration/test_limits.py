@@ -1,4 +1,4 @@
-"""How many may wait, how many of one client may be here, and who is served first."""
+"""Limits of the queue and per client, and scheduling by priority."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,13 +24,13 @@ LOW, NORMAL, HIGH = (
 
 
 def big(index: int, **more: Any) -> inference_pb2.GenerateRequest:
-    """A request beside which no other one fits into 64 tokens of cache."""
+    """A request that fills a cache of 64 tokens alone."""
     return message([index] * 40, 8, **more)
 
 
 @asynccontextmanager
 async def one_slot(directory: Path, **settings: Any) -> AsyncIterator[tuple[Cluster, Caller, Gate]]:
-    """A cluster that serves one `big` request at a time, and does not go on while the gate is closed."""
+    """A cluster that serves one `big` request at a time and pauses while the gate is closed."""
     async with (
         Cluster(directory, layers=LAYERS, max_kv_tokens=64, hop_proxies=[0], **settings) as cluster,
         Caller(cluster.address) as caller,
@@ -42,7 +42,7 @@ async def one_slot(directory: Path, **settings: Any) -> AsyncIterator[tuple[Clus
 
 
 def retry_after_s(reader: Reader) -> float:
-    """What the status of a refusal says in gRPC's richer error model."""
+    """Retry-after hint in the rich error model of gRPC."""
     metadata = dict(reader.trailing_metadata)
     status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
     assert (status.code, status.message) == (StatusCode.RESOURCE_EXHAUSTED.value[0], reader.details)
@@ -63,7 +63,7 @@ async def test_a_full_queue_rejects_with_a_retry_after_hint(varied_llama: Path) 
         assert 0.1 <= retry_after_s(refused) <= 30.0
         gate.open()
         assert await asyncio.gather(*ends) == [StatusCode.OK] * 3
-        # Nobody waits any more, and the pace is known.
+        # The queue is empty, and its rate is known.
         assert await caller.generate(big(3)).end() is StatusCode.OK
         assert (await cluster.client.status()).requests.finished == 4
 
@@ -82,7 +82,7 @@ async def test_the_limit_per_client_affects_no_other_client(varied_llama: Path) 
             caller.generate(message([1], 4), metadata=fox),
             other_connection.generate(message([2], 4, n=3), metadata=fox),
             caller.generate(message([3], 4), metadata=owl),
-            # Without the key it is the address that counts.
+            # Without the key, clients are identified by address.
             caller.generate(message([4], 4)),
         ]
         ends = [asyncio.create_task(reader.end()) for reader in here]
@@ -143,7 +143,7 @@ async def test_a_request_frees_its_place_however_it_ends(varied_llama: Path, end
 
 
 def starts(cluster: Cluster) -> list[str]:
-    """Requests in the order in which their first step came to FIRST."""
+    """Request ids in the order of their first step."""
     steps = cluster.proxy(0).steps.values()
     found = (id_text(start.sequence.request_id) for step in steps for start in step.starts)
     return list(dict.fromkeys(found))
@@ -152,7 +152,7 @@ def starts(cluster: Cluster) -> list[str]:
 async def submit(
     cluster: Cluster, caller: Caller, requests: list[inference_pb2.GenerateRequest]
 ) -> list[asyncio.Task[StatusCode]]:
-    """One after another, each as soon as the one before is in the queue."""
+    """Submit requests one after another, each once the previous one is queued."""
     find = cluster.server.engine.registry.live_request
     ends = []
     for request in requests:
@@ -183,7 +183,7 @@ async def test_a_request_gains_one_priority_per_aging_interval(varied_llama: Pat
         running, low, normal = big(0), big(1, priority=LOW), big(2)
         ends = await submit(cluster, caller, [running, low, normal])
         arrived_s = cluster.server.engine.now_s()
-        # By then the one of the lowest class is two classes old, and the other one is one.
+        # By then both requests have aged by two intervals: low counts as high, normal above it.
         await until(lambda: cluster.server.engine.now_s() > arrived_s + 2 * age_s)
         high, late = big(3, priority=HIGH), big(4)
         ends += await submit(cluster, caller, [high, late])
@@ -200,7 +200,7 @@ async def test_no_request_starves(varied_llama: Path) -> None:
         low = big(0, priority=LOW)
         (running, waiting) = await submit(cluster, caller, [big(1, priority=HIGH), low])
         while not waiting.done():
-            # There is always one of the highest class that waits.
+            # A request of the highest priority is always waiting.
             (following,) = await submit(cluster, caller, [big(2, priority=HIGH)])
             await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
             num_overtaking += not waiting.done()

@@ -1,5 +1,5 @@
 """Log-probabilities of prompts and of generated tokens are those of transformers, wherever the layers and the
-chunks are cut and whatever happens meanwhile; each comes once.
+chunks are cut and whatever fails meanwhile; each is returned once.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A request, and how it went."""
+    """A request and the check of its outputs."""
 
     prompt: list[int]
     max_tokens: int = 12
@@ -80,7 +80,7 @@ class Call:
         return await (into or Outputs()).take(outputs)
 
     def check(self, outputs: Outputs, reference: LogprobReference) -> None:
-        """It has all that was asked for, and nothing else."""
+        """Assert that the outputs have exactly the requested log-probabilities."""
         for choice in outputs.choices.values():
             assert len(choice.tokens) == self.max_tokens
             assert choice.finish_reason == "length"
@@ -99,7 +99,7 @@ class Call:
 
 
 def call_of(prompt: Sequence[int], **more: Any) -> Call:
-    """With whatever fields a Call has, and other keywords as options of the request; a seed draws."""
+    """Build a Call from its fields, with other keywords as request options; a seed implies sampling."""
     fields = {name: more.pop(name) for name in ("max_tokens", "logprobs", "prompt_logprobs") if name in more}
     if "seed" in more:
         more.setdefault("temperature", 1.0)
@@ -107,12 +107,12 @@ def call_of(prompt: Sequence[int], **more: Any) -> Call:
 
 
 async def run_all(cluster: Cluster, calls: Sequence[Call]) -> list[Outputs]:
-    """At once."""
+    """Run all calls concurrently."""
     return await asyncio.gather(*(call.run(cluster) for call in calls))
 
 
 def assert_close(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs]) -> None:
-    """The same numbers, up to the order of sums."""
+    """Assert equal log-probabilities up to the summation order."""
     assert [(token.token_id, token.rank) for token in some] == [
         (token.token_id, token.rank) for token in others
     ]
@@ -148,7 +148,7 @@ async def test_every_cut_reports_the_log_probabilities_of_transformers(
 @pytest.mark.parametrize("layers", [(5,), (1, 2, 2)], ids=["1-stage", "3-stages"])
 async def test_a_trained_model_reports_the_log_probabilities_of_transformers(layers: tuple[int, ...]) -> None:
     expected = json.loads((STORIES260K / "expected.json").read_text())
-    # A part of the known story as prompt: it takes several chunks.
+    # Part of the known story as a prompt of several chunks.
     prompt = [*expected["prompt_token_ids"], *expected["generated_token_ids"][:100]]
     reference = LogprobReference(STORIES260K)
     calls = [
@@ -272,7 +272,7 @@ async def test_preempted_requests_report_each_log_probability_once(
 
 
 def reaches(position: int, frame: Frame) -> bool:
-    """The frame has a prefill from `position` or later."""
+    """Whether the frame has a prefill from `position` or later."""
     steps = [part.inference_step for part in frame.step.slices]
     return any(isinstance(step, Prefill) and step.start >= position for step in steps)
 
@@ -308,7 +308,7 @@ async def test_a_worker_loss_during_prefill_leaves_no_gap(
 async def test_other_chunk_boundaries_after_a_restart_repeat_nothing(
     llama: Path, reference: LogprobReference
 ) -> None:
-    """Before it the chunks begin at 0, 16, 32, ...; after it at 0, 8, 24, ..."""
+    """Chunks begin at 0, 16, 32, ... before the restart; at 0, 8, 24, ... after it."""
     scored = call_of(prompt_of(150), max_tokens=4)
     ahead = call_of(prompt_of(8, seed=1), max_tokens=1, logprobs=None, prompt_logprobs=None, priority="high")
     outputs = Outputs()
@@ -351,7 +351,7 @@ async def test_non_finite_scores_fail_only_their_request_with_the_position(llama
         await cluster.wait_drained()
     assert caught.value.code == "INTERNAL"
     assert re.match(r"stage 1, step \d+: logits", caught.value.message)
-    # From the beginning of its chunk on: what is masked is multiplied by 0, and so is what is no number.
+    # From the start of its chunk: masked values are multiplied by 0, and NaN times 0 is NaN.
     position = re.search(r"for position (\d+) of", caught.value.message)
     assert position is not None
     assert 17 <= int(position[1]) <= 26

@@ -1,4 +1,4 @@
-"""What a cluster writes into its log: each event of its life once, nothing of requests that are served."""
+"""Logs of a cluster: each cluster event once, nothing about served requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wire.ids import id_text, new_request_id
 
 
 class Lines:
-    """What our own packages have logged, from debug on."""
+    """Log records of Stageline's packages, from debug on."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -31,14 +31,14 @@ class Lines:
         return [record for record in self._caplog.records if record.name.partition(".")[0] in PACKAGES]
 
     def at_least(self, level: int, *, of: str = "") -> list[logging.LogRecord]:
-        """Of the packages that begin with `of`."""
+        """Records of the packages that begin with `of`."""
         return [record for record in self.all() if record.levelno >= level and record.name.startswith(of)]
 
     def messages(self, *, of: str) -> list[str]:
         return [record.getMessage() for record in self.at_least(logging.INFO, of=of)]
 
     def the(self, pattern: str) -> Any:
-        """The one line that matches; its fields are attributes."""
+        """The only record that matches; its fields are attributes."""
         (found,) = (record for record in self.all() if re.match(pattern, record.getMessage()))
         return found
 

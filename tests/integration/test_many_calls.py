@@ -1,4 +1,4 @@
-"""Thousands of calls at once: each is served, or refused by the coordinator itself and counted."""
+"""Thousands of concurrent calls: each is served, or rejected by the coordinator itself and counted."""
 
 import asyncio
 import re
@@ -22,7 +22,7 @@ DEADLINE_S = 300.0
 
 
 async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
-    """OK, or status, domain's reason and whether there is a hint when to retry."""
+    """OK, or the status, the reason and whether there is a retry-after hint."""
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), max_tokens=1)
     try:
         async for _ in stub.Generate(request, timeout=DEADLINE_S):
@@ -34,7 +34,7 @@ async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
 
 
 async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
-    """All calls come at once: the loop that serves them is held up while they arrive."""
+    """Start all calls while the serving event loop is blocked, so that they arrive at once."""
     async with client_channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         await channel.channel_ready()

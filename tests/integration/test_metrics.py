@@ -1,4 +1,4 @@
-"""What a cluster's metrics say, after requests that are known."""
+"""Metrics of a cluster after known requests."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ NUM_REQUESTS, MAX_TOKENS, NUM_PROMPT_TOKENS = 8, 20, 2 * (1 + 8 + 23 + 50)
 
 
 def steps_everywhere(scraped: Scraped, num_steps: float) -> bool:
-    """Every worker has told of all steps that were answered."""
+    """Whether every worker has exported all answered steps."""
     return all(
         scraped.get("stageline_stage_step_duration_seconds_count", stage=stage) == num_steps
         for stage in stages(NUM_STAGES)
@@ -71,7 +71,7 @@ async def test_hidden_states_are_counted_per_hop() -> None:
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
         await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))
         await cluster.wait_drained()
-        # The prompt and the first four tokens were computed, in bfloat16; LAST hands tokens on.
+        # The prompt and the first four tokens were computed, in bfloat16; LAST sends tokens.
         num_bytes = (3 + 4) * HIDDEN * 2
         expected = {("0", "transmit"), ("1", "receive"), ("1", "transmit"), ("2", "receive")}
         name = "stageline_stage_activation_io_bytes_total"
@@ -108,12 +108,12 @@ async def test_a_stage_that_takes_twice_as_long_has_twice_the_busy_time() -> Non
     assert busy.index(max(busy)) == 1
     assert waiting.index(min(waiting)) == 1
     steps = [spent("busy", stage) for stage in stages(NUM_STAGES)]
-    # Mock stages take exactly as long as they are told to.
+    # Mock stages take exactly their configured time.
     assert abs(steps[1] / steps[0] - 2) < 0.1
     assert abs(steps[1] / steps[2] - 2) < 0.1
     for stage in stages(NUM_STAGES):
         assert spent("busy", stage) + spent("wait", stage) <= spent("serving", stage) * 1.001
-    # The coordinator sees the same without asking the workers.
+    # The coordinator measures the same without the workers.
     part = "stageline_step_part_time_seconds_total"
     computed = [after.get(part, stage=stage, part="compute") for stage in stages(NUM_STAGES)]
     assert computed.index(max(computed)) == 1
@@ -131,7 +131,7 @@ async def test_prefix_hits_are_counted_across_epochs() -> None:
         )
         assert scraped.get("stageline_prompt_cached_tokens_total") == 39
         for stage in stages(2):
-            # The first request finds nothing, the second all of it, and an epoch begins with empty pools.
+            # The first request hits nothing, the second everything, and an epoch begins with empty pools.
             hits = scraped.get("stageline_kv_prefix_hits_total", stage=stage)
             wanted = scraped.get("stageline_kv_prefix_wanted_total", stage=stage)
             assert 4 <= hits <= 5 < wanted
@@ -173,7 +173,7 @@ async def test_a_lost_worker_counts_as_a_recovery() -> None:
         assert scraped.get("stageline_recoveries_total") == 1
         assert scraped.get("stageline_recovery_duration_seconds_count") == 1
         assert scraped.get("stageline_recoveries_total", reason="death") == 1
-        # Its last metrics stay for a while.
+        # Its last metrics are kept for a while.
         assert scraped.has("stageline_process_resident_memory_bytes", worker=lost)
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go besides the text: from workers to their coordinator, and from all to a collector."""
+"""Metrics export: from workers to the coordinator, and from all processes to a collector."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ AT_THE_END = replace(QUICK, interval_s=3600)
 
 
 def last_exports(collector: MetricsCollector) -> dict[str, dict[str, Values]]:
-    """By service and instance; the coordinator's instance is a UUID."""
+    """Last export by service and instance; the coordinator's instance is a UUID."""
     found = {}
     for request in collector.requests:
         for metrics in request.resource_metrics:
@@ -55,13 +55,13 @@ async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables
             await cluster.wait_drained()
             scraped = await cluster.scrape()
             num_steps = scraped.get("stageline_step_duration_seconds_count")
-            # The coordinator knows the workers' all the same.
+            # The coordinator receives the workers' metrics as well.
             await cluster.scrape_until(
                 lambda scraped: (
                     scraped.get("stageline_stage_frames_total", direction="receive") == 3 * num_steps
                 )
             )
-        # Each exports when it is stopped.
+        # Each process exports when it stops.
         found = last_exports(collector)
     assert sorted(found) == ["coordinator", "w0", "w1", "w2"]
     assert total(found["coordinator"], "stageline.generated.tokens") == 60
@@ -101,7 +101,7 @@ async def test_a_worker_repeats_a_failed_metrics_export() -> None:
         async with asyncio.timeout(DEADLINE_S):
             while export.num_failed < 3:
                 await asyncio.sleep(0.01)
-        # What was not taken is in what comes next.
+        # A failed export is contained in the next one.
         coordinator.refusal = None
         await coordinator.wait_requests(len(coordinator.requests) + 1)
         task.cancel()

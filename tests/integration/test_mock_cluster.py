@@ -1,4 +1,4 @@
-"""Clusters of mock stages: real messages, real accounting, and exactly the tokens that can be predicted."""
+"""Clusters of mock stages: real messages, real accounting and predictable tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MockCluster(Cluster):
 
 
 def mock_cluster(num_stages: int, *times: str, **settings: Any) -> Cluster:
-    """Two layers for each mock stage, all of which take the same time unless told."""
+    """Two layers per mock stage; all stages take the same time by default."""
     return MockCluster(
         times or (TIMES,),
         layers=(2,) * num_stages,
@@ -52,7 +52,7 @@ def mock_cluster(num_stages: int, *times: str, **settings: Any) -> Cluster:
 
 
 def check(answers: Sequence[Answer]) -> None:
-    """All have ended well, with the tokens that mock stages sample."""
+    """Assert that all requests succeeded with the tokens of mock stages."""
     for answer in answers:
         assert answer.error is None, answer.error
         assert answer.succeeded
@@ -281,7 +281,7 @@ async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.Mon
     for times in computed:
         assert [stage_times.compute_us for stage_times in times] == [1000, 2000, 3000]
     assert all(len(result.stage_times) == 3 for result in results)
-    # Steps wait before the slowest stage, and hardly before the others.
+    # Steps wait before the slowest stage, not before the others.
     waits = [sorted(times[stage].wait_us for times in computed) for stage in range(3)]
     assert waits[2][-1] > 0
 

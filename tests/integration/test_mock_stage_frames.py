@@ -1,4 +1,4 @@
-"""One mock stage between doubles: the times that frames carry, and what is computed when something fails."""
+"""One mock stage between doubles: times in frames, and the steps computed before a failure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def mock_bench(stage: int, times: str = "step=2ms") -> AsyncIterator[Stage
 
 
 class Steps:
-    """Legal steps for the stage: one sequence that decodes."""
+    """Valid steps for the stage: one decoding sequence."""
 
     def __init__(self, bench: StageBench) -> None:
         self._log = Log(bench.assignment)
@@ -62,7 +62,7 @@ class Steps:
         self.step = self._log.step()
 
     def after(self, step: Step) -> Step:
-        """A step that changes nothing and computes nothing."""
+        """An empty step after `step`."""
         return Step(epoch=1, step_id=step.step_id + 1, digest=step.digest)
 
 
@@ -126,7 +126,7 @@ async def test_times_of_another_number_of_stages_are_rejected(stage: int, num_ti
 
 
 async def test_a_waiting_step_reports_its_queue_time() -> None:
-    """Two frames at once: the second waits for the first, and the times of both add up."""
+    """Two frames at once: the second waits for the first."""
     async with mock_bench(FIRST, "step=50ms") as bench:
         steps = Steps(bench)
         first = steps.step

@@ -1,4 +1,4 @@
-"""A stage whose weights have become NaN: its requests are computed elsewhere, and are right."""
+"""A stage with NaN weights in memory: its requests are recomputed correctly elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = (1, 1, 1)
 
 
 def spoil(cluster: Cluster, name: str) -> None:
-    """What this worker holds in memory is not finite any more; its files are as they were."""
+    """Overwrite the worker's weights in memory with NaN; its files are unchanged."""
     backend = cluster.workers[name].worker._backend
     compute = backend._cache._compute  # type: ignore[attr-defined]
     with torch.inference_mode():

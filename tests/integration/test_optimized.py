@@ -1,4 +1,4 @@
-"""Under `python -O` asserts are gone; what guards tokens and ends is not."""
+"""`python -O` removes asserts, but not the checks of tokens and ends."""
 
 import asyncio
 import json

@@ -23,7 +23,7 @@ PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK + 37)
 
 
 def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Every way to cut the layers into that many stages of at least one layer."""
+    """Every split of the layers into `num_stages` stages of at least one layer."""
     marks = itertools.combinations(range(1, num_layers), num_stages - 1)
     return [tuple(b - a for a, b in itertools.pairwise((0, *cut, num_layers))) for cut in marks]
 

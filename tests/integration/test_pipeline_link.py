@@ -1,4 +1,4 @@
-"""The coordinator's stream to FIRST, and what is left of one that ended."""
+"""The coordinator's stream to FIRST, and its cleanup."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def first() -> AsyncIterator[tuple[First, str]]:
 
 
 async def test_ended_links_leave_no_task(first: tuple[First, str], caplog: pytest.LogCaptureFixture) -> None:
-    """By this end, by the other one, and before they were accepted."""
+    """Ended by this side, by the other side, and before acceptance."""
     stage, address = first
     before = asyncio.all_tasks()
     for ending in ("here", "there", "refused"):

@@ -1,4 +1,4 @@
-"""What requests leave in the prefix cache, read from it and tell of it, from the client's side."""
+"""Prefix cache as seen by clients: cached, read and reported blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_scored_prompts_share_their_blocks_and_are_computed_in_full(tiny_l
         with_cache = [await scores(cluster, prompt) for prompt in prompts]
         assert await cached_tokens(cluster, [*PREFIX, 9]) == 64
         assert await cached_tokens(cluster, PREFIX) == 63
-        # What a scored prompt has computed serves others, too.
+        # Blocks of a scored prompt serve other requests, too.
         assert await cached_tokens(cluster, [*prompts[-1][:80], 9]) == 80
         for prompt, scored in zip(prompts[::3], with_cache[::3], strict=True):
             assert scored == pytest.approx(await scores(cluster, prompt, prefix_cache=False), abs=1e-5)
@@ -68,7 +68,7 @@ async def test_a_request_without_prefix_cache_neither_reads_nor_caches_blocks(ti
 async def test_a_coordinator_without_prefix_cache_shares_nothing(tiny_llama: Path) -> None:
     async with new_cluster(tiny_llama, prefix_cache=False) as cluster:
         assert [await cached_tokens(cluster, [*PREFIX, 1]) for _ in range(2)] == [0, 0]
-        # It cannot be had per request where the coordinator has none.
+        # A request cannot enable it if the coordinator has none.
         assert await cached_tokens(cluster, [*PREFIX, 1], prefix_cache=True) == 0
         status = await cluster.wait_drained()
         assert not status.kv.prefix_cache
@@ -80,6 +80,6 @@ async def test_a_second_turn_hits_every_block_of_the_first(tiny_llama: Path, num
     async with new_cluster(tiny_llama) as cluster:
         prompt = PREFIX[:16]
         (first,) = await cluster.client.complete(prompt, max_tokens=num_output_tokens, ignore_eos=True)
-        num_computed = len(prompt) + num_output_tokens - 1  # the last token was only sampled
+        num_computed = len(prompt) + num_output_tokens - 1  # the last token was sampled, not computed
         second = [*prompt, *first.token_ids, 5, 6, 7]
         assert await cached_tokens(cluster, second) == num_computed // 16 * 16

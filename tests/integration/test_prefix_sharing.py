@@ -1,4 +1,4 @@
-"""Who shares a prefix with whom: sequences in flight, in one step, of one salt; never on a mere hash."""
+"""Prefix sharing: in flight, inside one step, within one salt; never by hash alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Seen = dict[int, list[tuple[int, int]]]
 
 
 def slices_of(pipeline: LocalPipeline, requests: list[Request]) -> tuple[Run, Seen]:
-    """The run, and (step, first position) of every slice of each sequence."""
+    """The run, and (step, first position) of every slice per sequence."""
     seen: Seen = {index: [] for index in range(len(requests))}
 
     def note(step: Step, run: Run) -> None:
@@ -70,7 +70,7 @@ def test_a_prompt_shares_blocks_computed_earlier_in_the_same_step(llama: Path) -
 def test_sharing_inside_a_step_needs_keys_written_before_attention(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The detector: with the writes behind the attention, the sharer reads pages that are not written yet."""
+    """With writes after the attention, the sharing sequence reads unwritten pages."""
     write, seen = KvPages.write, []
 
     def late(pages: KvPages, layer: int, tokens: torch.Tensor, slots: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ def test_sharing_inside_a_step_needs_keys_written_before_attention(
 def test_a_prompt_shares_blocks_of_steps_in_flight(llama: Path) -> None:
     prompt = random_tokens(5 * BLOCK_SIZE + 3, seed=3)
     run, seen = slices_of(new_pipeline(llama, chunk=2 * BLOCK_SIZE), [request(prompt), request(prompt)])
-    # Chunks of 32, 32 and 19 tokens; the second prompt comes with the third chunk, before any result.
+    # Chunks of 32, 32 and 19 tokens; the second prompt arrives with the third chunk, before any result.
     assert seen[0][:3] == [(0, 0), (1, 32), (2, 64)]
     assert seen[1][0] == (2, 80)
     assert run.tokens == [alone(llama, prompt)] * 2
@@ -118,5 +118,5 @@ def test_prompts_with_colliding_hashes_never_share_blocks(
     apart = [request(prompt, arrives_at=40 * i) for i, prompt in enumerate([*prompts, prompts[0]])]
     run = new_pipeline(llama).serve(apart)
     assert run.tokens == [*expected, expected[0]]
-    # The first prompt's blocks kept the hash; nobody else hits them, and it does.
+    # The first prompt's blocks kept the hash; only the first prompt hits them.
     assert [sequence.num_cached_tokens for sequence in run.sequences] == [0, 0, 0, 48]

@@ -1,4 +1,4 @@
-"""`StageService.ComputeReference` of a worker that has other things to do."""
+"""`StageService.ComputeReference` of a busy worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wire.stage_calls import compute_reference
 async def ask(
     cluster: Cluster, directory: Path, *, fingerprint: str | None = None, secret: bytes | None = None
 ) -> forward_pb2.ComputeReferenceResponse:
-    """As the coordinator asks, unless another secret is given."""
+    """Call ComputeReference as the coordinator does, or with another secret."""
     request = forward_pb2.ComputeReferenceRequest(
         secret=cluster.server.controller.connections["w0"].reference_secret if secret is None else secret,
         fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
@@ -42,7 +42,7 @@ async def ask(
 
 
 class Endless:
-    """A computation that goes on until nobody wants it any more."""
+    """A computation that runs until it is abandoned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun = threading.Event()
@@ -138,7 +138,7 @@ async def test_a_request_that_is_too_large_is_rejected_unparsed(tiny_llama: Path
 
 
 async def test_a_directory_named_by_the_request_is_never_opened(tiny_llama: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
+    os.mkfifo(tmp_path / "config.json")  # opening it would wait for a writer
     named = str(tmp_path).encode()
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         request = forward_pb2.ComputeReferenceRequest.FromString(b"\x0a" + bytes([len(named)]) + named)

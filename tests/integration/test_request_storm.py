@@ -1,4 +1,4 @@
-"""Requests that end in every way there is, hundreds at a time, leave nothing behind."""
+"""Hundreds of requests that end in every possible way leak nothing."""
 
 import asyncio
 import logging
@@ -25,31 +25,31 @@ NUM_ROUNDS = 3
 NUM_REQUESTS = 500
 NUM_WARM_UP = 200
 KV_TOKENS = 384
-"""About a quarter of what those that are here at once would take: requests wait, and are preempted."""
+"""About a quarter of the tokens of all concurrent requests, so that requests wait and are preempted."""
 
 MAX_GROWTH_BYTES = 8 * 2**20
-"""Of resident memory, from the first round to the last: 8 KiB for each of the 1000 requests between. Rounds
-differ by some hundred KiB, now and then by a step of the allocator's of 3 to 5 MiB. Objects that stay are
-counted one by one; this is for what only the C core of grpc or an allocator would know of.
+"""Growth of resident memory from the first round to the last: 8 KiB for each of the 1000 requests between.
+Rounds differ by some hundred KiB, sometimes by 3 to 5 MiB when the allocator grows. Leaked Python objects are
+counted individually; this bound covers memory of grpc's C core and of allocators.
 """
 
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ended sequences are remembered by number, so that memory is bounded, and by so many that it grows for
-    minutes. Here the bounds are met in the warm-up.
+    """Lower the bounds of remembered ended sequences, so that the warm-up reaches them; by default memory
+    grows for minutes.
     """
     monkeypatch.setattr(stage_worker.validation, "ENDED_REMEMBERED", 128)
     monkeypatch.setattr(coordinator.scheduler.scheduler, "MAX_REMEMBERED", 256)
 
 
 async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = None) -> Footprint:
-    """No request is live or kept, no page in use, and no more of anything is there than `before`."""
+    """Wait until no request is live or kept, no page is in use, and no resource exceeds `before`."""
     await cluster.wait_drained()
     await cluster.wait_status(lambda status: status.requests.kept == 0)
     deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
     while True:
-        # grpc holds on to a call until the next one comes.
+        # grpc keeps a call until the next one arrives.
         await cluster.client.status()
         now = Footprint.now()
         if before is None or now.is_within(before):
@@ -58,7 +58,7 @@ async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = Non
 
 
 def check_counts(before: cluster_pb2.RequestCounts, after: cluster_pb2.RequestCounts, storm: Storm) -> None:
-    """Each request that the coordinator has heard of has ended once, for a reason that a client gave."""
+    """Assert that each request received by the coordinator ended once, for a reason given by a client."""
     finished, cancelled = after.finished - before.finished, after.cancelled - before.cancelled
     assert storm.num_heard <= finished + cancelled <= NUM_REQUESTS
     assert finished >= sum(count for (_, code), count in storm.outcomes.items() if code is StatusCode.OK)
@@ -68,7 +68,7 @@ def check_counts(before: cluster_pb2.RequestCounts, after: cluster_pb2.RequestCo
 async def test_storms_of_requests_leak_nothing(
     varied_llama: Path, short_memory: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A write that meets the end of its call: grpc tells of it with a traceback, which would hold the request.
+    # grpc logs a write after the end of its call with a traceback, which would keep the request.
     caplog.set_level(logging.CRITICAL, "grpc")
     solo = SoloRuns(varied_llama)
     policy = replace(TEST_POLICY, sweep_interval_s=0.05)
@@ -92,7 +92,7 @@ async def test_storms_of_requests_leak_nothing(
             outcomes += storm.outcomes
         assert cluster.epoch == epoch
     assert memory[-1] - memory[0] < MAX_GROWTH_BYTES, f"resident bytes after each round: {memory}"
-    # It was a storm: all of it has happened, and cancels and deadlines met both sides of the end.
+    # All outcomes occurred, and cancels and deadlines came before and after the end.
     assert requests.preemptions > 0
     assert {name for name, _ in outcomes} == FATES
     assert {code for name, code in outcomes if name == "cancels"} == {StatusCode.OK, StatusCode.CANCELLED}

@@ -1,4 +1,4 @@
-"""With every parameter of sampling in use, a request gets the same tokens wherever it is computed and how."""
+"""With every sampling parameter in use, tokens do not depend on where and how they are computed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -95,13 +95,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def solo(llama: Path) -> list[Tokens]:
-    """What each of CASES gets on one stage, one after the other, its prompt in one chunk."""
+    """Tokens of CASES on one stage, one after the other, each prompt in one chunk."""
     async with Cluster(llama, layers=LAYERS[1], max_step_tokens=256) as cluster:
         return [(await case.run(cluster)).tokens for case in CASES]
 
 
 async def run_all(cluster: Cluster, cases: Sequence[Case] = CASES, **changes: Any) -> list[Outputs]:
-    """At once."""
+    """Run all cases concurrently."""
     return await asyncio.gather(*(case.run(cluster, **changes) for case in cases))
 
 
@@ -114,7 +114,7 @@ def restarts(answers: Sequence[Outputs]) -> int:
 
 
 def test_the_cases_vary_enough_to_compare(solo: list[Tokens]) -> None:
-    """Choices differ; some end early, none too early, and some do not end by themselves."""
+    """Choices differ; some stop early, none too early, and some reach the length limit."""
     choices = [tuple(tokens) for case in solo for tokens in case]
     assert len(set(choices)) == len(choices)
     assert all(len(tokens) > MIN_TOKENS for tokens in choices)
@@ -124,7 +124,7 @@ def test_the_cases_vary_enough_to_compare(solo: list[Tokens]) -> None:
 
 
 def test_every_parameter_reaches_the_last_stage(llama: Path, solo: list[Tokens]) -> None:
-    """No token came that probabilities computed independently, from transformers' logits, exclude."""
+    """Every token is possible by probabilities computed independently from transformers' logits."""
     reference = LogprobReference(llama)
     for case, choices in zip(CASES, solo, strict=True):
         for tokens in choices:

@@ -1,4 +1,4 @@
-"""A self-check finds what goes wrong in serving, and where, with every kind of kernels."""
+"""A self-check finds and locates serving faults, with every kind of kernels."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ KERNELS = {
     "bfloat16 compiled": (DType.BF16, 32),
 }
 FAR = 5
-"""A fault deviates at least so many times as far as is allowed."""
+"""Minimum ratio of a fault's deviation to the allowed one."""
 
 
 class Checked:
-    """A pipeline of real stages with a reference, for one self-check after another."""
+    """A pipeline of real stages with a reference, for repeated self-checks."""
 
     def __init__(self, directory: Path, dtype: DType, *, block_size: int = 8, **changes: Any) -> None:
         self.plan = _plan(dtype, block_size)

@@ -1,4 +1,4 @@
-"""A load, driven against a real cluster."""
+"""A load driven against a real cluster."""
 
 import asyncio
 import math
@@ -66,7 +66,7 @@ async def test_every_request_of_a_load_has_its_planned_length() -> None:
         assert record.message_times_s == sorted(record.message_times_s)
         assert record.ended_s is not None
         assert record.planned.time_s <= (record.sent_s or 0) < record.message_times_s[0] <= record.ended_s
-    assert status.requests.finished == 23, "those of the warm-up are not in the numbers"
+    assert status.requests.finished == 23, "warm-up requests are excluded"
 
 
 @pytest.mark.full
@@ -79,7 +79,7 @@ async def test_prompts_share_their_group_prefix_and_nothing_of_a_previous_run(ti
         async with load_on(cluster, shared, max_concurrency=1, num_warmups=5) as load:
             await load.warm_up()
             run = await load.driver().run(make_plan(shared))
-    # One after the other, each finds the two blocks of its group but the first of each group.
+    # Sequential requests hit the two blocks of their group, except the first of each group.
     assert numbers_of(run).cached_tokens == 16 * (20 - 2)
 
 
@@ -98,7 +98,7 @@ async def test_rejections_are_counted_by_status(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(2, 1), max_client_requests=5) as cluster:
         run = await drive(cluster, spec)
         summary = numbers_of(run)
-    # Requests are not over before the last has been sent.
+    # No request ends before the last one is sent.
     assert summary.failures == {"RESOURCE_EXHAUSTED": 15}
     assert (summary.num_completed, summary.num_failed) == (5, 15)
     refused = [record for record in run.records if record.has_failed]
@@ -145,7 +145,7 @@ async def test_an_interruption_frees_every_page(tiny_llama: Path) -> None:
     assert run.is_interrupted
     assert {record.status for record in run.records} == {INTERRUPTED}
     assert numbers_of(run).output_tokens > 0
-    # Of some the server has never heard: they were cancelled on their way.
+    # Some never reached the server: they were cancelled on the way.
     assert 0 < status.requests.cancelled <= 20
     assert status.requests.finished == 0
 

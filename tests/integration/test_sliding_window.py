@@ -1,4 +1,4 @@
-"""A model whose layers all have a window gives back what no query can see any more, and nobody notices."""
+"""Models with sliding windows in all layers release blocks out of view without changing tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LOAD = [
 
 
 class Watch:
-    """The most blocks that each sequence held when a step of it was sent."""
+    """Maximum number of blocks held per sequence when its steps were sent."""
 
     def __init__(self) -> None:
         self.most_held: dict[int, int] = {}
@@ -86,7 +86,7 @@ def test_releasing_blocks_changes_no_token_and_bounds_held_blocks(
 
 
 def test_the_bound_of_held_blocks_is_tight_for_every_shape() -> None:
-    """The block before the first query is held, also if the window hides it."""
+    """The block before the first query is held even if the window hides it."""
     for window in range(1, 12):
         for chunk in range(1, 9):
             for block_size in (1, 2, 3, 4):
@@ -100,7 +100,7 @@ def test_the_bound_of_held_blocks_is_tight_for_every_shape() -> None:
 
 
 def test_released_blocks_serve_other_sequences(mistral: Path) -> None:
-    """Two sequences of 30 blocks each run side by side in a pool of 32."""
+    """Two sequences of 30 blocks each run concurrently in a pool of 32."""
     requests = [Request(prompt=prompt_of(200, seed), max_tokens=40) for seed in (11, 12)]
     alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]
     for releases in (True, False):
@@ -160,7 +160,7 @@ def test_preemption_restarts_from_all_tokens(mistral: Path) -> None:
 def test_cached_blocks_after_an_evicted_one_are_not_rewritten(
     mistral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads are released first, so they are evicted first; what follows them may still be there."""
+    """Heads are released and evicted first; the following blocks may still be cached."""
     pipeline = new_pipeline(mistral, num_blocks=10)
     written: dict[int, int] = {}
     write, now = KvPages.write, 0
@@ -204,7 +204,7 @@ def test_the_widest_window_applies_and_full_attention_has_none(
 def test_sequences_longer_than_the_cache_are_computed_within_their_window(
     mistral: Path, num_blocks: int
 ) -> None:
-    """They hold 7 blocks at most, and 5 do: chunks are cut to the blocks that are left."""
+    """Sequences hold at most 7 blocks, and 5 suffice: chunks are cut to the free blocks."""
     expected = new_pipeline(mistral, num_blocks=90).serve(LOAD).tokens
     assert KvWindow(WINDOW, CHUNK).min_blocks(BLOCK_SIZE) == 5
     pipeline = new_pipeline(mistral, num_blocks=num_blocks)

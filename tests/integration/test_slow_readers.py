@@ -1,4 +1,4 @@
-"""A client that does not read holds nobody up, and does not grow without bound."""
+"""A client that does not read delays no other client, and its buffer is bounded."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from wire.ids import parse_request_id
 
 LAYERS = (1, 1, 1)
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
-"""Of a client that takes no message that it has not asked for: what it does not read stays at the server."""
+"""Options of a client without read-ahead: unread messages stay at the server."""
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ async def test_a_reader_too_far_behind_is_cancelled_with_the_reason(
             for reader in readers:
                 await until_ended(cluster, reader.received.request_id)
             status = await cluster.client.status()
-            # Its pages are free although it has not read what it was told.
+            # Its pages are free although it has not read the status.
             assert (status.requests.cancelled, status.requests.orphaned) == (2, 0)
             assert len(cluster.server.engine.scheduler.running) <= 6
         solo.check(others)
         for reader in readers:
             assert await reader.end() is StatusCode.CANCELLED
             assert reader.details.startswith("the client reads too slowly: 33 tokens are unread")
-            # What there was comes before the reason, in fewer messages than tokens.
+            # The generated tokens arrive before the reason, in fewer messages than tokens.
             num_tokens = sum(len(choice.tokens) for choice in reader.received.choices.values())
             assert num_tokens >= 33
             assert reader.num_messages < num_tokens // 2
@@ -90,7 +90,7 @@ async def test_the_slow_reader_limit_applies_to_attached_requests_only(
         detached = caller.generate(message_of(ask, keep_s=60.0))
         await detached.until(3)
         detached.cancel()
-        # Far more than the limit is there when it comes back.
+        # Far more than the limit is buffered when it attaches.
         request = cluster.server.engine.registry.live[0]
         await until(lambda: request.choices[0].buffer.num_tokens > 100)
         attached = caller.attach(detached.received)
@@ -100,7 +100,7 @@ async def test_the_slow_reader_limit_applies_to_attached_requests_only(
         neglected = slow.generate(message_of(ask.again(), keep_s=60.0))
         await neglected.next()
         await until_ended(cluster, neglected.received.request_id)
-        # Whoever attaches is told.
+        # An attaching client receives the reason.
         late = caller.attach_at(neglected.received.request_id, 0)
         assert await late.end() is StatusCode.CANCELLED
         assert "the client reads too slowly" in late.details
@@ -114,7 +114,7 @@ async def test_the_slow_reader_limit_applies_to_attached_requests_only(
 async def test_a_disconnected_client_that_never_reads_leaves_no_request(
     varied_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A message that was waiting to be sent: grpc tells of it with a traceback, which would hold the request.
+    # grpc logs the unsent message with a traceback, which would keep the request.
     caplog.set_level(logging.CRITICAL, "grpc")
     async with Cluster(varied_llama, layers=LAYERS, max_unread_tokens=32) as cluster:
         num_tasks, num_requests = len(asyncio.all_tasks()), _num_requests()
@@ -126,7 +126,7 @@ async def test_a_disconnected_client_that_never_reads_leaves_no_request(
                 await until_ended(cluster, reader.received.request_id)
         del reader, readers
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
-        # grpc holds on to a call until the next one comes.
+        # grpc keeps a call until the next one arrives.
         assert (await cluster.wait_drained()).requests.cancelled == 4
         await until(lambda: _num_requests() <= num_requests)
 

@@ -1,4 +1,4 @@
-"""A stage takes no more frames than it can hand on."""
+"""A stage accepts no more frames than it can forward."""
 
 import asyncio
 from pathlib import Path
@@ -13,11 +13,11 @@ from wire.steps import StartRecord, Step, StepSampling
 NUM_FRAMES = 400
 FRAME_BYTES = 256 * 1024
 PATIENCE_S = 2.0
-"""Without anything that holds it back, a sender is done in a fraction of this."""
+"""A sender without backpressure finishes in a fraction of this."""
 
 
 async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Path) -> None:
-    """100 MiB are more than all queues and windows on the way take. Once it reads, nothing is missing."""
+    """100 MiB exceed all queues and windows between. Once the next stage reads, nothing is missing."""
     async with stage_bench(new_assignment(tiny_llama, stage=0)) as bench:
         bench.next_stage.may_read.clear()
         epoch = await bench.begin_epoch()
@@ -39,7 +39,7 @@ async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Pat
 
         sending = asyncio.create_task(send_all())
         done, _ = await asyncio.wait({sending}, timeout=PATIENCE_S)
-        assert not done, "the stage took everything, though nobody takes it from the stage"
+        assert not done, "the stage accepted everything although the next stage does not read"
         bench.next_stage.may_read.set()
         received = [(await bench.next_stage.frame()).step.step_id for _ in steps]
         assert received == list(range(NUM_FRAMES))

@@ -1,4 +1,4 @@
-"""What each stage computes with is in the status, the log and the spans, and can be chosen."""
+"""Kernels of each stage can be chosen and are shown in status, log and spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AUTO, PLAIN, COMPILED = KernelChoice
 
 
 class ChoosyCluster(Cluster):
-    """Workers w0, w1 with kernels of their own."""
+    """Workers w0, w1 with different kernels."""
 
     def __init__(self, directory: Path, kernels: tuple[KernelChoice, KernelChoice], **settings: Any) -> None:
         self._kernels = dict(zip(("w0", "w1"), kernels, strict=True))

@@ -1,4 +1,4 @@
-"""Real stages in a row over real gRPC: the tokens of transformers, and one bad sequence that fails alone."""
+"""Real stages over real gRPC: tokens equal transformers, and a bad sequence fails alone."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,14 +26,14 @@ from tests.integration.stage_bench import (
 from wire.step_codec import encode_step
 from wire.steps import SliceError, Step
 
-# Without token 0, which `generate` takes for padding and hides.
+# Without token 0, which `generate` treats as padding.
 PROMPTS = ((1, 2, 3), tuple(range(1, 41)), (7,))
 MAX_TOKENS = 12
 BAD_TOKEN = 99
 
 
 class Pipeline:
-    """`num_stages` real workers between two ends of one coordinator double."""
+    """`num_stages` real workers between the two ends of one coordinator double."""
 
     def __init__(self, coordinator: CoordinatorDouble, directory: Path, num_stages: int) -> None:
         self.coordinator = coordinator
@@ -74,7 +74,7 @@ class Pipeline:
         return predecessor
 
     async def run(self, predecessor: PredecessorDouble) -> dict[object, SliceError]:
-        """Steps until nothing is left to do; the errors of the sequences that failed."""
+        """Run steps until all sequences end; return the errors of failed ones."""
         errors: dict[object, SliceError] = {}
         while (step := self.log.scheduler.next_step(0.0)) is not None:
             await predecessor.send(encode_frame(encode_step(step), step.step_id, None))
@@ -158,7 +158,7 @@ async def test_non_finite_logits_fail_their_sequence_alone(bad_token_model: Path
         assert (error.kind, error.stage) == (step_pb2.SliceError.KIND_NON_FINITE_LOGITS, num_stages - 1)
         assert [mate.generated_tokens for mate in mates] == [alone, alone]
 
-        # The pages that held NaN are used again.
+        # Pages that held NaN are reused.
         later = [stages.log.add((1, 2, 3), max_tokens=MAX_TOKENS) for _ in range(8)]
         assert not await stages.run(predecessor)
         assert all(sequence.generated_tokens == alone for sequence in later)

@@ -1,4 +1,4 @@
-"""Stop strings in what the built-in model says: generation ends there, and no part of one is sent."""
+"""Stop strings with the built-in model: generation ends there, and no part of one is sent."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "Once upon a time"
 NUM_TOKENS = 60
 FALSE_START = ", there was a big race"
-"""The story has ", there was a brave girl" before it."""
+"""Follows ", there was a brave girl" in the story."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -34,7 +34,7 @@ async def caller(cluster: Cluster) -> AsyncIterator[Caller]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def story(caller: Caller) -> Received:
-    """What is said without stop strings."""
+    """Output without stop strings."""
     return await caller.run(message(PROMPT, NUM_TOKENS))
 
 
@@ -48,7 +48,7 @@ def codec() -> TextCodec:
 def check(
     stopped: ReceivedChoice, undisturbed: ReceivedChoice, stops: Sequence[str], codec: TextCodec
 ) -> None:
-    """It has ended with the first token whose text completes a stop string, and before that string."""
+    """Assert that the output ended at the first token that completes a stop string, before that string."""
     texts = [codec.decode(undisturbed.tokens[:end]) for end in range(len(undisturbed.tokens) + 1)]
     ends = [end for end, text in enumerate(texts) if any(stop in text for stop in stops)]
     if not ends:
@@ -58,7 +58,7 @@ def check(
     assert stopped.tokens == undisturbed.tokens[: ends[0]]
     assert stopped.usage.completion_tokens == ends[0]
     text = texts[ends[0]]
-    # Of several in this token the one that is complete first, and of those that are together the longest.
+    # Of several in one token, the first complete one counts; of those that end together, the longest.
     _, begin = min((text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text)
     assert stopped.text == text[:begin]
     assert stopped.finish_reason == STOP
@@ -113,7 +113,7 @@ async def test_a_stop_string_in_the_last_token_is_the_finish_reason(
     last = await caller.run(message(PROMPT, num_tokens, stop=[FALSE_START]))
     assert last.outputs == stopped.outputs == [(story.tokens[:num_tokens], stopped.text, STOP)]
     assert story.text.startswith(stopped.text + FALSE_START)
-    # One token less, and what was held back is text after all.
+    # With one token less, the held-back text is sent.
     less = await caller.run(message(PROMPT, num_tokens - 1, stop=[FALSE_START]))
     text = stopped.text + FALSE_START.removesuffix(" race")
     assert less.outputs == [(story.tokens[: num_tokens - 1], text, LENGTH)]
@@ -127,7 +127,7 @@ async def test_a_stop_string_in_the_end_of_sequence_token(cluster: Cluster, call
     for stop, text in [("<|end|>", "."), (".<|", ""), ("|>", ".<|end"), ("d|>.", ".<|end|>")]:
         stopped = await caller.run(message(prompt, 20, skip_special_tokens=False, stop=[stop]))
         assert stopped.outputs == [(ends.tokens, text, STOP)]
-    # Skipped, it is no text: what may have gone on is held back until the end, and comes then.
+    # Skipped, it adds no text: a possible beginning is held back until the end, and sent then.
     skipped = await caller.run(message(prompt, 20, stop=[".<|"]))
     assert skipped.outputs == [(ends.tokens, ".", STOP)]
     await cluster.wait_drained()
@@ -148,7 +148,7 @@ async def test_no_stop_string_ends_the_output_before_min_tokens(
     cluster: Cluster, caller: Caller, story: Received
 ) -> None:
     stopped = await caller.run(message(PROMPT, NUM_TOKENS, stop=["."], min_tokens=16))
-    # The first sentence has fewer than 16 tokens; the full stop that counts is that of the second one.
+    # The first sentence has fewer than 16 tokens, so the second full stop ends the output.
     assert story.text.startswith(stopped.text + ".")
     assert stopped.text.count(".") == 1
     assert (len(stopped.tokens), stopped.choices[0].finish_reason) == (19, STOP)

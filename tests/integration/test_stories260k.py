@@ -1,4 +1,4 @@
-"""A trained checkpoint, against the tokens that an independent C implementation generates."""
+"""A trained checkpoint, compared with the tokens of an independent C implementation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Structured output through a whole cluster: what is asked for is what comes, alone and beside others."""
+"""Structured output through a whole cluster: constraints hold alone and in batches."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ async def test_a_request_generates_the_same_text_alone_and_in_a_batch(cluster: C
 
 @pytest.mark.full
 async def test_a_grammar_resumes_after_a_preemption() -> None:
-    """A pool for hardly more than one of them at a time."""
+    """The pool holds little more than one request."""
     async with Cluster(None, layers=(6, 6), block_size=4, max_kv_tokens=96, has_text=True) as cluster:
         options = {"regex": r"([a-z]{3,7} ){10}end", "temperature": 1.0, "max_tokens": 90}
         alone = [await complete(cluster, seed=seed, **options) for seed in range(12)]

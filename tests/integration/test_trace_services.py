@@ -1,4 +1,4 @@
-"""Traces through the coordinator's port: what exporters send, what clients ask, and what a cluster tells."""
+"""Traces through the coordinator's port: export, client queries and spans of a cluster."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def started(config: CoordinatorConfig) -> CoordinatorServer:
 
 @pytest.fixture
 async def coordinator() -> AsyncIterator[CoordinatorServer]:
-    """Without workers: nothing but what is sent to it."""
+    """Without workers, so that only exported spans are stored."""
     server = await started(config())
     yield server
     await server.stop()
@@ -235,7 +235,7 @@ def _id(number: int) -> str:
 async def _whole_trace(
     client: Client, request_id: str, *, num_decode_steps: int, num_stages: int
 ) -> RequestTrace:
-    """Spans of several processes come one after another."""
+    """Wait for the spans of all processes of a request."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
@@ -252,7 +252,7 @@ async def _whole_trace(
 
 @asynccontextmanager
 async def _serving(store: TraceStore) -> AsyncIterator[Any]:
-    """The `Export` of a server that has nothing but a TraceService."""
+    """`Export` of a server with only a TraceService."""
     server = new_server(interceptors=(MessageLimits(),))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
     port = bind(server, "127.0.0.1:0")
@@ -264,7 +264,7 @@ async def _serving(store: TraceStore) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
-    """The `Export` of a server that has nothing but this."""
+    """`Export` of a server with only this service."""
     server = new_server(interceptors=(MessageLimits(),))
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(service, server)
     port = bind(server, "127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""What a collector gets of requests: one connected tree each, whatever happens to them."""
+"""Spans received by a collector: one connected tree per request, also after failures."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
     assert len(tree.named(SpanName.PREEMPTION)) == root.attributes[Attr.NUM_PREEMPTIONS]
     assert tree.num_generated >= 60
     restart_counts = {span.attributes[Attr.RESTART_COUNT] for span in tree.named(SpanName.STAGE_DECODE)}
-    assert 0 not in restart_counts, "nobody knew yet that this one would be of interest"
+    assert 0 not in restart_counts, "spans before the preemption are not sampled"
 
 
 async def test_a_trace_stays_connected_when_a_worker_fails(collecting: Collector) -> None:
@@ -167,7 +167,7 @@ async def test_a_rejected_request_is_recorded_although_unsampled(collecting: Col
 
 
 def names_recorded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[SpanName]:
-    """Of the coordinator's spans from now on."""
+    """Names of the coordinator's spans recorded from now on."""
     names: list[SpanName] = []
     record = cluster.server.recorder.record
 
@@ -199,7 +199,7 @@ async def test_a_hung_collector_delays_no_request_and_lost_spans_are_counted(
         recorded = names_recorded(cluster, monkeypatch)
         answers = await cluster.generate_all(asks)
         assert all(answer.succeeded for answer in answers)
-        # Each has an intake, a queue, a chunk, decode work and the request itself.
+        # Each request has spans for intake, queue, a chunk, decode work and itself.
         assert len(recorded) >= 5 * len(asks)
         assert cluster.server.recorder.num_dropped >= len(recorded) - 16 - 4
         collecting.may_answer.set()

@@ -53,7 +53,7 @@ async def test_weights_are_compared_by_samples_first_and_fully_when_idle(model: 
         assert levels(await cluster.client.status()) == ["sampled"] * 3
     async with Cluster(model, layers=LAYERS, policy=POLICY) as cluster:
         await cluster.wait_status(lambda status: levels(status) == ["full"] * 3)
-        # The next plan is compared anew; a spare has nothing to compare.
+        # The next plan is compared again; a spare has nothing to compare.
         await cluster.start_worker("w3")
         await cluster.workers["w1"].stop()
         await cluster.wait_status(lambda status: levels(status) == ["full"] * 3 and cluster.epoch > 1)
@@ -79,7 +79,7 @@ async def test_a_changed_byte_outside_all_samples_quarantines_the_worker(model: 
         assert f"{damaged / 'model.safetensors'}: tensor {TENSOR} has the XXH3-128 " in worker.detail
         assert worker.detail.endswith("1 of 9 tensors differ")
 
-        # The others take its layers over, and are right.
+        # The other workers take over its layers and generate the right tokens.
         await cluster.wait_status(
             lambda status: (
                 status.state == cluster_pb2.CLUSTER_STATE_SERVING and levels(status) == ["full"] * 2
@@ -108,8 +108,8 @@ async def test_the_same_files_are_rejected_when_their_worker_rejoins(model: Path
         )
         assert "its weights differ" in again.workers[0].detail
         assert f"tensor {TENSOR} has the XXH3-128" in again.workers[0].detail
-        assert cluster.epoch == first.epoch, "no token of it was served again"
-        assert controller.state.plan_id <= plan_id + 1, "it was tried once more at most"
+        assert cluster.epoch == first.epoch, "it served no token again"
+        assert controller.state.plan_id <= plan_id + 1, "it was tried at most once more"
 
 
 async def test_another_checkpoint_is_tried_once_and_the_other_workers_load_once(
@@ -132,7 +132,7 @@ async def test_another_checkpoint_is_tried_once_and_the_other_workers_load_once(
 async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream on which the worker was asked is gone, and another worker has its stage."""
+    """The stream of the comparison has ended, and another worker runs the stage."""
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
     is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -165,10 +165,10 @@ async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
         may_answer.set()
         assert f"tensor {TENSOR} has the XXH3-128" in await detail_of_quarantined(cluster, "w0")
 
-        # It tells again whoever takes it in, until its files are others.
+        # It repeats the verdict at every join until its files change.
         controller.leave(controller.connections["w0"], "its stream is cut again")
         assert "its weights differ" in await detail_of_quarantined(cluster, "w0")
-        assert cluster.epoch == epoch, "the plan of the others serves on"
+        assert cluster.epoch == epoch, "the plan of the other workers continues to serve"
         shutil.copy(model / "model.safetensors", damaged / "repaired")
         os.replace(damaged / "repaired", damaged / "model.safetensors")
         controller.leave(controller.connections["w0"], "its stream is cut once more")
@@ -184,13 +184,13 @@ async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
 
 
 async def detail_of_quarantined(cluster: Cluster, name: str) -> str:
-    """Why this worker is in quarantine, once it is."""
+    """Wait for this worker's quarantine; return its reason."""
     state = cluster_pb2.WORKER_STATE_QUARANTINED
     status = await cluster.wait_status(lambda status: state_of(status, name) == state)
     return next(worker.detail for worker in status.workers if worker.name == name)
 
 
 def state_of(status: cluster_pb2.GetStatusResponse, name: str) -> cluster_pb2.WorkerState.ValueType:
-    """LOST where it is not in the cluster."""
+    """State of a worker; LOST if it is not in the cluster."""
     found = (worker.state for worker in status.workers if worker.name == name)
     return next(found, cluster_pb2.WORKER_STATE_LOST)

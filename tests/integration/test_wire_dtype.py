@@ -1,4 +1,4 @@
-"""Hidden states that travel smaller than they were computed: in whole clusters, on one stage, on mocks."""
+"""Hidden states sent in a smaller dtype than computed: in whole clusters, on one stage, on mocks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ async def tokens_of(
     wire_dtype: str | None,
     worker_wire_dtypes: dict[str, WireDType] | None = None,
 ) -> list[list[int]]:
-    """One request after another, so that rounding is the same in every run."""
+    """Tokens of sequential requests, so that rounding is the same in every run."""
     async with Cluster(
         directory,
         layers=LAYERS,
@@ -62,7 +62,7 @@ async def tokens_of(
 
 
 def num_equal(tokens: list[list[int]], others: list[list[int]]) -> int:
-    """How many tokens come before the first that differs, over all requests."""
+    """Total number of tokens before the first difference, over all requests."""
     count = 0
     for ours, theirs in zip(tokens, others, strict=True):
         pairs = zip(ours, theirs, strict=True)
@@ -96,7 +96,7 @@ async def test_status_shows_the_wire_dtype(varied_llama: Path) -> None:
 async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
     varied_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stage 1 gets what worker 0 chose, stage 2 what the coordinator did."""
+    """Stage 1 receives the dtype of worker 0, stage 2 that of the coordinator."""
     seen: dict[int, set[WireDType]] = {}
     run = StepExecutor.run
 
@@ -140,7 +140,7 @@ def test_received_hidden_states_are_not_modified(
         nonlocal num_checked
         if frame.hidden is None:
             return run(executor, frame)
-        # 16 bytes aligned, so that it is computed from where it lies.
+        # Aligned to 16 bytes, so that it is computed in place.
         data = torch.frombuffer(bytearray(frame.hidden.data), dtype=torch.uint8).numpy().data
         before = bytes(data)
         view = TensorView(frame.hidden.dtype, frame.hidden.shape, data.toreadonly())
@@ -161,7 +161,7 @@ def stage_of(directory: Path, stage: int, wire_dtype: WireDType | None = None) -
 
 
 async def predecessor_in(bench: StageBench, wire_dtype: WireDType | None) -> PredecessorDouble:
-    """An accepted stream that has declared `wire_dtype`."""
+    """An accepted stream with `wire_dtype` declared."""
     hello = bench.hello()
     hello.wire_dtype = number_of(wire_dtype)
     predecessor = PredecessorDouble(bench.worker.advertised_address)
@@ -221,7 +221,7 @@ async def test_a_frame_in_another_dtype_than_declared_is_rejected(
         await bench.begin_epoch()
         predecessor = await predecessor_in(bench, declared)
         step = first_step(bench)
-        # Of one token: the same wrong dtype in fewer bytes than the declared one may have.
+        # Of one token: the wrong dtype in fewer bytes than the declared one allows.
         await send(predecessor, step, to_wire(torch.randn(1, HIDDEN_SIZE), sent))
         fault = await bench.link.fault()
         assert (fault.kind, fault.step_id) == (StepFaultKind.DTYPE, 0)

@@ -1,4 +1,4 @@
-"""A worker joins, loads, beats, comes back after a break, and leaves when it is told to."""
+"""A worker joins, loads, heartbeats, rejoins after a broken stream, and leaves on request."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ def assignment(tiny_llama: Path) -> Assignment:
 
 
 class Gate:
-    """Holds whatever calls `wrap`ped functions until it is opened; counts the calls."""
+    """Blocks calls of `wrap`ped functions until it is opened; counts the calls."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -148,7 +148,7 @@ async def test_loaded_is_reported_after_the_warm_up(
         link.send(assign=assign_message(assignment))
         await gate.wait_called()
         await link.next_heartbeat()
-        assert link.answers.empty(), "loaded while it is not warm"
+        assert link.answers.empty(), "reported as loaded before the warm-up"
         gate.opened.set()
         loaded = await link.answer("loaded")
         assert loaded.warmup_ms > 0
@@ -368,7 +368,7 @@ async def test_leave_stops_the_process_if_requested(coordinator: CoordinatorDoub
 async def test_a_coordinator_silent_for_its_lease_is_dialled_again(
     coordinator: CoordinatorDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This one answers no heartbeat, as one behind a partition."""
+    """The double answers no heartbeat, as after a partition."""
     coordinator.lease_ms = 100
     with caplog.at_level(logging.INFO):
         async with running_worker(worker_config(coordinator.address)):

@@ -1,4 +1,4 @@
-"""A trace as `telemetry.trace_view.facts.trace_facts` tells it."""
+"""A trace in the format of `telemetry.trace_view.facts.trace_facts`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECODE_S = ((0.06, 0.01, 0.05, 0.82, 0.02), (0.07, 0.01, 0.04, 0.83, 0.02), (0.0
 
 
 def traced_request(request_id: str) -> dict[str, Any]:
-    """Two chunks of a prompt and 57 decode steps, through three stages of which the last is slow."""
+    """Two prompt chunks and 57 decode steps through three stages, the last of them slow."""
     return {
         "request_id": request_id,
         "trace_id": "5b8efff798038103d269b633813fc60c",
