@@ -321,7 +321,7 @@ class CoordinatorConfig:
             self._check_wire_dtype(self.wire_dtype)
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
             raise ValueError(
-                f"client_key {self.client_key!r} is no metadata key: use a-z, 0-9, '-', '_', '.'"
+                f"client_key {self.client_key!r} is not a metadata key: use a-z, 0-9, '-', '_', '.'"
             )
         check_positive("priority_age_s", self.priority_age_s)
         check_positive("reattach_timeout_s", self.reattach_timeout_s)
@@ -338,9 +338,9 @@ class CoordinatorConfig:
         if self.mock_model is not None:
             parse_mock_model(self.mock_model)
             if self.self_check:
-                raise ValueError("--self-check needs weights to check: not together with --mock-model")
+                raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
             if self.model_directory is not None:
-                raise ValueError("--mock-model is served in the place of a model: not together with --model")
+                raise ValueError("--mock-model replaces the model: it cannot be used with --model")
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()

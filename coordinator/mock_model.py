@@ -32,7 +32,7 @@ def parse_mock_model(text: str) -> ModelConfig:
             raise ValueError(f"mock model {name!r} is given twice")
         sizes[name] = _parse_size(name, value.strip())
     if "layers" not in sizes:
-        raise ValueError(f"mock model {text!r} does not say how many layers it has: layers=N")
+        raise ValueError(f"mock model {text!r} has no number of layers: add layers=N")
     return _config({**_DEFAULTS, **sizes})
 
 

@@ -138,7 +138,7 @@ class Assignment:
         if self.wire_dtype is not None:
             check_can_carry(self.wire_dtype, self.dtype)
         if not 0 <= self.layer_begin < self.layer_end:
-            raise ValueError(f"layers [{self.layer_begin}, {self.layer_end}) are no range of layers")
+            raise ValueError(f"layers [{self.layer_begin}, {self.layer_end}) are not a range of layers")
         for name in (
             "block_size",
             "num_blocks",

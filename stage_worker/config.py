@@ -196,7 +196,7 @@ class WorkerConfig:
         ),
     ] = None
     cache_directory: Path | None = None
-    """Directory of weight hashes, if they are to be kept."""
+    """Directory of cached weight hashes; None disables the cache."""
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -239,4 +239,4 @@ class WorkerConfig:
             if is_given
         ]
         if given:
-            raise ValueError(f"a mock stage computes nothing: --mock does not go with {' and '.join(given)}")
+            raise ValueError(f"mocks compute nothing: --mock cannot be used with {' and '.join(given)}")

@@ -277,11 +277,9 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
 def check_limits(step: Step, rules: StepRules) -> None:
     """Check the number of tokens and sequences, and that no sequence has two slices."""
     if step.num_tokens > rules.max_step_tokens:
-        raise _slice_set(f"{step.num_tokens} tokens in one step, at most {rules.max_step_tokens} are agreed")
+        raise _slice_set(f"{step.num_tokens} tokens in one step, the limit is {rules.max_step_tokens}")
     if len(step.slices) > rules.max_step_sequences:
-        raise _slice_set(
-            f"{len(step.slices)} sequences in one step, at most {rules.max_step_sequences} are agreed"
-        )
+        raise _slice_set(f"{len(step.slices)} sequences in one step, the limit is {rules.max_step_sequences}")
     if len({step_slice.sequence for step_slice in step.slices}) < len(step.slices):
         raise _slice_set(f"two slices of {_repeated(step)} in one step")
 
@@ -336,7 +334,7 @@ def _check_tokens(step_slice: StepSlice, end: int, rules: StepRules) -> None:
         )
     if end > rules.max_sequence_tokens:
         raise _slice_set(
-            f"{step_slice.sequence} reaches {end} tokens, at most {rules.max_sequence_tokens} are agreed"
+            f"{step_slice.sequence} reaches {end} tokens, the limit is {rules.max_sequence_tokens}"
         )
     if isinstance(step, Prefill) and not step.is_final and end % rules.block_size:
         raise _slice_set(

@@ -465,9 +465,7 @@ def _priority(request: inference_pb2.GenerateRequest) -> Priority:
 
 def _text_codec(model: ServedModel, possible: str, *, instead_of: str) -> TextCodec:
     if model.text is None:
-        raise InvalidRequest(
-            f"model {model.name} has no tokenizer: it can be given {possible}, not {instead_of}"
-        )
+        raise InvalidRequest(f"model {model.name} has no tokenizer: pass {possible}, not {instead_of}")
     return model.text
 
 

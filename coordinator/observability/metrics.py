@@ -368,7 +368,7 @@ class CoordinatorMetrics:
         return self._registry.snapshot(time.time_ns())
 
     async def metrics_text(self, accept: str) -> tuple[bytes, str]:
-        """The text for `/metrics` of all processes, and its content type by the header `accept`."""
+        """Return `/metrics` of all processes as text, and the content type for the header `accept`."""
         assert self._workers is not None, "metrics_text before watch"
         self._workers.forget_old(time.monotonic())
         return await asyncio.to_thread(_text, self.snapshot(), self._workers.last(), accept)

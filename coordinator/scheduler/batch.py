@@ -101,7 +101,7 @@ class DecodeQueue:
 class SequenceUpdate:
     """Changes of one sequence by a step result: new token, prompt log-probabilities, finish or failure.
 
-    `prompt_logprobs` follow those of earlier updates, starting at the second prompt token.
+    `prompt_logprobs` continue earlier updates; the first entry is the second prompt token's.
     """
 
     sequence: Sequence

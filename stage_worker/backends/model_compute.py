@@ -79,8 +79,8 @@ class FiniteStates:
         if judged and not any(judged):
             raise StepFault(
                 StepFaultKind.NON_FINITE,
-                f"nothing that this stage has computed for {len(judged)} of {len(step.slices)} sequences is "
-                "finite, but what came in for them is",
+                f"non-finite output for {len(judged)} of {len(step.slices)} sequences, although their input "
+                "is finite",
             )
         self._tainted.update(
             step_slice.sequence for step_slice in step.slices if step_slice.sequence not in came_good

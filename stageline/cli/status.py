@@ -52,7 +52,7 @@ def status(
 ) -> int:
     """Show plan, workers, layers, memory, KV use and requests."""
     if as_json and watch:
-        raise typer.BadParameter("--json prints once; it does not go with --watch")
+        raise typer.BadParameter("--json prints once: it cannot be used with --watch")
     asyncio.run(_watch(coordinator) if watch else _show_once(coordinator, as_json=as_json))
     return 0
 

@@ -89,7 +89,7 @@ def some_token_ids(name: str, value: object) -> list[int]:
     """A non-empty list of token ids; an empty one would mean the opposite."""
     ids = token_ids(name, value)
     if not ids:
-        raise InvalidRequest(f"{name} is empty, which allows nothing; leave it out to allow every token")
+        raise InvalidRequest(f"{name} is empty, which allows nothing: omit it to allow every token")
     return ids
 
 

@@ -73,8 +73,8 @@ def _is_small(pid: int, name: str) -> None:
 
 BAD_USAGE = {
     "worker --mock step=20": "mock time step='20': expected a number with us, ms or s, such as 20ms",
-    "worker --mock step=1ms --model .": "--mock does not go with --model",
-    "coordinator --stages 2 --mock-model hidden=3": "'hidden=3' does not say how many layers it has",
+    "worker --mock step=1ms --model .": "--mock cannot be used with --model",
+    "coordinator --stages 2 --mock-model hidden=3": "'hidden=3' has no number of layers",
     "up --mock step=1ms --mock-model layers=x": "mock model layers='x': expected a number from 1 to 4096",
     "up --workers 3 --mock step=1ms --mock step=2ms": "2 mock specs for 3 workers: give 1 or one each",
 }

@@ -224,7 +224,7 @@ async def test_a_mock_model_has_neither_text_nor_structured_output() -> None:
     async with mock_cluster(2) as cluster:
         with pytest.raises(InvalidRequest, match="structured output is not served"):
             await cluster.client.complete([1, 2, 3], max_tokens=4, regex="a+")
-        with pytest.raises(InvalidRequest, match="model mock has no tokenizer: it can be given token_ids"):
+        with pytest.raises(InvalidRequest, match="model mock has no tokenizer: pass token_ids"):
             await cluster.client.complete("Once", max_tokens=4)
 
 

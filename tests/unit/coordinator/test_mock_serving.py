@@ -55,7 +55,7 @@ def test_every_size_can_be_set() -> None:
         ("layers=64,", "mock model '': expected"),
         ("layers=64,depth=3", "mock model 'depth=3': expected"),
         ("layers=64,layers=64", "mock model 'layers' is given twice"),
-        ("hidden=64", "mock model 'hidden=64' does not say how many layers it has: layers=N"),
+        ("hidden=64", "mock model 'hidden=64' has no number of layers: add layers=N"),
         ("layers=0", "mock model layers='0': expected a number from 1 to 4096"),
         ("layers=-1", "mock model layers='-1': expected a number"),
         ("layers=1.5", "mock model layers='1.5': expected a number"),
@@ -74,7 +74,7 @@ def test_invalid_values_are_rejected_with_the_reason(text: str, message: str) ->
 
 
 def test_a_mock_model_is_served_in_the_place_of_another(tmp_path: object) -> None:
-    with pytest.raises(ValueError, match="--mock-model is served in the place of a model: not together with"):
+    with pytest.raises(ValueError, match="--mock-model replaces the model: it cannot be used with"):
         config_of("layers=4", model_directory=tmp_path)
 
 

@@ -134,7 +134,7 @@ def test_a_sequence_longer_than_agreed_is_refused(stage: Stage) -> None:
     start = StartRecord(key, 0, 68, tokens, GREEDY)
     part = StepSlice(key, 0, tokens[64:], Prefill(64, 4, 68))
     fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
-    assert (fault.kind, "at most 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
+    assert (fault.kind, "the limit is 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
 def test_a_refused_epoch_stays_refused_until_the_next_begins(stage: Stage) -> None:

@@ -248,7 +248,7 @@ def test_the_self_check_flag_reaches_the_coordinator(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("coordinator --stages 2 --mock-model layers=4 --self-check", "not together with --mock-model"),
+        ("coordinator --stages 2 --mock-model layers=4 --self-check", "it cannot be used with --mock-model"),
         ("up --mock step=1ms --self-check", "cannot be used with --mock"),
     ],
 )

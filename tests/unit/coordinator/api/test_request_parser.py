@@ -229,7 +229,7 @@ def test_stop_strings_are_bounded_in_number_and_length() -> None:
         ({"stop": ["a"]}, "stop needs a tokenizer, which this model lacks: use stop_token_ids"),
         (
             {"bad_words": ["a"]},
-            "model tiny-letters has no tokenizer: it can be given bad_word_ids, not bad_words",
+            "model tiny-letters has no tokenizer: pass bad_word_ids, not bad_words",
         ),
     ],
 )

@@ -209,5 +209,5 @@ def test_a_mock_worker_has_nothing_to_compute_with(given: dict[str, Any], flags:
         "mock": MockSpec(),
     }
     WorkerConfig(**plain)
-    with pytest.raises(ValueError, match=f"--mock does not go with {flags}$"):
+    with pytest.raises(ValueError, match=f"--mock cannot be used with {flags}$"):
         WorkerConfig(**{**plain, **given})

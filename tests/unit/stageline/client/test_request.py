@@ -126,7 +126,7 @@ def test_zero_is_sent_where_it_differs_from_unset(name: str) -> None:
         ({"stop_token_ids": 3}, "stop_token_ids is of type int, must be a list of token ids"),
         (
             {"allowed_token_ids": []},
-            "allowed_token_ids is empty, which allows nothing; leave it out to allow every token",
+            "allowed_token_ids is empty, which allows nothing: omit it to allow every token",
         ),
         ({"logit_bias": [(1, 2)]}, "logit_bias is of type list, must map token ids to numbers"),
         ({"logit_bias": {-1: 2.0}}, "a token id of logit_bias is -1, must be in [0, 4294967295]"),
