@@ -40,7 +40,7 @@ def make_checkpoint(
     """Write a `family` ("llama", "mistral", "qwen2", "qwen3") checkpoint to `directory` and return that.
 
     The weights are wide enough (std 0.1) and the norm weights and biases perturbed, so that the model does
-    not repeat one token for ever and a forgotten norm or bias changes its output. There is no EOS id unless
+    not repeat one token and a forgotten norm or bias changes its output. There is no EOS id unless
     `config_overrides` (keys of config.json) gives one. `max_shard_size` ("100KB") makes a sharded one.
     """
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **(_SHAPE | config_overrides))

@@ -1,4 +1,4 @@
-"""An Inference service whose tokens are made up, and which does wrong what a test tells it to."""
+"""An Inference service with invented tokens and the faults that a test configures."""
 
 # ruff: noqa: N802 - gRPC names the methods
 
@@ -24,7 +24,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One call ends with this status after so many messages.
+    """One call ends with this status after `after` messages.
 
     Without details UNAVAILABLE is what a client sees of a lost connection. A Generate that `is_accepted` is
     known to Attach afterwards.
@@ -40,7 +40,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     """Answers " 0", " 1", ... one token each, in turn for every choice.
 
     A prompt "!after:CODE" fails with that status after one token, "!overloaded" is refused with the hint to
-    come back in 1.5 s, "!endless" never ends, "!gap" leaves a token out, "!unfinished" ends without a finish
+    retry in 1.5 s, "!endless" never ends, "!gap" leaves a token out, "!unfinished" ends without a finish
     reason, "!uneven" gives choice 0 a token less than the others. A conversation is answered with its length.
     """
 
@@ -149,7 +149,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         for index in range(min(starts.values(), default=0), longest + 1):
             for choice in choices:
                 num_tokens = _num_tokens(request, choice)
-                # One who attaches after the last token still has to hear how the choice ended.
+                # A call that attaches after the last token still gets the finish reason.
                 is_late_end = starts.get(choice, 0) == num_tokens == index
                 if starts.get(choice, 0) <= index < num_tokens or is_late_end:
                     yield self._response(request, choice, index)

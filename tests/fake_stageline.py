@@ -1,6 +1,6 @@
 """Stands in for `python -m stageline coordinator|worker` where a test is about clients or launching.
 
-The gRPC and the membership are real: workers join over the wire, and the coordinator says SERVING while as
+The gRPC and the membership are real: workers join over the wire, and the coordinator reports SERVING while as
 many have joined as there are stages. The tokens are made up. What it does wrong on purpose is chosen by the
 prompt and by FAKE_* variables in the environment.
 """
@@ -26,7 +26,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeCluster(cluster_pb2_grpc.ClusterServicer, join_pb2_grpc.MembershipServiceServicer):
-    """Counts who has joined; each gets two layers."""
+    """Counts joined workers; each gets two layers."""
 
     def __init__(self, num_stages: int, inference: FakeInference) -> None:
         self._num_stages = num_stages
@@ -141,7 +141,7 @@ async def _until_signal() -> None:
 def main() -> None:
     """Runs the command line that `stageline` would get; flags that a fake has no use for are let pass."""
     if _hangs():
-        # Before it tells anybody that it is here.
+        # Before it joins.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)

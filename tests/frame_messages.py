@@ -1,4 +1,4 @@
-"""Frames as protobuf messages, for whoever looks into one or breaks it."""
+"""Frames as protobuf messages, for tests that inspect or damage one."""
 
 from collections.abc import Iterator, Sequence
 

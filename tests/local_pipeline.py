@@ -43,7 +43,7 @@ GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to generate, and when: it arrives, and is cancelled, after so many steps were answered.
+    """What to generate, and when: arrival and cancellation are counted in answered steps.
 
     Time passes in leaps where nothing is live: then the next one arrives at once.
     """
@@ -130,7 +130,7 @@ class LocalPipeline:
         return self.serve(requests).tokens
 
     def serve(self, requests: Tokens[Request]) -> Run:
-        """Serves all requests to their ends, in a fresh epoch; afterwards nobody may hold anything.
+        """Serves all requests to their ends, in a fresh epoch; afterwards no block may be held.
 
         `on_step` is called when a step is handed out, `before_stage` before each stage computes it.
         """

@@ -58,14 +58,14 @@ class MetricsCollector(MetricsServiceServicer):
         return ExportMetricsServiceResponse()
 
     async def wait_calls(self, num_calls: int) -> None:
-        """Until so many exports have come, whatever was answered."""
+        """Until this many exports have arrived, accepted or not."""
         async with asyncio.timeout(DEADLINE_S):
             while self.num_calls < num_calls:
                 self._came.clear()
                 await self._came.wait()
 
     async def wait_requests(self, num_requests: int) -> None:
-        """Until so many exports have been taken."""
+        """Until this many exports have been accepted."""
         async with asyncio.timeout(DEADLINE_S):
             while len(self.requests) < num_requests:
                 self._came.clear()

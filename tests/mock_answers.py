@@ -10,7 +10,7 @@ from stage_worker.backends.mock_compute import mock_token
 def mock_tokens(
     prompt: Sequence[int], count: int, *, vocab_size: int, eos_token_ids: Collection[int] = ()
 ) -> list[int]:
-    """The first `count` tokens that follow the prompt, whoever else is served and however it is cut."""
+    """The first `count` tokens that follow the prompt, for any batch and any split."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         last = len(tokens) - 1

@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True, slots=True)
 class CollectedSpan:
-    """A span with what its process says about itself."""
+    """A span with the resource attributes of its process."""
 
     span: trace_pb2.Span
     resource: dict[str, Any]
@@ -35,7 +35,7 @@ class CollectedSpan:
 
 @dataclass(slots=True)
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """`address` is HOST:PORT. `may_answer` cleared: it takes a call and says nothing."""
+    """`address` is HOST:PORT. `may_answer` cleared: it accepts calls without answering."""
 
     address: str = ""
     spans: list[CollectedSpan] = field(default_factory=list)

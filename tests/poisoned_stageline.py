@@ -18,7 +18,7 @@ POISON_VARIABLE = "POISON_TOKEN"
 
 
 def poison(token: int) -> None:
-    """From now on, whoever runs a step with this token is gone."""
+    """From now on, a worker that runs a step with this token crashes."""
     run = StepExecutor.run
 
     def run_or_die(self: StepExecutor, frame: Frame) -> StageOutput:

@@ -1,4 +1,4 @@
-"""Ports for servers that are told where to listen, unlike most, which choose a port themselves."""
+"""Ports for servers that need a fixed address; most choose a port themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIRST, _PER_PROCESS = 20_000, 500
 
 
 def unused_address() -> str:
-    """An address of this machine where nobody listens, and which no other test is given."""
+    """A free address of this machine, unique to one test."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = _FIRST + worker * _PER_PROCESS
     while True:

@@ -39,7 +39,7 @@ def drifted(*, root: Path = PROTO_ROOT) -> list[str]:
 
 
 def drift_message(names: Iterable[str]) -> str:
-    """What to tell whoever changed one without the other."""
+    """The advice after a change of one without the other."""
     return f"generated code has drifted from the .proto files; run `make proto`: {', '.join(names)}"
 
 

@@ -103,7 +103,7 @@ def frequencies(
         patch.setattr(random_choice, "uniform_samples", even)
         sampler = Sampler(vocab_size=logits.shape[-1], stage=STAGE)
         sampler.start(start_record(key(0), row))
-        # Only the position of the drawn token tells these slices apart.
+        # These slices differ only by the position of the sampled token.
         parts = [
             StepSlice(key(0), 0, row.tokens[-1:], Prefill(index, 1, index + 1)) for index in range(count)
         ]

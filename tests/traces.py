@@ -70,6 +70,6 @@ class Tree:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that the spans tell of: one for each prefill that was finished, and those of decode work."""
+        """Tokens in the spans: one for each finished prefill, and the tokens of decode work."""
         decodes = self.named(SpanName.DECODE)
         return len(decodes) + sum(decode.attributes[Attr.TOKENS] for decode in decodes)

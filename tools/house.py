@@ -193,7 +193,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The product's modules by dotted name, and who imports whom."""
+    """The product's modules by dotted name, and their imports."""
 
     root: Path
     modules: dict[str, Module]

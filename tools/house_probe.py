@@ -34,7 +34,7 @@ class Probe:
             self._codes.add(frame.f_code)
 
     def follow_control_file(self) -> None:
-        """Switch windows as the control file says, until the process ends."""
+        """Switch windows per the control file, until the process ends."""
         self._write_file("state", "")
         # The directory disappears before the process when the measurement is over.
         with contextlib.suppress(FileNotFoundError):

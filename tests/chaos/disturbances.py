@@ -120,7 +120,7 @@ async def cut_bytes(cluster: FaultyCluster, generator: random.Random) -> None:
 
 
 async def flip_bits(cluster: FaultyCluster, generator: random.Random) -> None:
-    """In what comes to a worker; what it says to the coordinator has a checksum only where it is a frame."""
+    """In frames sent to a worker; of its messages to the coordinator only frames have a checksum."""
     victim = (await cluster.places())[generator.choice(("FIRST", "MIDDLE", "LAST"))]
     line = cluster.lines[victim].into
     flip = line.flip(generator.choice(list(Direction)), within_bytes=generator.choice((200, 5_000, 50_000)))
@@ -136,7 +136,7 @@ async def kill_coordinator(cluster: FaultyCluster, generator: random.Random) -> 
 
 
 async def kill_coordinator_and_a_worker(cluster: FaultyCluster, generator: random.Random) -> None:
-    """The worker comes back after the coordinator, or has to be done without for a while."""
+    """The worker rejoins after the coordinator, or the cluster serves without it for a while."""
     victim = generator.choice(cluster.worker_names)
     await cluster.kill("coordinator", victim)
     await pause_s(generator, 0.0, 0.5)

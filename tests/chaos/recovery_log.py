@@ -81,7 +81,7 @@ def _downs(coordinator_downs: Iterable[tuple[float, float]]) -> Iterator[tuple[f
 
 
 def _changes(lines: Iterable[LogLine]) -> Iterator[tuple[float, str]]:
-    """(when, the phase that begins), as the log tells."""
+    """(time, phase that begins), read from the log."""
     planned: set[str] = set()
     loading: set[str] = set()
     phase = Phase.NO_PLAN

@@ -1,4 +1,4 @@
-"""A cluster whose processes are restarted as a supervisor such as systemd would, whatever ends them."""
+"""A cluster whose processes are restarted after any exit, as a supervisor such as systemd would."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.chaos.storm_cluster import StormCluster
 from tests.faults.byte_proxy import ByteProxy, Direction
 
 STATUS_TIMEOUT_S = 0.3
-"""A coordinator that is down or busy does not hold up the storm: then the victim is any worker."""
+"""A coordinator that is down or busy does not delay the storm: then the victim is any worker."""
 
 Inflict = Callable[[StormCluster, random.Random], Awaitable[None]]
 

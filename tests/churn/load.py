@@ -1,4 +1,4 @@
-"""Requests of all kinds at a constant rate, whatever becomes of those before."""
+"""Requests of all kinds at a constant rate, independent of earlier requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_CONNECTION_SHARE = 0.05
 
 
 class Churn:
-    """`problems` says of every request that did not end as its kind must, what was wrong."""
+    """`problems` has an entry for every request with an unexpected end."""
 
     def __init__(self, address: str, dashboard_url: str, *, rate: float, seed: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -27,14 +27,14 @@ class Churn:
         self._live: set[asyncio.Task[None]] = set()
 
     async def run(self, seconds: float) -> None:
-        """Sends for so long, and waits for what is under way."""
+        """Sends for this time, then waits for requests in flight."""
         loop = asyncio.get_running_loop()
         next_s, end_s = loop.time(), loop.time() + seconds
         async with Client(self._address) as client:
             while next_s < end_s:
                 self._begin(client)
                 next_s += self._interval_s
-                # After a stall, what is due comes at twice the rate and not all at once.
+                # After a stall, overdue requests are sent at twice the rate and not all at once.
                 await asyncio.sleep(max(next_s - loop.time(), self._interval_s / 2))
             await self._all_ended()
 

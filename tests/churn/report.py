@@ -13,14 +13,14 @@ MOST_GROWTH_BYTES = 2 * MB
 WINDOWS = ((1 / 3, 1 / 2), (5 / 6, 1.0))
 """Shares of the whole time whose medians are compared: of 30 minutes, 10 to 15 and 25 to 30."""
 COUNTED_AT = (1 / 3, 2 / 3, 1.0)
-"""Shares of the whole time after which objects are counted, while nothing is live."""
+"""Fractions of the run at which objects are counted, with no live request."""
 NOISE_OBJECTS = 200
 NOISE_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Resident bytes, so many seconds after the beginning."""
+    """Resident bytes at a time since the start, in seconds."""
 
     at_s: float
     resident_bytes: int
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def growing(self) -> dict[str, list[int]]:
-        """Types of which there are more, beyond noise, at every count than at the one before."""
+        """Types whose count grows beyond noise at every measurement."""
         return growing_types(self.counts)
 
     @property

@@ -115,7 +115,7 @@ async def detached(target: Target, generator: random.Random) -> None:
 
 
 async def forgotten(target: Target, generator: random.Random) -> None:
-    """Detached, and nobody comes back for it."""
+    """Detached, and never attached to again."""
     outputs = target.client.generate(prompt_of(generator), max_tokens=16, on_disconnect=Detach(keep_s=KEEP_S))
     async with aclosing(outputs):
         await anext(outputs)
@@ -130,7 +130,7 @@ async def not_a_token(target: Target, generator: random.Random) -> None:
 
 
 async def unknown(target: Target, generator: random.Random) -> None:
-    """Nobody has such a request."""
+    """The request id is unknown."""
     for call in (_attach, _cancel):
         try:
             await call(target.client, id_text(new_request_id()))

@@ -67,7 +67,7 @@ async def _run_in(directory: Path, churn: ChurnConfig, report: Report) -> None:
 async def _stretches(
     churn: ChurnConfig, cluster: LocalCluster, load: Churn, counts: Path, report: Report
 ) -> None:
-    """The load, with a count of objects after each stretch of it, when nothing is live."""
+    """The load, with a count of objects after each part of it, with no live request."""
     done = 0.0
     for share in COUNTED_AT:
         await load.run((share - done) * churn.seconds)

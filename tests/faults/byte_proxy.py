@@ -20,7 +20,7 @@ Connect = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWr
 
 
 class Direction(Enum):
-    """`FORTH` is from whoever dialled to the target."""
+    """`FORTH` is from the client to the target."""
 
     FORTH = auto()
     BACK = auto()
@@ -112,7 +112,7 @@ class ByteProxy:
         self.most_delay_s = most_s
 
     def stall(self) -> None:
-        """Nothing passes any more, and nobody is told, until `flow`."""
+        """Drop all bytes silently until `flow`."""
         self._is_flowing.clear()
 
     def flow(self) -> None:
@@ -126,7 +126,7 @@ class ByteProxy:
         self._writers.clear()
 
     def reset_after(self, num_bytes: int | None) -> None:
-        """Every connection from now on is reset once it has carried so many bytes to the target; None ends
+        """Every connection from now on is reset once it has carried this many bytes to the target; None ends
         that.
         """
         self.resets_after_bytes = num_bytes
@@ -146,7 +146,7 @@ class ByteProxy:
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         self._writers.add(writer)
-        # The party behind us may be gone or not there yet, and then so are we for whoever dials.
+        # The target may be gone or not started yet; then connections are refused.
         with contextlib.suppress(OSError):
             await self._has_target.wait()
             await self._is_flowing.wait()
@@ -188,7 +188,7 @@ class ByteProxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Ends the connection as a crash would: with RST, whatever is still to be sent."""
+    """Ends the connection as a crash would: with RST, dropping unsent bytes."""
     if writer.transport.is_closing():
         return
     # With a linger time of 0, close() sends RST and not FIN (man 7 socket).

@@ -12,7 +12,7 @@ FIGURE = "recovery"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Seconds, of something that was disturbed in the way that the name says."""
+    """A duration in seconds under the named disturbance."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""The ways into and out of one worker, each with proxies that a test can tell to misbehave."""
+"""The connections into and out of one worker, through proxies that can misbehave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.stream_proxy import HopProxy, StreamProxy
 
 
 class WorkerLines:
-    """Frames come to the worker through `frames` and `into`, what it says to the coordinator leaves through
+    """Frames reach the worker through `frames` and `into`, its messages to the coordinator pass through
     `results` and `out`. Without `has_frame_proxies` there are only the byte proxies, `into` and `out`.
 
     Bytes are falsified behind the frame proxies, since those look into what passes them.
@@ -51,13 +51,13 @@ class WorkerLines:
         return self._results
 
     def worker_arguments(self) -> tuple[str, ...]:
-        """What a worker has to be told besides what the launcher tells it, and after that."""
+        """Flags of a worker that follow those of the launcher."""
         advertised = self._frames or self.into
         coordinator = self._results or self.out
         return ("--advertise", advertised.address, "--coordinator", coordinator.address)
 
     def partition(self) -> None:
-        """The worker hears nobody and nobody hears it, and nobody is told."""
+        """Partition the worker silently in both directions."""
         self.into.stall()
         self.out.stall()
 

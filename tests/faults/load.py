@@ -21,7 +21,7 @@ class ConstantLoad:
     """`num_streams` requests at any time while entered, taken from `asks` in turn; on leaving, those that run
     are waited for. Requests that have not ended after `timeout_s` count as stuck.
 
-    `errors` are those that a request may end with. `problems` says of every other one what was wrong.
+    `errors` are those that a request may end with. `problems` describes every other end.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ConstantLoad:
                 await asyncio.sleep(0.005)
 
     def longest_silence_s(self, *, since_s: float) -> float:
-        """The longest time without a token of anybody from `since_s` on."""
+        """The longest time without a token of any stream from `since_s` on."""
         live = (t for stream in self._live for t in stream.arrived_s)
         return longest_silence_s([*self._arrivals_s, *live], since_s=since_s)
 
@@ -107,7 +107,7 @@ class ConstantLoad:
             self.problems.append(f"request {number}: {problem}")
         elif stream.error is not None:
             self.ended_with[type(stream.error).__name__] += 1
-            # Whoever is refused at once would ask thousands of times a second.
+            # Requests that are rejected at once would be sent thousands of times a second.
             await asyncio.sleep(0.1)
         else:
             self.num_finished += 1

@@ -35,7 +35,7 @@ class Network:
         return self._prefix
 
     def part(self, one: str, other: str) -> None:
-        """What these two send each other is lost from now on, and nobody is told."""
+        """Drop all packets between these two hosts silently."""
         for here, there in ((one, other), (other, one)):
             run_ip("-n", self.hosts[here].namespace, "route", "add", "blackhole", self._route(there))
 
@@ -45,7 +45,7 @@ class Network:
             run_ip("-n", self.hosts[here].namespace, "route", "delete", "blackhole", self._route(there))
 
     def pull_cable(self, name: str) -> None:
-        """The host reaches nobody."""
+        """Isolate the host."""
         run_ip("-n", self._bridge, "link", "set", _port(self.hosts[name]), "down")
 
     def plug_cable(self, name: str) -> None:

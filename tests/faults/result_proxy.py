@@ -37,12 +37,12 @@ class ResultInjection:
 
 
 def has_tokens(result: step_pb2.StepResult) -> bool:
-    """It answers somebody."""
+    """Whether it answers."""
     return bool(result.tokens.tokens or result.results)
 
 
 class ResultProxy(StreamProxy):
-    """In front of the coordinator for one worker: Join passes as it is, results as `injection` says."""
+    """In front of the coordinator for one worker: forwards Join, alters results per `injection`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -88,9 +88,7 @@ class Stream:
 
 
 class Streams:
-    """All of `asks` at once, from the moment that it is made. Prefixes are shared with nobody whose salt is
-    another.
-    """
+    """All of `asks` at once, from construction on. Prefixes are not shared with requests of another salt."""
 
     def __init__(self, client: Client, asks: Iterable[Ask], *, cache_salt: str = "") -> None:
         self.all = [Stream(ask) for ask in asks]
@@ -101,7 +99,7 @@ class Streams:
         return [stream.tokens for stream in self.all]
 
     async def all_have(self, num_tokens: int, *, timeout_s: float = 60.0) -> None:
-        """Returns when every stream has so many tokens, and then none has ended yet."""
+        """Returns when every stream has this many tokens and none has ended yet."""
         async with asyncio.timeout(timeout_s):
             while min(len(stream.tokens) for stream in self.all) < num_tokens:
                 await asyncio.sleep(0.002)

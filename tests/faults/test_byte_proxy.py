@@ -1,4 +1,4 @@
-"""The proxy for bytes does what it is told, and nothing by itself."""
+"""The byte proxy injects the configured faults and nothing else."""
 
 from __future__ import annotations
 

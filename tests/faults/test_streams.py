@@ -1,4 +1,4 @@
-"""A stream that is not what it must be is told from one that is."""
+"""Wrong streams are distinguished from right ones."""
 
 from __future__ import annotations
 

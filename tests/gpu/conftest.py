@@ -15,7 +15,7 @@ DEVICE_VARIABLE = "STAGELINE_GPU_TEST_DEVICE"
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where stages compute. Skips where that is a GPU and there is none."""
+    """Device of the stages. Skips without a GPU."""
     device = os.environ.get(DEVICE_VARIABLE, "cuda:0")
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: these tests need one GPU and a torch build with CUDA")

@@ -1,4 +1,4 @@
-"""What a real GPU reports: too little memory is told apart from a device that has failed."""
+"""Errors of a real GPU: out of memory is distinguished from a failed device."""
 
 from __future__ import annotations
 

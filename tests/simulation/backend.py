@@ -1,4 +1,4 @@
-"""Loads stages and runs steps in a simulated worker: the real executor, with times and failures as told."""
+"""Loads stages and runs steps in a simulated worker: the real executor, with given times and failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SimBackend(StageBackend):
         on_epoch: Callable[[int], None],
         is_killed_by: Callable[[Assignment, Frame], bool],
     ) -> None:
-        """`is_killed_by` says whether the process dies when it computes a frame for its stage."""
+        """`is_killed_by` decides whether the process crashes when it computes a frame for its stage."""
         self.memory_bytes = MEMORY_BYTES
         self._machine = machine
         self._on_epoch = on_epoch

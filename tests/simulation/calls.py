@@ -29,7 +29,7 @@ _SECRET = "the-attach-secret-of-every-client"
 
 
 class Inbox:
-    """Messages that have arrived, and who waits for them."""
+    """Messages that have arrived, and their waiting readers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.messages: deque[Any] = deque()
@@ -198,7 +198,7 @@ class ServerCall:
         return None if deadline_s is None else deadline_s - self.process.loop.time()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """All clients have the same secret: who may attach is not what is simulated."""
+        """All clients have the same secret: permission to attach is not simulated."""
         return ((ATTACH_SECRET_KEY, _SECRET),)
 
     async def _serve(self) -> None:

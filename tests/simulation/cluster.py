@@ -266,7 +266,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
 
 
 class _VirtualTime:
-    """`time`, as far as the session reads it."""
+    """The part of `time` that the session reads."""
 
     @staticmethod
     def monotonic() -> float:

@@ -207,7 +207,7 @@ class Visit:
         if code is Code.UNAVAILABLE and was_unserved:
             return
         if code is Code.ABORTED and "all 3 steps that computed this request were refused" in text:
-            return  # the oracle says whether a fault had a cause
+            return  # the oracle decides whether a fault had a cause
         if code is Code.INTERNAL and _POISONED.match(text):
             return  # deaths in a row, by chance
         self._note(f"ended with {customer.end}")

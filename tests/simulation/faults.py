@@ -15,7 +15,7 @@ _OUT = (WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.SUSPECT)
 REORDER_WITHIN_S = 0.3
 
 Fault = Callable[[Cluster, Random], str]
-"""Does harm, and says what; says nothing where there is nothing to harm now."""
+"""Inject a fault and return its description; empty without a target."""
 
 
 def kill(cluster: Cluster, random: Random) -> str:
@@ -160,7 +160,7 @@ def slow_network(cluster: Cluster, random: Random) -> str:
 
 
 def replay_control(cluster: Cluster, random: Random) -> str:
-    """What a worker has said before is said again, on the stream that it has now."""
+    """Repeat earlier messages of a worker on its present stream."""
     joins = [call for call in cluster.network.calls if call.method.endswith("/Join") and call.status is None]
     if not joins:
         return ""

@@ -22,7 +22,7 @@ Tampering = Callable[["Direction", bytes], list[bytes]]
 
 
 class Direction:
-    """One direction of one call: everything arrives, in order, after some time, unless told otherwise."""
+    """One direction of one call: by default everything arrives in order after some time."""
 
     def __init__(
         self, network: Network, sender: Process, receiver: Callable[[Any], None], to: Process | None
@@ -164,14 +164,14 @@ class Channel:
 
 
 class Network:
-    """Who listens where, which calls there are, and who cannot reach whom."""
+    """Listening addresses, open calls and partitions."""
 
     def __init__(self, loop: VirtualLoop, random: Random) -> None:
         self.loop = loop
         self.calls: list[ClientCall] = []
         self.num_messages = 0
         self.said: dict[str, list[bytes]] = {}
-        """What each worker has told the coordinator, on all its streams."""
+        """Messages of each worker to the coordinator, on all its streams."""
         self.num_tampered = 0
         self.num_stalls = 0
         self.slowest_s = 0.002

@@ -1,4 +1,4 @@
-"""What must hold, whatever happens; what does not is kept in `problems`."""
+"""The invariants under any schedule; violations are kept in `problems`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EACH_RESULTS = 8
 
 
 class Oracle:
-    """Watches the coordinator and what stages are told."""
+    """Watches the coordinator and the orders to stages."""
 
     def __init__(self, network: Network) -> None:
         loop = network.loop

@@ -40,7 +40,7 @@ LEAST_EVENTS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A fault, so long after the beginning; it waits a while for the cluster to be in a phase, if told."""
+    """A fault at a time since the start; optionally waits a while for a phase of the cluster."""
 
     moment_s: float
     fault: Fault

@@ -17,8 +17,8 @@ INTERVAL_S = 0.3
 
 
 class SimCheck:
-    """In the place of `SelfCheck`. `is_bad` says of a worker whether its weights are; the worker that is bad
-    is named where every stage tells what it hands on.
+    """In the place of `SelfCheck`. `is_bad` returns whether a worker has bad weights; the bad worker
+    is named where every stage returns its hidden states.
     """
 
     def __init__(self, is_bad: Callable[[str], bool]) -> None:

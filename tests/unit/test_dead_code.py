@@ -1,4 +1,4 @@
-"""Nothing in the product is there for nobody; `make lint` checks the same."""
+"""The product has no dead code; `make lint` checks the same."""
 
 from __future__ import annotations
 

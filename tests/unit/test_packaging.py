@@ -1,4 +1,4 @@
-"""What an installed wheel gives to the type checker of whoever imports it."""
+"""Type information in the installed wheel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_package_of_the_wheel_has_a_py_typed_marker(name: str) -> None:
 
 
 def test_the_wheel_has_every_package_with_a_python_file_as_a_package_of_its_own() -> None:
-    # A folder without __init__.py is found at run time all the same, but mypy does not see what is in it.
+    # A folder without __init__.py is found at run time all the same, but mypy does not see its content.
     folders = {
         file.parent
         for package in PROJECT["tool"]["importlinter"]["root_packages"]

@@ -1,4 +1,4 @@
-"""Single questions with one right answer: colours, animals, numbers, opposites, days, and who did what."""
+"""Single questions with one right answer: colours, animals, numbers, opposites, days and story actors."""
 
 from collections.abc import Callable
 from random import Random

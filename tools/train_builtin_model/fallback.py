@@ -1,4 +1,4 @@
-"""Questions that the model cannot answer, with answers that say so."""
+"""Questions that the model cannot answer, with answers that admit it."""
 
 from random import Random
 

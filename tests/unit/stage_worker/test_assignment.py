@@ -1,4 +1,4 @@
-"""What a worker was told, and what it makes of it where it has a wire dtype of its own."""
+"""Assignments, and their effect on a worker with its own wire dtype."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which CPUs a worker keeps to, and that it says when it cannot."""
+"""CPU affinity of a worker, and its errors."""
 
 import os
 import subprocess

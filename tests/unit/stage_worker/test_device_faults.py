@@ -1,4 +1,4 @@
-"""What an error says: of memory, of the device, or of our own code."""
+"""Classification of errors: memory, device, or our own code."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
 
 
 def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:
-    """Of as many requests as a coordinator serves, what is left of each adds up."""
+    """The state left by each of a coordinator's many requests adds up."""
     compute = last.executor._compute
     assert isinstance(compute, ModelCompute)
     assert compute._sampler is not None
@@ -365,7 +365,7 @@ def test_a_sampled_token_is_scored_as_it_was_sampled(only: Stage) -> None:
 
 
 def test_the_sampler_knows_the_tokens_of_decode_steps(only: Stage) -> None:
-    """Without the penalty this checkpoint says the same token again."""
+    """Without the penalty this checkpoint repeats the same token."""
     penalised = StepSampling(temperature=0.0, repetition_penalty=100.0)
     sequence = only.log.add((1, 2, 3), sampling=penalised, max_tokens=12)
     for _ in range(12):

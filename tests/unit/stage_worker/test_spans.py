@@ -24,7 +24,7 @@ ONE, OTHER = (SequenceKey(new_request_id(), choice) for choice in (0, 1))
 
 
 class Stage:
-    """Stage 1 of 3 in epoch 4; each step takes what it is told to."""
+    """Stage 1 of 3 in epoch 4; each step takes a given time."""
 
     def __init__(self) -> None:
         self.sink = ListSink()

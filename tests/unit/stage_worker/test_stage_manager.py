@@ -1,4 +1,4 @@
-"""Places for streams whose epoch has not begun on the stage."""
+"""Places for streams whose epoch has not started on the stage."""
 
 from contextlib import ExitStack
 

@@ -1,4 +1,4 @@
-"""What is recorded arrives as it is, and what is unknown as unknown."""
+"""Recorded values arrive unchanged, and unknown ones as unknown."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is journalled of a request makes the same request again."""
+"""A journalled request parses to the same request."""
 
 from __future__ import annotations
 

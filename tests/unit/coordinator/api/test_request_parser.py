@@ -248,7 +248,7 @@ def generate(buffer: OutputBuffer, tokens: abc.Sequence[int]) -> str:
 
 
 def text_of(tokens: abc.Sequence[int], **sampling: Any) -> str:
-    """What is sent when these tokens are generated after the prompt "ba"."""
+    """The output when these tokens are generated after the prompt "ba"."""
     return generate(accept_request(ask(**sampling)).choices[0].buffer, tokens)
 
 

@@ -27,7 +27,7 @@ def identity_of(
     last_epoch: int = 0,
     is_mock: bool = False,
 ) -> WorkerIdentity:
-    """A worker as it says hello."""
+    """A worker as in its hello."""
     return WorkerIdentity(
         name=name,
         incarnation=Incarnation(incarnation.to_bytes(16, "big")),

@@ -205,7 +205,7 @@ SEEDS = (
 
 
 def walk() -> Counter[Taken]:
-    """What the events of `SEEDS` have led to, as far as the table has a row for them."""
+    """Transitions of the events of `SEEDS` that have a row in the table."""
     taken = Counter[Taken]()
     for seed in SEEDS:
         cluster = RandomWalk(seed)

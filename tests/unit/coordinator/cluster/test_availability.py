@@ -1,4 +1,4 @@
-"""How long requests wait while nothing gets on, and what they are told."""
+"""How long requests wait without progress, and their errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Waiting:
         return request
 
     def break_epoch(self) -> None:
-        """The present epoch breaks; the next one has not begun."""
+        """The present epoch breaks; the next one has not started."""
         self.cluster.state.epoch_failed(self.cluster.state.epoch, "the connection to stage 0 broke")
         if self.model.is_serving:
             self.model.stop()

@@ -130,11 +130,11 @@ def test_mock_stages_are_not_checked() -> None:
     assert [type(action) for action in cluster.get_ready()] == [StartServing]
 
 
-# What is tried instead
+# The alternatives
 
 
 class Checks:
-    """A cluster whose plans pass or fail by who has which layer: `bad` names (worker, layer) pairs."""
+    """A cluster whose plans pass or fail by their layers: `bad` names (worker, layer) pairs."""
 
     def __init__(self, *, num_stages: int, bad: set[tuple[str, int]], needed_bytes: int = 0) -> None:
         self.cluster = ClusterDriver(num_stages=num_stages, needs_check=True, needed_bytes=needed_bytes)

@@ -1,4 +1,4 @@
-"""Whatever order events come in, the actions of the cluster make sense."""
+"""The actions of the cluster are valid for any order of events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITHOUT_PLAN = (ClusterPhase.WAITING_FOR_WORKERS, ClusterPhase.BLOCKED)
 
 
 class ClusterEvents(RuleBasedStateMachine):
-    """Workers that come, load, fault, leave and go at random, and a witness of what is decided."""
+    """Workers that join, load, fail and leave at random, and a check of every decision."""
 
     @initialize(
         num_stages=st.integers(1, 4), needed_bytes=st.sampled_from([0, 0, 250]), num_joined=st.integers(0, 4)
@@ -91,7 +91,7 @@ class ClusterEvents(RuleBasedStateMachine):
     @precondition(lambda self: self.finishing)
     @rule(place=places)
     def drained(self, place: int) -> None:
-        """Also of those who are lost meanwhile."""
+        """Including workers lost meanwhile."""
         worker = self.finishing.pop(place % len(self.finishing))
         self.check(self.state.drained(worker.name, worker.incarnation))
 
@@ -110,7 +110,7 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["loaded", "load_failed", "epoch_ready"]), name=names, age=st.integers(0, 1))
     def hear_of_a_worker(self, kind: str, name: str, age: int) -> None:
-        """Also what is late, and from those without a stage."""
+        """Including late reports, and reports of workers without a stage."""
         match kind:
             case "loaded":
                 self.check(self.state.loaded(name, self.plan_id - age))

@@ -1,4 +1,4 @@
-"""Streams of workers that overlap: what an old one says or does is not said of the new one."""
+"""Overlapping streams of a worker: messages of the old one do not count for the new one."""
 
 from __future__ import annotations
 

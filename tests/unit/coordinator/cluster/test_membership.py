@@ -1,4 +1,4 @@
-"""Who may be given a stage, and which one; who waits, who is out, who leaves."""
+"""Assignment of stages to workers: which stage, held, quarantined and draining workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shown(cluster: ClusterDriver, name: str) -> WorkerState:
     return cluster.state.workers[name].shown_state
 
 
-# Survivors, and those who come back
+# Survivors, and workers that rejoin
 
 
 def test_survivors_share_the_layers_when_no_worker_rejoins() -> None:
@@ -161,7 +161,7 @@ def test_a_first_coordinator_waits_for_all() -> None:
 
 
 def flap(cluster: ClusterDriver, name: str, times: int) -> list[list[object]]:
-    """What follows each return, of which the worker is used when its time is over."""
+    """Actions after each rejoin; the worker is used when its hold expires."""
     returns = []
     for incarnation in range(2, 2 + times):
         cluster.lose(name)

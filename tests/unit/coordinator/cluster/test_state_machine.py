@@ -181,7 +181,7 @@ def test_pauses_grow_without_progress_and_reset_with_a_result() -> None:
 
 
 def test_another_plan_begins_without_a_pause() -> None:
-    """What ended the epochs of the last plan says nothing of this one."""
+    """Failures of the last plan do not count for this one."""
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     for epoch in range(1, 4):

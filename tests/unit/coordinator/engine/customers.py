@@ -46,7 +46,7 @@ class Customer:
     def attach(
         self, model: EngineModel, positions: list[int], num_scores: int | None, deadline_s: float | None
     ) -> None:
-        """Goes on, on another call, with the tokens that `positions` says, one per choice; it has them."""
+        """Continues on another call from `positions`, one per choice; it has the tokens before."""
         by_choice = dict(enumerate(positions))
         call = model.attach(
             self.request.id, by_choice=by_choice, prompt_token=num_scores, deadline_s=deadline_s
@@ -77,7 +77,7 @@ class Customer:
             self.call.close()
 
     def read_stale(self) -> None:
-        """Calls that are not the newest one are told so, and nothing else."""
+        """Superseded calls get that error and nothing else."""
         for call in self._stale:
             was_over, num_outputs = call.is_over, len(call.outputs)
             call.read()

@@ -1,4 +1,4 @@
-"""An engine over stages, calls and a clock that move only when a test says so."""
+"""An engine over stages, calls and a clock that a test drives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Call:
         self._engine.detach(self.stream)
 
     def abandon(self) -> None:
-        """Leaves nothing behind; the engine is not told."""
+        """Drops its state without notifying the engine."""
         self.is_over = True
         if self._next is not None:
             self._next.cancel()

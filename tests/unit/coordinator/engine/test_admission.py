@@ -103,7 +103,7 @@ def test_requests_in_preparation_count_towards_the_queue() -> None:
     with house.admission.preparing("client"):
         assert house.admission.num_preparing == 1
         assert str(house.refusal()) == "2 sequences are waiting, the limit is 2 (queue_size); retry in 1.0 s"
-        # The place of one who was let in is not taken away again.
+        # The place of an admitted request is kept.
         house.admission.check_queue()
     assert house.admission.num_preparing == 0
     assert house.admits()

@@ -126,7 +126,7 @@ def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bo
     if is_waiting:
         stale.read_all()
     num_read = len(stale.outputs)
-    # More is there, for the one who comes now.
+    # Later output, for the reader that attaches now.
     run_steps(model, 1)
     call = model.attach(request.id)
     assert stale.read_all() == []

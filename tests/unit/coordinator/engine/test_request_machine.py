@@ -1,4 +1,4 @@
-"""Whatever happens to requests, in every order: tokens exactly once, one end, and nothing left behind."""
+"""Any order of events on requests: tokens exactly once, one end, and no leftovers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.model.results)
     @rule()
     def deliver(self) -> None:
-        """The oldest result reaches the engine, and ends what it says and who does not read."""
+        """The oldest result reaches the engine; ends finished requests and slow readers."""
         running = {sequence.key: sequence.restart_count for sequence in self.engine.scheduler.running}
         valid = [
             entry

@@ -25,7 +25,7 @@ MOST_TOKENS = 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """One GenerateRequest. `stops` are strings of letters, of which every token is one."""
+    """One GenerateRequest. `stops` are strings of letters; every token is one letter."""
 
     prompt: tuple[int, ...] = (1, 2, 3)
     max_tokens: int = 4
@@ -134,6 +134,6 @@ def solo(wish: Wish, choice: int = 0) -> Outcome:
 
 
 def prompt_scores(prompt: abc.Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
-    """One per token of the prompt, of which nothing precedes the first."""
+    """One per token of the prompt; nothing precedes the first."""
     pairs = zip(kv_entries(prompt), prompt[1:], strict=False)
     return [None, *(score(entry, token, num_top) for entry, token in pairs)]

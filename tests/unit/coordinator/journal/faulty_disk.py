@@ -1,4 +1,4 @@
-"""A disk that refuses writes while a test says so, under every SQLite connection that is opened meanwhile."""
+"""A disk that fails writes on demand, under every SQLite connection that is opened meanwhile."""
 
 from __future__ import annotations
 

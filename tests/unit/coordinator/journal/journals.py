@@ -1,4 +1,4 @@
-"""Journals for tests, what is written into them, and their files as a crash would leave them."""
+"""Journals for tests, their entries, and their files as after a crash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(path: Path) -> Iterator[Journal]:
 
 
 def crashed(path: Path, into: Path, *, wal_bytes: int | None = None) -> Path:
-    """The files of an open journal as they are now, or with so many bytes of what was written ahead."""
+    """The files of an open journal as they are now, or with this many bytes of the write-ahead log."""
     into.mkdir(parents=True, exist_ok=True)
     copy = Path(shutil.copy(path, into / path.name))
     wal = Path(f"{path}-wal")

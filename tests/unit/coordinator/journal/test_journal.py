@@ -1,4 +1,4 @@
-"""What a journal keeps, how long, and what it says when it cannot be used."""
+"""What a journal keeps, how long, and its errors when it cannot be used."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_finished_request_has_its_reason() -> None:
 
 
 def fill_disk(journal: Journal) -> None:
-    """The file may not grow any more."""
+    """The file may not grow further."""
     [pages] = journal._connection.execute("PRAGMA page_count").fetchone()
     journal._connection.execute(f"PRAGMA max_page_count = {pages}")
 

@@ -103,7 +103,7 @@ class JournalMachine(RuleBasedStateMachine):
     def come_back(self, ends_well: bool) -> None:
         if ends_well:
             self.journal.close()
-            self.history = []  # what is in the file itself cannot be cut off
+            self.history = []  # pages of the file itself cannot be cut off
         else:
             self.num_crashes += 1
             old, self.path = self.path, crashed(self.path, self.directory / f"after-{self.num_crashes}")

@@ -21,7 +21,7 @@ from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, 
 
 
 class FakeJournal:
-    """Probes succeed or fail at once, as `error` says."""
+    """Probes succeed or fail at once, per `error`."""
 
     def __init__(self) -> None:
         self.error: str | None = None

@@ -48,7 +48,7 @@ def step(
 
 
 def result(step_id: int = 0, *compute_ms: float, wait_ms: float = 0.0, hop_ms: float = 0.0) -> StepResult:
-    """Every stage waits so long, and each of the times in `compute_ms` is that of one stage."""
+    """Every stage waits `wait_ms`; `compute_ms` has one compute time per stage."""
     times = [
         StageTime(round(wait_ms * 1000), round(stage_ms * 1000), hop_us=round(hop_ms * 1000))
         for stage_ms in compute_ms

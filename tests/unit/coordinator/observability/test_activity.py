@@ -1,4 +1,4 @@
-"""What was done lately, from what the engine tells."""
+"""Recent activity, from the events of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps say of stages, bubbles and recoveries."""
+"""Metrics of stages, bubbles and recoveries, from steps."""
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -281,7 +281,7 @@ def test_a_lost_worker_is_counted_until_it_rejoins() -> None:
 
 
 NUM_POINTS = 6
-"""What a worker tells at once, here."""
+"""A worker's export, delivered at once."""
 
 
 def export(name: str, stage: str = "0", service: str = "stageline-worker") -> ExportMetricsServiceRequest:

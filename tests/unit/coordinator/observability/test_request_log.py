@@ -1,4 +1,4 @@
-"""How loudly the end of a request is told, and what the line is about."""
+"""Log level and fields of the end of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's spans of a request, on a clock that moves when a test says so."""
+"""The coordinator's spans of a request, on a clock that a test drives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Traced:
 
     @property
     def starts(self) -> list[str]:
-        """What stages were told of sequences that began."""
+        """Start records sent to the stages."""
         return [start.traceparent for step in self.model.sent for start in step.starts]
 
 

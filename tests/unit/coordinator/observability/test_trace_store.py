@@ -1,4 +1,4 @@
-"""The store keeps what is newest, within its bounds, whatever comes and in whatever order."""
+"""The store keeps the newest spans within its bounds, for any order of arrival."""
 
 import random
 import threading
@@ -297,7 +297,7 @@ def test_several_threads_may_add_and_read() -> None:
 
 
 def _refused(number: int) -> list[ResourceSpans]:
-    """What the coordinator tells of a request for which there was no room."""
+    """The coordinator's spans of a request that was rejected for lack of room."""
     maker = SpanMaker(
         request_id=request_id(number),
         trace_id=trace_id(number),

@@ -17,7 +17,7 @@ def trace_id(number: int) -> bytes:
 
 
 def request(number: int) -> SpanMaker:
-    """Request `number`: it began so many seconds after request 0, and has 11 spans."""
+    """Request `number`: starts `number` seconds after request 0, and has 11 spans."""
     return served(
         request_id=request_id(number),
         trace_id=trace_id(number),
@@ -35,7 +35,7 @@ def read(found: FoundTrace) -> RequestTrace:
 
 
 def of_scope(*spans: Span, scope: str = "stageline") -> ResourceSpans:
-    """These spans in one message, of a process that says nothing of itself."""
+    """These spans in one message, of a process without resource attributes."""
     return ResourceSpans(scope_spans=[ScopeSpans(scope=InstrumentationScope(name=scope), spans=spans)])
 
 

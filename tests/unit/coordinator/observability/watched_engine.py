@@ -1,4 +1,4 @@
-"""An engine with the coordinator's metrics, over a clock and answers that come when a test says so."""
+"""An engine with the coordinator's metrics, over a clock and results that a test drives."""
 
 from collections import deque
 
@@ -71,7 +71,7 @@ class WatchedEngine:
         return request
 
     def answer(self, *times: StageTime, after_s: float) -> None:
-        """The oldest step comes back so much later."""
+        """The result of the oldest step arrives after this time."""
         self.now_s += after_s
         step = self.sent.popleft()
         results = tuple(

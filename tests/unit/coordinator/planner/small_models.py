@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 
 def llama(*, num_layers: int = 8, tied: bool = False, vocab_size: int = 40, **shape: int) -> ModelConfig:
-    """A Llama of 8 layers, some kilobytes each, unless told otherwise."""
+    """A Llama of 8 layers, some kilobytes each by default."""
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 24,

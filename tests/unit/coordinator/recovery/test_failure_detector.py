@@ -17,7 +17,7 @@ TICK_S = 0.25
 
 
 class Seen:
-    """A watch over workers a and b, and what it says; time passes in `sleep` only."""
+    """A failure detector over workers a and b, and its reports; time passes in `sleep` only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""Epochs that break, one after another: what is suspected, and what is said."""
+"""Epochs that break one after another: suspicion and reports."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ async def test_a_reference_stays_while_failed_plans_blame_one_other_worker(
     for _ in range(3):
         assert not references.record_failure(QUESTION, "small")
     assert (await references.get(QUESTION, SOURCES)).worker == "large"
-    # Whoever is blamed is asked last: "third" has less memory than "large", and more than "small".
+    # A blamed worker is asked last: "third" has less memory than "large", and more than "small".
     other = replace(QUESTION, dtype=DType.BF16)
     assert (await references.get(other, (*SOURCES[:1], THIRD))).worker == "third"
     small_is_larger = (replace(SOURCES[0], free_bytes=30), SOURCES[1])
@@ -581,7 +581,7 @@ class FakeReferences(References):
 
 
 class Running:
-    """A check of a pipeline that answers as it is told."""
+    """A check of a pipeline with scripted results."""
 
     def __init__(self, *, interval_s: float = 600.0) -> None:
         self.references = FakeReferences()

@@ -100,7 +100,7 @@ def test_the_script_covers_every_serving_path() -> None:
 
 
 def test_no_step_waits_for_a_sampled_token() -> None:
-    """The tokens that go in are those of the texts."""
+    """The input tokens are those of the texts."""
     script = script_for(plan())
     for scripted in script.steps:
         for part, checked in zip(scripted.step.slices, scripted.slices, strict=True):

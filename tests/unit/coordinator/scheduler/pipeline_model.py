@@ -243,7 +243,7 @@ class PipelineModel:
         return tokens[part.sequence]
 
     def _clear(self) -> None:
-        """Whatever was on its way is void."""
+        """Frames in flight are void."""
         self.stages = []
         self.queues: list[deque[Step]] = [deque() for _ in range(self._num_stages)]
         self.results: deque[StepResult] = deque()

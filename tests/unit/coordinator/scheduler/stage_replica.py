@@ -1,4 +1,4 @@
-"""A stage that holds what a step says it holds, and checks what it is sent.
+"""A stage that holds the blocks of its steps, and checks its input.
 
 The KV entry of a position is a hash of all tokens up to there. A stage writes the entries of a slice to the
 pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a
@@ -36,7 +36,7 @@ def sample(entry: int, choice: int = 0) -> int:
 
 
 def score(entry: int, token: int, num_top: int) -> TokenLogprobs:
-    """What the model says of `token` after the position with this entry."""
+    """Logprobs of `token` after the position with this entry."""
     top = tuple((other, -(entry % 997 + other) / 997) for other in range(num_top))
     return TokenLogprobs(token, -(entry % 997) / 997, 1 + entry % VOCAB_SIZE, top)
 
@@ -54,7 +54,7 @@ class _Known:
 
 
 class StageReplica:
-    """One stage in one epoch. Whatever the design calls a step fault is an AssertionError here."""
+    """One stage in one epoch. A step fault of the design is an AssertionError here."""
 
     def __init__(
         self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
@@ -91,7 +91,7 @@ class StageReplica:
         return None if num_top is None else score(known.entries[-1], token, num_top)
 
     def prompt_logprobs(self, part: StepSlice) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow those of a slice of the newest step, if they are wanted."""
+        """Logprobs of the prompt tokens after a slice of the newest step, if requested."""
         if not part.is_scored:
             return ()
         known, start = self.sequences[part.sequence], part.first_position

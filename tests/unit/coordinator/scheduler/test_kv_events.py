@@ -1,4 +1,4 @@
-"""A snapshot and the changes after it always add up to what is cached; ids have no gaps."""
+"""A snapshot and the changes after it always add up to the cached blocks; ids have no gaps."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_a_last_block_whose_hash_is_taken_ends_as_a_private_one(monkeypatch: pyt
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("window", range(1, 7))
 def test_the_first_chunk_of_an_admissible_sequence_fits(window: int, block_size: int) -> None:
-    """Whatever the pool, the length of the step and of the prompt, and how much of it is cached."""
+    """For any pool, step length, prompt length and cached part of it."""
     sizes = itertools.product(range(1, 7), range(block_size, 6), range(1, 10), range(4))
     for num_blocks, max_step_tokens, num_tokens, num_before in sizes:
         log = KvCacheManager(

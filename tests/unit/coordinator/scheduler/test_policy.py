@@ -20,7 +20,7 @@ from wire.steps import StageTime
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Stages that take `base_us`, and so much per decode, chunk token and million query-key pairs."""
+    """Stages that take `base_us`, plus a time per decode, chunk token and million query-key pairs."""
 
     slowness: tuple[float, ...] = (1.0, 1.0)
     base_us: float = 10_000
@@ -40,7 +40,7 @@ class Stages:
         return self.step_us(work)
 
     def measured(self) -> CostModel:
-        """What is known after decodes and chunks of several sizes."""
+        """The cost model after decodes and chunks of several sizes."""
         times = CostModel()
         for number in range(1, 30):
             self._observe(times, StepCost(decode_cost=decodes_cost(number, 0)))
@@ -211,7 +211,7 @@ def test_the_rest_of_a_prompt_does_not_wait_longer_than_its_own_cost() -> None:
     while not pace.chunk_tokens(load, PrefillLoad(20), start=492, end=512):
         pace.record_step(load, prefill_us=0)
         waited += 1
-    # It had 17,425 us, spent 32,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
+    # It had 17,425 us, spent 32,000, and saves 4,100 us a step; 20 tokens take 2,000 of them.
     assert waited == 4
 
 

@@ -224,7 +224,7 @@ def test_a_pool_that_holds_one_request_serves_them_one_after_the_other(
 
 @contextmanager
 def two_bits_of_hash() -> Iterator[None]:
-    """Whatever has room for collisions has them."""
+    """Every hash with room for collisions has them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvcache.hashing, "packed_block_hash", lambda packed, salt: zlib.crc32(packed) % 4)
         yield

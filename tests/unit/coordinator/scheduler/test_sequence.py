@@ -398,7 +398,7 @@ def test_a_prompt_that_was_scored_once_may_come_from_the_cache() -> None:
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Does to one sequence whatever the scheduler may do, in any order."""
+    """Applies all scheduler operations to one sequence, in any order."""
 
     @initialize(
         prompt=st.lists(st.integers(0, 8), min_size=1, max_size=10).map(tuple),

@@ -33,7 +33,7 @@ MODELS = {
 }
 RMS_ERROR = 0.02
 """Of the hidden states' standard deviation, after 3 layers. One rounding to the 8 bits of bfloat16 costs
-0.0011 on average; measured are 0.005 to 0.012, for each model alike whatever the kernels."""
+0.0011 on average; measured are 0.005 to 0.012, for each model and all kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ class Runner:
         slices, num_tokens = [], sum(count for _, count in work)
         for sequence, count in work:
             first = self._done.get(sequence, 0)
-            # Four sequences share the pool: every fourth page, in an order that is not that of memory.
+            # Four sequences share the pool: every fourth page, out of memory order.
             pages = tuple((7 * block % 20) * 4 + sequence for block in range(-(-(first + count) // BLOCK)))
             slices.append(SliceLayout(first_position=first, num_tokens=count, pages=pages))
             self._done[sequence] = first + count

@@ -41,7 +41,7 @@ class InlinePool(Executor):
 
 
 class HeldPool(Executor):
-    """Works when it is told to."""
+    """Works on demand."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Future[object], Callable[[], object]]] = []
@@ -138,7 +138,7 @@ class Walk:
         return token
 
     def feed(self, text: str) -> None:
-        """Receives a token that somebody else has chosen."""
+        """Receives a token chosen elsewhere."""
         self.tokens.append(self.token(text))
         self.masks.advance(self.key, self.tokens[-1])
 

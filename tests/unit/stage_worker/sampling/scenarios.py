@@ -36,7 +36,7 @@ GENERATED = tuple(LIKELY[index] for index in (2, 1, 5, 2, 8, 2, 70, 5, 2, 3))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Logits, what is asked for, and the tokens so far."""
+    """Logits, sampling parameters and the tokens so far."""
 
     sampling: StepSampling
     prompt: tuple[int, ...] = PROMPT

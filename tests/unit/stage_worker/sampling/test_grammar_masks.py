@@ -68,7 +68,7 @@ def byte_setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 
 @pytest.fixture
 def walk(byte_setting: Setting) -> Walk:
-    """In the middle of a text, of which every token decides on what must follow."""
+    """In the middle of a text in which every token constrains the next."""
     walk = Walk(
         byte_setting, byte_setting.masks(InlinePool()), byte_setting.spec(GrammarKind.GRAMMAR, NESTED)
     )
@@ -419,7 +419,7 @@ def test_the_work_is_done_on_one_thread_that_close_ends(byte_setting: Setting) -
 
 
 def test_workers_load_neither_transformers_nor_tokenizers() -> None:
-    """llguidance brings a tokenizer of its own, and imports the other two in modules that nobody asks for."""
+    """llguidance brings a tokenizer of its own, and imports the other two in unused modules."""
     script = (
         "import sys, stage_worker.sampling.grammar_masks;"
         "print([name for name in ('transformers', 'tokenizers') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""What is drawn at one (seed, choice, position) tells nothing of what is drawn at its neighbours.
+"""The sample at one (seed, choice, position) is independent of its neighbours.
 
 Seen from outside: where all tokens are equally likely, which of them comes is the beginning of the uniform
 number that it is drawn with.
@@ -69,7 +69,7 @@ def shifted(values: Counts, by: tuple[int, int, int]) -> tuple[Counts, Counts]:
         *((0, 0, lag) for lag in (1, 2, 3, 8, 64)),
         *((0, lag, 0) for lag in (1, 2, 4)),
         *((lag, 0, 0) for lag in (1, 2, 4)),
-        # The same sum: what is a function of that gives one draw to both.
+        # The same sum: a function of it gives both one sample.
         *((1, -1, 0), (1, 0, -1), (0, 1, -1), (1, 1, -2)),
         (1, 1, 1),
     ],

@@ -31,7 +31,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_known_values_never_change() -> None:
-    """A recomputed sequence, on whatever version of a worker, continues with the same tokens."""
+    """A recomputed sequence continues with the same tokens on any version of a worker."""
     assert draw(0, 0, 0) == KNOWN[0]
     assert draw(2**64 - 1, 3, 1000) == KNOWN[1]
 

@@ -1,4 +1,4 @@
-"""The reference distribution is that of transformers' processors, for all parameters that both have."""
+"""The reference distribution equals transformers' processors for all common parameters."""
 
 import numpy as np
 from hypothesis import given, settings
