@@ -41,7 +41,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     spans: list[CollectedSpan] = field(default_factory=list)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     status: grpc.StatusCode | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Export(  # noqa: N802
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
@@ -53,7 +53,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             resource = attributes_of(resource_spans.resource.attributes)
             for scope_spans in resource_spans.scope_spans:
                 self.spans += [CollectedSpan(span, resource) for span in scope_spans.spans]
-        self._news.set()
+        self._arrived.set()
         return trace_service_pb2.ExportTraceServiceResponse()
 
     async def wait_until(
@@ -63,8 +63,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         try:
             async with asyncio.timeout(timeout_s):
                 while not holds(self.spans):
-                    self._news.clear()
-                    await self._news.wait()
+                    self._arrived.clear()
+                    await self._arrived.wait()
         except TimeoutError:
             names = sorted({f"{span.process}: {span.name}" for span in self.spans})
             raise TimeoutError(f"{len(self.spans)} spans: {names}") from None

@@ -37,7 +37,7 @@ class Tree:
         """Every span but the root has a parent here, stages lie below the right work, no id comes twice."""
         for span in self.spans:
             unknown = set(span.attributes) - ATTRIBUTES[span.name]
-            assert not unknown, f"{span.name} has {unknown}, which nobody has heard of"
+            assert not unknown, f"{span.name} has {unknown}, which the table lacks"
         by_id = {span.span.span_id: span for span in self.spans}
         assert len(by_id) == len(self.spans), "a span came twice"
         for span in self.spans:

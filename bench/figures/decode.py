@@ -83,7 +83,7 @@ async def measure(setting: Setting) -> list[Figure]:
 async def _decode(
     cluster: BenchCluster, bound: ProductBound, stages: list[StageWork], num_streams: int
 ) -> Decoded:
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     async with running_streams(
         cluster, num_streams, prompt_tokens=PROMPT_TOKENS, max_tokens=MOST_NEW_TOKENS
     ) as running:
@@ -91,7 +91,7 @@ async def _decode(
         await running.until(lambda streams: decode_window(streams, NEW_TOKENS - 1) is not None)
     window = decode_window(streams, NEW_TOKENS - 1)
     assert window is not None, "found above"
-    steps = sent_between(cluster.steps(begun_s), window.begin_s, window.end_s)
+    steps = sent_between(cluster.steps(started_s), window.begin_s, window.end_s)
     tokens_per_step = statistics.mean(step.num_tokens for step in steps)
     batch = max(1, num_streams // len(stages))
     if num_streams == 1:

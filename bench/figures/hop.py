@@ -83,7 +83,7 @@ async def measure(setting: Setting) -> list[Figure]:
 
 async def _lap(cluster: BenchCluster, load: Load) -> float:
     """Median seconds per lap of steps with exactly this load."""
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     if load.num_tokens > load.num_slices:
         for _ in range(4):
             await cluster.generate(8 * CHUNK_TOKENS, 1)
@@ -91,7 +91,7 @@ async def _lap(cluster: BenchCluster, load: Load) -> float:
         await cluster.run_unread(load.num_slices, 16, NUM_DECODES)
     laps_s = [
         step.result_s - step.sent_s
-        for step in cluster.steps(begun_s)
+        for step in cluster.steps(started_s)
         if step.num_tokens == load.num_tokens and bool(step.chunks) == (load.num_tokens > load.num_slices)
     ]
     return statistics.median(laps_s)
@@ -131,10 +131,10 @@ class RawRing:
         """Median seconds from writing to FIRST until the result arrives, one message in flight."""
         message, laps_s = lap.message(), []
         for _ in range(num_laps if lap.hidden_bytes < 1 << 19 else num_laps // 5):
-            begun_s = time.monotonic()
+            started_s = time.monotonic()
             await self._first.write(message)
             await self._returned.get()
-            laps_s.append(time.monotonic() - begun_s)
+            laps_s.append(time.monotonic() - started_s)
         return statistics.median(laps_s)
 
 

@@ -58,9 +58,9 @@ async def measure(setting: Setting) -> list[Figure]:
 
 
 async def _first_token(cluster: BenchCluster) -> LongPrompt:
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     stream = await cluster.generate(PROMPT_TOKENS, 1)
-    steps = [step for step in cluster.steps(begun_s) if step.chunks]
+    steps = [step for step in cluster.steps(started_s) if step.chunks]
     chunks = tuple(step.num_tokens for step in steps)
     if sum(chunks) != PROMPT_TOKENS:
         raise RuntimeError(f"chunks {chunks} are not the prompt's {PROMPT_TOKENS} tokens")

@@ -92,9 +92,9 @@ def _figures(
 
 
 async def _prefill(cluster: BenchCluster) -> Prefilled:
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     streams = await cluster.generate_all(NUM_PROMPTS, PROMPT_TOKENS, 1)
-    steps = [step for step in cluster.steps(begun_s) if step.num_tokens]
+    steps = [step for step in cluster.steps(started_s) if step.num_tokens]
     num_tokens = sum(step.num_tokens for step in steps)
     return Prefilled(prefill_rate(streams, PROMPT_TOKENS), num_tokens / len(steps), NUM_PROMPTS / len(steps))
 

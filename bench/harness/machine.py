@@ -75,16 +75,16 @@ class ForeignLoad:
     """
 
     def __init__(self) -> None:
-        self._begun = _snapshot()
+        self._start = _snapshot()
 
     def share(self) -> float:
         """Share of all cores' time since the beginning, 0 to 1."""
         now_s, busy_s, own_s = _snapshot()
-        begun_s, busy_then_s, own_then_s = self._begun
-        if now_s - begun_s < 1:
+        started_s, busy_then_s, own_then_s = self._start
+        if now_s - started_s < 1:
             return 0.0
         foreign_s = (busy_s - busy_then_s) - (own_s - own_then_s)
-        return min(1.0, max(0.0, foreign_s / ((now_s - begun_s) * (psutil.cpu_count() or 1))))
+        return min(1.0, max(0.0, foreign_s / ((now_s - started_s) * (psutil.cpu_count() or 1))))
 
 
 def _snapshot() -> tuple[float, float, float]:

@@ -70,8 +70,8 @@ def measure(plain: Pass, packed: Pass, *, seconds: float) -> dict[str, float]:
     times_s: tuple[list[float], list[float]] = ([], [])
     for _ in range(WARMUP_PASSES):
         plain(), packed()
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < seconds or len(times_s[0]) < 3:
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < seconds or len(times_s[0]) < 3:
         for work, times in zip((plain, packed), times_s, strict=True):
             started = time.perf_counter()
             work()

@@ -36,7 +36,7 @@ async def run_groups(
 
 async def _run(group: Group, setting: Setting, load: Callable[[Group], Measure]) -> GroupResult:
     setting.say(f"{group.name}: {group.about} (about {group.about_s} s)")
-    begun_s, others = time.monotonic(), ForeignLoad()
+    started_s, others = time.monotonic(), ForeignLoad()
     try:
         async with asyncio.timeout(group.timeout_s):
             figures = await load(group)(setting)
@@ -46,4 +46,4 @@ async def _run(group: Group, setting: Setting, load: Callable[[Group], Measure])
     except Exception as error:
         # continue with the other groups after any error
         result = GroupResult(name=group.name, problem=f"{type(error).__name__}: {error}")
-    return replace(result, took_s=time.monotonic() - begun_s, foreign_share=others.share())
+    return replace(result, took_s=time.monotonic() - started_s, foreign_share=others.share())

@@ -22,32 +22,34 @@ def write_timeline(
     """Draw [begin_s, end_s] of the machine's clock into NAME_timeline.svg, or print why it cannot."""
     file = setting.output_directory / f"{name}_timeline.svg"
     try:
-        drawn = timeline(cluster.steps(), begin_s, end_s)
+        measured = timeline(cluster.steps(), begin_s, end_s)
     except ValueError as error:
         setting.say(f"no {file.name}: {error}")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    draw(drawn, title).savefig(file)
+    draw(measured, title).savefig(file)
 
 
-def draw(drawn: Timeline, title: str) -> Figure:
+def draw(measured: Timeline, title: str) -> Figure:
     """Draw one collection of bars per stage, FIRST on top."""
     # Imported late: it takes a second where no list of fonts is cached, as in each test process.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1 + 0.3 * drawn.num_stages), layout="constrained")
+    figure = Figure(figsize=(12, 1 + 0.3 * measured.num_stages), layout="constrained")
     axes = figure.subplots()
-    for stage in range(drawn.num_stages):
-        bars = [bar for bar in drawn.bars if bar.stage == stage]
+    for stage in range(measured.num_stages):
+        bars = [bar for bar in measured.bars if bar.stage == stage]
         axes.broken_barh(
             [(bar.begin_s * 1e3, (bar.end_s - bar.begin_s) * 1e3) for bar in bars],
             (stage - 0.4, 0.8),
             facecolors=[_colour(bar.step_id) for bar in bars],
         )
-    axes.set_yticks(range(drawn.num_stages), [f"stage {stage}" for stage in range(drawn.num_stages)])
-    axes.secondary_yaxis("right").set_yticks(range(drawn.num_stages), [f"{busy:.1%}" for busy in drawn.busy])
-    axes.set(xlim=(0, drawn.duration_s * 1e3), ylim=(drawn.num_stages - 0.5, -0.5), xlabel="ms")
-    travel_ms = drawn.travel_s * 1e3
+    axes.set_yticks(range(measured.num_stages), [f"stage {stage}" for stage in range(measured.num_stages)])
+    axes.secondary_yaxis("right").set_yticks(
+        range(measured.num_stages), [f"{busy:.1%}" for busy in measured.busy]
+    )
+    axes.set(xlim=(0, measured.duration_s * 1e3), ylim=(measured.num_stages - 0.5, -0.5), xlabel="ms")
+    travel_ms = measured.travel_s * 1e3
     axes.set_title(f"{title}\none colour per step, white is idle; all hops of a step {travel_ms:.2f} ms")
     return figure
 

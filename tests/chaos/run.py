@@ -79,13 +79,13 @@ async def _until_the_end(
 ) -> None:
     now = asyncio.get_running_loop().time
     await load.next_token(timeout_s=RECOVERS_WITHIN_S)
-    begun_s = now()
+    started_s = now()
     choices = [d for d in DISTURBANCES if not chaos.names or any(name in d.name for name in chaos.names)]
-    while now() - begun_s < chaos.seconds:
+    while now() - started_s < chaos.seconds:
         # A generator for each: what one draws does not depend on how long another took.
         generator = random.Random(f"{chaos.seed} {len(report.seen)}")
         (disturbance,) = generator.choices(choices, [d.weight for d in choices])
-        chaos.say(f"{now() - begun_s:6.1f} s  {load.num_finished:5} finished  {disturbance.name}")
+        chaos.say(f"{now() - started_s:6.1f} s  {load.num_finished:5} finished  {disturbance.name}")
         report.seen.append(await _one(cluster, load, disturbance, generator))
         await asyncio.sleep(generator.uniform(0.1, 0.6))
 
@@ -94,7 +94,7 @@ async def _one(
     cluster: FaultyCluster, load: ConstantLoad, disturbance: Disturbance, generator: random.Random
 ) -> Seen:
     """Returns when the cluster is whole again and tokens flow, which they must in time."""
-    begun_s = asyncio.get_running_loop().time()
+    started_s = asyncio.get_running_loop().time()
     epoch = (await cluster.until(timeout_s=RECOVERS_WITHIN_S)).epoch
     try:
         await disturbance.inflict(cluster, generator)
@@ -103,7 +103,7 @@ async def _one(
         status = await cluster.until(timeout_s=RECOVERS_WITHIN_S)
     except (AssertionError, TimeoutError) as error:
         raise AssertionError(f"after {disturbance.name!r}: {error or 'no token'}") from error
-    return Seen(disturbance.name, load.longest_silence_s(since_s=begun_s), status.epoch != epoch)
+    return Seen(disturbance.name, load.longest_silence_s(since_s=started_s), status.epoch != epoch)
 
 
 async def _answers(chaos: ChaosConfig, client: Client, asks: Sequence[Ask]) -> dict[Ask, list[int]]:

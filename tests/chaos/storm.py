@@ -104,18 +104,18 @@ async def _inflict_faults(
 ) -> None:
     """Draws and inflicts until the time is over; then returns when the last causes are gone."""
     now = asyncio.get_running_loop().time
-    begun_s = now()
+    started_s = now()
     generator = random.Random(storm.seed)
     async with asyncio.TaskGroup() as faults:
         while True:
             # A generator for each: what one draws does not depend on how long another took.
             await asyncio.sleep(generator.uniform(*BETWEEN_FAULTS_S))
-            if now() - begun_s >= storm.seconds:
+            if now() - started_s >= storm.seconds:
                 break
             fault = draw_fault(generator, kills_coordinator=storm.kills_coordinator)
             own = random.Random(generator.getrandbits(64))
             report.faults.append((now(), fault.name))
-            storm.say(f"{now() - begun_s:6.1f} s  {len(load.ended):5} ended  {fault.name}")
+            storm.say(f"{now() - started_s:6.1f} s  {len(load.ended):5} ended  {fault.name}")
             faults.create_task(fault.inflict(cluster, own))
     cluster.heal()
 

@@ -31,7 +31,7 @@ class Ended:
     number: int
     outcome: Outcome
     problem: str
-    begun_s: float
+    started_s: float
     ended_s: float
     arrived_s: tuple[float, ...]
 
@@ -39,7 +39,7 @@ class Ended:
     def longest_gap(self) -> tuple[float, float]:
         """Begin and end of the longest time between two tokens; both the begin of the request without any."""
         gaps = itertools.pairwise(self.arrived_s)
-        return max(gaps, key=lambda gap: gap[1] - gap[0], default=(self.begun_s, self.begun_s))
+        return max(gaps, key=lambda gap: gap[1] - gap[0], default=(self.started_s, self.started_s))
 
     @property
     def pause_s(self) -> float:
@@ -49,7 +49,7 @@ class Ended:
     @property
     def first_token_s(self) -> float | None:
         """Time to the first token."""
-        return self.arrived_s[0] - self.begun_s if self.arrived_s else None
+        return self.arrived_s[0] - self.started_s if self.arrived_s else None
 
 
 class StormLoad:
@@ -89,14 +89,14 @@ class StormLoad:
     async def _keep_busy(self) -> None:
         while not self._is_ending:
             number, stream = next(self._numbers), Stream(next(self._asks))
-            begun_s = asyncio.get_running_loop().time()
+            started_s = asyncio.get_running_loop().time()
             self.live.add(stream)
             try:
                 outcome, problem = await self._run(stream)
             finally:
                 self.live.discard(stream)
             ended_s = asyncio.get_running_loop().time()
-            self.ended.append(Ended(number, outcome, problem, begun_s, ended_s, tuple(stream.arrived_s)))
+            self.ended.append(Ended(number, outcome, problem, started_s, ended_s, tuple(stream.arrived_s)))
             if outcome is not Outcome.DONE:
                 # A request that is refused at once would be sent thousands of times a second.
                 await asyncio.sleep(0.1)

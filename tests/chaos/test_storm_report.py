@@ -11,7 +11,7 @@ ARRIVED_S = (10.0, 10.1, 11.6, 11.7)
 
 
 def ended(outcome: Outcome = Outcome.DONE, arrived_s: tuple[float, ...] = ARRIVED_S) -> Ended:
-    return Ended(0, outcome, "", begun_s=9.5, ended_s=12.0, arrived_s=arrived_s)
+    return Ended(0, outcome, "", started_s=9.5, ended_s=12.0, arrived_s=arrived_s)
 
 
 def report_of(*requests: Ended) -> StormReport:

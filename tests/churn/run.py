@@ -101,9 +101,9 @@ async def _count(cluster: LocalCluster, counts: Path, number: int) -> Mapping[st
 
 async def _sample(pid: int, report: Report) -> None:
     process, loop = psutil.Process(pid), asyncio.get_running_loop()
-    begun_s = loop.time()
+    started_s = loop.time()
     while True:
-        report.samples.append(Sample(loop.time() - begun_s, process.memory_info().rss))
+        report.samples.append(Sample(loop.time() - started_s, process.memory_info().rss))
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 

@@ -44,7 +44,7 @@ class ConstantLoad:
         self._num_streams = num_streams
         self._timeout_s = timeout_s
         self._errors = errors
-        self._num_begun = 0
+        self._num_started = 0
         self._is_ending = False
         self._arrivals_s: list[float] = []
         self._live: set[Stream] = set()
@@ -82,8 +82,8 @@ class ConstantLoad:
 
     async def _keep_busy(self) -> None:
         while not self._is_ending:
-            number = self._num_begun
-            self._num_begun += 1
+            number = self._num_started
+            self._num_started += 1
             stream = Stream(self._asks[number % len(self._asks)])
             self._live.add(stream)
             try:

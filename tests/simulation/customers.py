@@ -28,7 +28,7 @@ class Habit(Enum):
     READS = auto()
     CANCELS = auto()
     HANGS_UP = auto()
-    COMES_BACK = auto()
+    REATTACHES = auto()
     MOVES = auto()
     HAS_A_DEADLINE = auto()
 
@@ -138,7 +138,7 @@ class Visit:
         if customer.num_choices > 1:
             request.sampling.n = customer.num_choices
             request.sampling.temperature = 1.0
-        if customer.habit in (Habit.COMES_BACK, Habit.MOVES):
+        if customer.habit in (Habit.REATTACHES, Habit.MOVES):
             request.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
             request.on_disconnect.keep_for.FromMicroseconds(round(KEEP_S * 1e6))
         return request
@@ -150,7 +150,7 @@ class Visit:
             case Habit.CANCELS:
                 answer = self._stub.Cancel(inference_pb2.CancelRequest(request_id=customer.request_id))
                 await answer.code()
-            case Habit.HANGS_UP | Habit.COMES_BACK:
+            case Habit.HANGS_UP | Habit.REATTACHES:
                 call.cancel()
             case Habit.MOVES:
                 self._cluster.clients.spawn(self._attach())
@@ -158,7 +158,7 @@ class Visit:
     async def _came_to(self, error: grpc.aio.AioRpcError) -> None:
         code, text = error.code(), error.details() or ""
         customer = self._customer
-        if customer.habit is Habit.COMES_BACK and code is Code.CANCELLED:
+        if customer.habit is Habit.REATTACHES and code is Code.CANCELLED:
             await asyncio.sleep(customer.act_s)
             await self._attach()
         elif not (customer.habit is Habit.MOVES and "another call attached" in text):
@@ -168,7 +168,7 @@ class Visit:
         """Reads on from what it has; where the request never came that far, nothing is left to read."""
         customer = self._customer
         request = inference_pb2.AttachRequest(request_id=customer.request_id)
-        got = customer.got if customer.habit is Habit.COMES_BACK else [[] for _ in customer.got]
+        got = customer.got if customer.habit is Habit.REATTACHES else [[] for _ in customer.got]
         for choice, tokens in enumerate(got):
             request.positions.add(choice=choice, from_token=len(tokens))
         call = self._stub.Attach(request)

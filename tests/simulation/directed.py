@@ -96,7 +96,7 @@ DIRECTED: dict[str, list[Step]] = {
         (1.5, kill(0), _SERVING),
         (1.5, drain(1), ClusterPhase.WAITING_FOR_WORKERS),
     ],
-    "a stage is not reached any more": [(1.5, cut(0, 1), _SERVING), (4.0, cut(1, 2), _SERVING)],
+    "a stage becomes unreachable": [(1.5, cut(0, 1), _SERVING), (4.0, cut(1, 2), _SERVING)],
     "every plan is bad at first": [(0.0, spoil(1), None), (2.0, drain(0), _BLOCKED)],
     "the newcomer is bad": [
         (1.5, kill(1), _SERVING),

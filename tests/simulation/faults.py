@@ -89,7 +89,7 @@ def reorder_frames(cluster: Cluster, random: Random) -> str:
     def hold(way: Direction, data: bytes) -> list[bytes]:
         late = [data]
 
-        def let_go() -> None:
+        def release() -> None:
             if late:
                 way.pass_on(late.pop())
 
@@ -97,7 +97,7 @@ def reorder_frames(cluster: Cluster, random: Random) -> str:
             return [overtaking, late.pop()] if late else [overtaking]
 
         way.tampering.insert(0, overtake)
-        cluster.loop.call_later(REORDER_WITHIN_S, let_go)
+        cluster.loop.call_later(REORDER_WITHIN_S, release)
         return []
 
     return _tamper(cluster, random, "overtaken", hold)
@@ -165,11 +165,11 @@ def replay_control(cluster: Cluster, random: Random) -> str:
     if not joins:
         return ""
     call = random.choice(joins)
-    said = cluster.network.said.get(call.process.name, [])
-    if not said:
+    history = cluster.network.history.get(call.process.name, [])
+    if not history:
         return ""
-    call.up.pass_on(random.choice(said))
-    return f"something of {call.process.name} is said again"
+    call.up.pass_on(random.choice(history))
+    return f"a message of {call.process.name} is repeated"
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -33,7 +33,7 @@ class Direction:
         self.to = to
         self.num_sent = 0
         self.tampering: list[Tampering] = []
-        self.said: list[bytes] | None = None
+        self.history: list[bytes] | None = None
         self._last_s = 0.0
         self._held: list[Any] = []
 
@@ -42,8 +42,8 @@ class Direction:
         if self.sender.is_dead:
             return
         self.num_sent += 1
-        if self.said is not None and isinstance(item, bytes):
-            self.said.append(item)
+        if self.history is not None and isinstance(item, bytes):
+            self.history.append(item)
         if self.tampering and self.num_sent > 1 and isinstance(item, bytes):
             self.network.num_tampered += 1
             for altered in self.tampering.pop(0)(self, item):
@@ -170,7 +170,7 @@ class Network:
         self.loop = loop
         self.calls: list[ClientCall] = []
         self.num_messages = 0
-        self.said: dict[str, list[bytes]] = {}
+        self.history: dict[str, list[bytes]] = {}
         """Messages of each worker to the coordinator, on all its streams."""
         self.num_tampered = 0
         self.num_stalls = 0
@@ -254,7 +254,7 @@ class Network:
         call.server = ServerCall(call, process, server.handler(call.method))
         call.up.to, call.up.receiver = process, call.server.arrive
         if call.method.endswith("/Join"):
-            call.up.said = self.said.setdefault(call.process.name, [])
+            call.up.history = self.history.setdefault(call.process.name, [])
         call.down.sender = process
         self.calls = [rpc for rpc in self.calls if rpc.status is None]
         self.calls.append(call)

@@ -25,7 +25,7 @@ PHASES = (
     ClusterPhase.STARTING_EPOCH,
     ClusterPhase.BLOCKED,
 )
-PATIENCE_S = 0.8
+PHASE_WAIT_S = 0.8
 CHECKED_SHARE, POISONED_SHARE = 0.25, 0.08
 """Shares of schedules with a self-check, and with a request that crashes its workers."""
 FAULTS_FROM_S, FAULTS_UNTIL_S = 0.1, 5.0
@@ -169,7 +169,7 @@ def _play(
     for strike in schedule.faults:
         loop.run_until(began_s + strike.moment_s)
         if strike.phase is not None:
-            until_s = min(loop.time() + PATIENCE_S, began_s + FAULTS_UNTIL_S)
+            until_s = min(loop.time() + PHASE_WAIT_S, began_s + FAULTS_UNTIL_S)
             loop.run_until(until_s, is_done=lambda phase=strike.phase: state.phase is phase)
         fault = strike.fault
         while not (what := fault(cluster, random)):

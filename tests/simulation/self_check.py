@@ -45,8 +45,8 @@ class SimCheck:
         if not bad:
             return Verdict(outcome=CheckOutcome.PASSED)
         names = ", ".join(stage.worker for stage in bad)
-        is_told = epoch.ask_states is not None and len(bad) % 2
-        stage = bad[0].stage if is_told else None
+        is_reported = epoch.ask_states is not None and len(bad) % 2
+        stage = bad[0].stage if is_reported else None
         return Verdict(outcome=CheckOutcome.FAILED, detail=names, stage=stage)
 
     async def keep_reference(self) -> None:

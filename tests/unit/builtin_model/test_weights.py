@@ -122,9 +122,9 @@ def test_greedy_story_uses_the_generators_words_and_terminates() -> None:
     text = continuation("Once upon a time")
     assert text.endswith("<|endoftext|>")
     known = set(re.findall(r"[a-z]+", " ".join(islice(documents(12), 3000)).lower()))
-    said = re.findall(r"[a-z]+", text.removesuffix("<|endoftext|>").lower())
-    assert len(said) >= 40
-    assert sum(word in known for word in said) / len(said) >= 0.95
+    words = re.findall(r"[a-z]+", text.removesuffix("<|endoftext|>").lower())
+    assert len(words) >= 40
+    assert sum(word in known for word in words) / len(words) >= 0.95
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_damaged_cache_is_not_used(
     again = hashed(checkpoint, cache)
     assert again.read_bytes == expected.read_bytes
     assert again.hashes == expected.hashes
-    assert hashed(checkpoint, cache).read_bytes == 0, "it is written anew"
+    assert hashed(checkpoint, cache).read_bytes == 0, "it was rewritten"
 
 
 def test_without_a_cache_directory_hashes_are_still_computed(

@@ -177,8 +177,8 @@ def test_status_as_json_is_the_documented_schema(address: str) -> None:
 def test_chat_keeps_the_history_until_it_is_reset(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "hello\n\nand\n/reset\n/what\nagain\n/exit\nnever\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    typed = "hello\n\nand\n/reset\n/what\nagain\n/exit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert main(["chat", "--coordinator", address, "--max-tokens", "1"]) == 0
     output = capsys.readouterr()
     # The fake responds with the number of messages in the conversation.

@@ -134,8 +134,8 @@ def test_chat_has_the_sampling_and_stop_flags() -> None:
 def test_the_flags_of_chat_reach_every_answer(
     address: str, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = iter(["hello"])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    typed = iter(["hello"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
     main(["chat", "--coordinator", address, "--min-p", "0.5", "--stop", "x"])
     assert seen == [{"min_p": 0.5, "stop": ["x"]}]
 
@@ -227,14 +227,14 @@ def test_a_detached_request_prints_its_id_and_can_be_attached_to(
     assert main(["generate", "x", "--detach", "60", "--max-tokens", "4", "--coordinator", address]) == 0
     output = capsys.readouterr()
     assert output.out == " 0 1 2 3\n"
-    told = re.match(r"\(request ([0-9a-f-]{36})\)\n", output.err)
-    assert told is not None
+    printed = re.match(r"\(request ([0-9a-f-]{36})\)\n", output.err)
+    assert printed is not None
 
-    assert main(["attach", told[1], "--coordinator", address]) == 0
+    assert main(["attach", printed[1], "--coordinator", address]) == 0
     assert capsys.readouterr().out == " 0 1 2 3\n"
-    assert main(["attach", told[1], "--from-token", "2", "--coordinator", address]) == 0
+    assert main(["attach", printed[1], "--from-token", "2", "--coordinator", address]) == 0
     assert capsys.readouterr().out == " 2 3\n"
-    assert main(["attach", told[1], "--json", "--coordinator", address]) == 0
+    assert main(["attach", printed[1], "--json", "--coordinator", address]) == 0
     assert json.loads(capsys.readouterr().out)["choices"][0]["token_ids"] == [0, 1, 2, 3]
 
 

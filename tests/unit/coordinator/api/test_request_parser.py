@@ -377,7 +377,7 @@ def parts_of(value: Any) -> Any:
     return type(value).__name__, [(name, parts_of(getattr(value, name))) for name in sorted(names)]
 
 
-def what_becomes_of(message: inference_pb2.GenerateRequest) -> Any:
+def outcome_of(message: inference_pb2.GenerateRequest) -> Any:
     """The parts of the request, or the text of its refusal."""
     try:
         return parts_of(accept_request(message))
@@ -415,14 +415,14 @@ def test_every_field_of_the_contract_has_an_effect_or_is_refused(path: str, valu
     name = path.rpartition(".")[2]
     assert name in values, f"{path} is new: say here what another value of it looks like"
     message = changed(path, values[name])
-    becomes = what_becomes_of(message)
-    assert becomes != what_becomes_of(PLAIN), f"nothing reads {path}"
-    assert not isinstance(becomes, str) or name in becomes, f"{path} is refused as something else"
+    outcome = outcome_of(message)
+    assert outcome != outcome_of(PLAIN), f"nothing reads {path}"
+    assert not isinstance(outcome, str) or name in outcome, f"{path} is refused as something else"
 
 
 def test_a_request_is_the_same_request_twice() -> None:
     """Or the test before would find an effect of everything."""
-    assert what_becomes_of(PLAIN) == what_becomes_of(PLAIN)
+    assert outcome_of(PLAIN) == outcome_of(PLAIN)
 
 
 # What all choices carry to every stage

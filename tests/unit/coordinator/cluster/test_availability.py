@@ -27,8 +27,8 @@ class Waiting:
         self.model = model
         self.cluster = ClusterDriver(num_stages=2).serving()
         policy = replace(RecoveryPolicy(), recovery_timeout_s=TIMEOUT_S)
-        self.told: list[bool] = []
-        self.availability = Availability(self.cluster.state, model.engine, policy, self.told.append)
+        self.reported: list[bool] = []
+        self.availability = Availability(self.cluster.state, model.engine, policy, self.reported.append)
         self.availability.begin()
 
     def submit(self) -> Request:
@@ -144,9 +144,9 @@ def test_an_unwritable_journal_degrades_health_and_rejects_requests(
         assert (availability.health, availability.serves_new) == (cluster_pb2.HEALTH_DEGRADED, False)
         waiting.break_epoch()
         waiting.serve_again()
-        assert waiting.told[-1] is False, "a new epoch does not make up for the journal"
+        assert waiting.reported[-1] is False, "a new epoch does not make up for the journal"
     availability.report()
-    assert waiting.told[-1] is True
+    assert waiting.reported[-1] is True
 
 
 def test_journal_outages_do_not_count_towards_the_timeout(

@@ -49,7 +49,7 @@ class ClusterEvents(RuleBasedStateMachine):
         self.plan_id = 0
         self.assigned: list[AssignStage] = []
         self.timers: list[HoldExpired | GraceExpired] = []
-        self.let_go: set[WorkerIdentity] = set()
+        self.dismissed: set[WorkerIdentity] = set()
         self.finishing: list[WorkerIdentity] = []
         for name in "abcd"[:num_joined]:
             self.join(name, 100, 0)
@@ -109,7 +109,7 @@ class ClusterEvents(RuleBasedStateMachine):
         self.check(self.cluster.load_all())
 
     @rule(kind=st.sampled_from(["loaded", "load_failed", "epoch_ready"]), name=names, age=st.integers(0, 1))
-    def hear_of_a_worker(self, kind: str, name: str, age: int) -> None:
+    def report_of_a_worker(self, kind: str, name: str, age: int) -> None:
         """Including late reports, and reports of workers without a stage."""
         match kind:
             case "loaded":
@@ -120,7 +120,7 @@ class ClusterEvents(RuleBasedStateMachine):
                 self.check(self.state.epoch_ready(name, self.state.epoch - age))
 
     @rule(age=st.integers(0, 1), is_link=st.booleans())
-    def hear_of_a_stream(self, age: int, is_link: bool) -> None:
+    def report_of_a_stream(self, age: int, is_link: bool) -> None:
         opened = self.state.link_open if is_link else self.state.results_open
         self.check(opened(self.state.epoch - age))
 
@@ -193,10 +193,10 @@ class ClusterEvents(RuleBasedStateMachine):
                     assert action.delay_s > 0
                     self.timers.append(action.timer)
                 case DismissWorker():
-                    assert action.worker not in self.let_go, "let go twice"
+                    assert action.worker not in self.dismissed, "dismissed twice"
                     record = self.state.workers[action.worker.name]
                     assert record.is_draining and record.stage is None
-                    self.let_go.add(action.worker)
+                    self.dismissed.add(action.worker)
                 case FinishRunning():
                     assert self.state.workers[action.worker.name].stage is not None
                     self.finishing.append(action.worker)
@@ -288,11 +288,11 @@ class ClusterEvents(RuleBasedStateMachine):
             assert (record.state in (WorkerState.LOADING, WorkerState.READY)) == (name in stage_names)
 
     @invariant()
-    def who_has_to_leave_is_told_so_or_finishes(self) -> None:
+    def draining_workers_are_dismissed_or_finish(self) -> None:
         for record in self.state.workers:
             if record.is_draining:
-                is_told = record.identity in self.let_go
-                assert is_told == (record.stage is None), "a worker that drains is stuck"
+                is_dismissed = record.identity in self.dismissed
+                assert is_dismissed == (record.stage is None), "a worker that drains is stuck"
 
 
 TestClusterEvents = ClusterEvents.TestCase

@@ -429,6 +429,6 @@ async def test_connections_other_than_http_are_not_logged_as_errors(
         writer.close()
     finally:
         await server.stop()
-    heard = [record for record in caplog.records if "non-HTTP" in record.getMessage()]
-    assert [record.levelno for record in heard] == [logging.DEBUG]
+    records = [record for record in caplog.records if "non-HTTP" in record.getMessage()]
+    assert [record.levelno for record in records] == [logging.DEBUG]
     assert not any(record.exc_info or record.levelno >= logging.WARNING for record in caplog.records)

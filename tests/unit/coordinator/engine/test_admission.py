@@ -1,4 +1,4 @@
-"""The hint when to come again follows the pace at which requests end."""
+"""The retry hint follows the rate at which requests end."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from tests.unit.coordinator.engine.wishes import Wish
 from wire.errors import InvalidRequest, Overloaded
 
 
-def pace_of(*ends_s: float) -> RetryAfterEstimator:
-    pace = RetryAfterEstimator()
+def estimator_of(*ends_s: float) -> RetryAfterEstimator:
+    estimator = RetryAfterEstimator()
     for now_s in ends_s:
-        pace.record_end(now_s)
-    return pace
+        estimator.record_end(now_s)
+    return estimator
 
 
 def test_the_hint_is_a_second_without_measurements() -> None:
-    assert pace_of().retry_after_s == 1.0
-    assert pace_of(100.0).retry_after_s == 1.0
+    assert estimator_of().retry_after_s == 1.0
+    assert estimator_of(100.0).retry_after_s == 1.0
 
 
 def test_the_first_interval_counts_whole_and_every_other_one_a_fifth() -> None:
-    assert pace_of(100.0, 102.0).retry_after_s == 2.0
-    assert pace_of(100.0, 102.0, 109.0).retry_after_s == pytest.approx(2 + (7 - 2) / 5)
+    assert estimator_of(100.0, 102.0).retry_after_s == 2.0
+    assert estimator_of(100.0, 102.0, 109.0).retry_after_s == pytest.approx(2 + (7 - 2) / 5)
 
 
 @pytest.mark.parametrize(("interval_s", "hint_s"), [(0.0, 0.1), (0.01, 0.1), (29.0, 29.0), (1e9, 30.0)])
 def test_the_hint_has_a_lower_and_an_upper_bound(interval_s: float, hint_s: float) -> None:
-    assert pace_of(*(number * interval_s for number in range(9))).retry_after_s == pytest.approx(hint_s)
+    assert estimator_of(*(number * interval_s for number in range(9))).retry_after_s == pytest.approx(hint_s)
 
 
 @given(st.lists(st.floats(0.1, 30.0), min_size=1, max_size=30))
 def test_the_hint_is_between_the_shortest_and_the_longest_interval(intervals_s: list[float]) -> None:
-    now_s, pace = 0.0, pace_of(0.0)
+    now_s, estimator = 0.0, estimator_of(0.0)
     for interval_s in intervals_s:
-        pace.record_end(now_s := now_s + interval_s)
-    assert min(intervals_s) - 1e-6 <= pace.retry_after_s <= max(intervals_s) + 1e-6
+        estimator.record_end(now_s := now_s + interval_s)
+    assert min(intervals_s) - 1e-6 <= estimator.retry_after_s <= max(intervals_s) + 1e-6
 
 
 def test_the_hint_adapts_to_a_new_rate() -> None:
     slow = [number * 10.0 for number in range(10)]
     fast = [90.0 + number * 0.5 for number in range(1, 30)]
-    assert pace_of(*slow, *fast).retry_after_s == pytest.approx(0.5, rel=0.1)
+    assert estimator_of(*slow, *fast).retry_after_s == pytest.approx(0.5, rel=0.1)
 
 
 class House:
     """Admission with what it looks at."""
 
     def __init__(self, *, queue_size: int = 100, max_client_requests: int | None = None) -> None:
-        self.registry, self.pace = RequestRegistry(), RetryAfterEstimator()
+        self.registry, self.estimator = RequestRegistry(), RetryAfterEstimator()
         limits = AdmissionLimits(queue_size=queue_size, max_client_requests=max_client_requests)
-        self.admission = Admission(limits, self.registry, self.pace)
+        self.admission = Admission(limits, self.registry, self.estimator)
 
     def enter(self, client: str = "client", *, n: int = 1) -> Request:
         request = Wish(client=client, n=n).request()
@@ -184,7 +184,7 @@ def test_a_rejection_has_a_retry_hint() -> None:
     house = House(queue_size=1)
     house.enter()
     for now_s in (10.0, 14.0):
-        house.pace.record_end(now_s)
+        house.estimator.record_end(now_s)
     error = house.refusal()
     assert error.retry_after_s == 4.0
     assert str(error).endswith("; retry in 4.0 s")

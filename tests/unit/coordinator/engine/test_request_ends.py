@@ -107,11 +107,11 @@ def test_a_preempted_request_is_cancelled_once_and_the_queue_forgets_it(new_mode
 
 def test_a_disconnect_cancels_unless_detached(new_model: NewModel) -> None:
     model = new_model()
-    stays, goes = Wish(max_tokens=9, keep_s=60.0).request(), Wish(max_tokens=9).request(arrival=1)
-    for request in (stays, goes):
+    kept, dropped = Wish(max_tokens=9, keep_s=60.0).request(), Wish(max_tokens=9).request(arrival=1)
+    for request in (kept, dropped):
         model.submit(request).close()
-    assert (stays.is_live, stays.is_detached) == (True, True)
-    assert (ended_as(goes), str(goes.error)) == (CANCELLED, "the client disconnected")
+    assert (kept.is_live, kept.is_detached) == (True, True)
+    assert (ended_as(dropped), str(dropped.error)) == (CANCELLED, "the client disconnected")
     model.run()
     assert model.totals == (1, 1, 0)
 

@@ -261,7 +261,7 @@ class Requests(RuleBasedStateMachine):
                 ends[alone.key.request_id] = RequestPoisoned
         self.model.die()
         self.check_ends(ends)
-        self.plan_anew(num_blocks)
+        self.replan(num_blocks)
 
     @precondition(lambda self: self.model.is_serving and self.engine.scheduler.num_steps_in_flight)
     @rule(place=PLACES, num_blocks=POOLS, happens=SELDOM, kind=st.sampled_from(StepFaultKind))
@@ -278,11 +278,11 @@ class Requests(RuleBasedStateMachine):
             request_id for request_id in hit if self.num_faults[request_id] > DEFAULT_POLICY.max_step_retries
         ]
         self.check_ends(dict.fromkeys(failing, StepFailed))
-        self.plan_anew(num_blocks)
+        self.replan(num_blocks)
 
     @precondition(lambda self: not self.model.is_serving)
     @rule(num_blocks=POOLS)
-    def plan_anew(self, num_blocks: int | None) -> None:
+    def replan(self, num_blocks: int | None) -> None:
         if num_blocks is None:
             return
         self.num_blocks = num_blocks
@@ -386,7 +386,7 @@ class Requests(RuleBasedStateMachine):
                 assert choice.buffer.is_finished or not has_all or customer.wish.max_tokens == 0
 
     @invariant()
-    def nobody_but_the_newest_call_reads(self) -> None:
+    def only_the_newest_call_reads(self) -> None:
         for customer in self.customers:
             reader = None if customer.call.is_over else customer.call.stream
             assert customer.request.stream is reader
@@ -404,7 +404,7 @@ class Requests(RuleBasedStateMachine):
     def drain(self) -> None:
         """After all readers have read everything, no resource is held."""
         if not self.model.is_serving:
-            self.plan_anew(LARGEST_POOL)
+            self.replan(LARGEST_POOL)
         for _ in range(5000):
             self.read_everything()
             if not self.run_step():

@@ -85,10 +85,10 @@ def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTr
     assert attributes[Attr.TIME_TO_FIRST_TOKEN] == pytest.approx(3)
     assert attributes[Attr.E2E] == pytest.approx(7)
     assert len(traced.starts) == 1
-    told = parse_traceparent(traced.starts[0])
-    assert told is not None
+    reported = parse_traceparent(traced.starts[0])
+    assert reported is not None
     assert root.context is not None
-    assert told.span_id == root.context.span_id
+    assert reported.span_id == root.context.span_id
 
 
 def test_unsampled_requests_are_neither_sent_to_stages_nor_recorded(new_traced: NewTraced) -> None:
@@ -167,24 +167,26 @@ def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
 
 
 async def test_rejections_are_recorded_and_disconnects_are_not() -> None:
-    told: list[Exception] = []
-    traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(1.0), model="m", on_refusal=told.append)
+    reported: list[Exception] = []
+    traces = RequestTraces(
+        recorder_into(ListSink()), ratio_sampler(1.0), model="m", on_refusal=reported.append
+    )
     errors = [Overloaded("full"), InvalidRequest("no prompt"), asyncio.CancelledError(), GeneratorExit()]
     for error in errors:
         with pytest.raises(type(error)), traces.arrival(new_request_id(), None, 0.0):
             raise error
     with pytest.raises(InvalidRequest), traces.nameless_arrival():
         raise InvalidRequest("no id")
-    assert list(map(str, told)) == ["full", "no prompt", "no id"]
+    assert list(map(str, reported)) == ["full", "no prompt", "no id"]
 
 
 def test_a_restarted_coordinator_continues_the_same_span(new_traced: NewTraced) -> None:
-    begun, caller = span_context(11, 12), span_context(11, 13)
+    started, caller = span_context(11, 12), span_context(11, 13)
     traced = new_traced()
     request = Wish(max_tokens=3).request()
-    trace = traced.traces.resumed(format_traceparent(begun), format_traceparent(caller), 500.0)
+    trace = traced.traces.resumed(format_traceparent(started), format_traceparent(caller), 500.0)
     assert trace is not None
-    assert (trace.traceparent, trace.caller_traceparent) == tuple(map(format_traceparent, (begun, caller)))
+    assert (trace.traceparent, trace.caller_traceparent) == tuple(map(format_traceparent, (started, caller)))
     request.trace = trace
     traced.model.engine.restore(request, ended=None)
     traced.run()

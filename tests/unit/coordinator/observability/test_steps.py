@@ -194,9 +194,9 @@ def test_similar_stages_are_not_named_slow() -> None:
     found = find_bottleneck(loads)
     assert found is not None
     assert not found.is_notable
-    told = "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy"
+    summary = "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy"
     for share, more in ((0.25, "; 25 % of the stages' time is bubbles."), (None, ".")):
-        assert describe_pipeline(loads, ["a", "b", "c"], window_s=10, bubble_share=share) == told + more
+        assert describe_pipeline(loads, ["a", "b", "c"], window_s=10, bubble_share=share) == summary + more
 
 
 def test_slow_stages_agree_with_traces() -> None:

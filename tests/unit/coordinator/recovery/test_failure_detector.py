@@ -22,7 +22,7 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.connections = [WorkerConnection(identity_of(name), now_s=self.now_s) for name in "ab"]
-        self.said: list[tuple[str, bool | str]] = []
+        self.reports: list[tuple[str, bool | str]] = []
         self.num_ticks = self.num_steady = self.num_times = 0
         self.before_tick: Callable[[], None] = lambda: None
         self.held_up_s = 0.0
@@ -31,7 +31,9 @@ class Seen:
         self.watch = FailureDetector(
             POLICY,
             connections=lambda: self.connections,
-            on_silence=lambda connection, is_silent: self.said.append((connection.identity.name, is_silent)),
+            on_silence=lambda connection, is_silent: self.reports.append(
+                (connection.identity.name, is_silent)
+            ),
             on_lease_over=self._lose,
             on_tick=self._tick,
             on_steady=self._steady,
@@ -56,13 +58,13 @@ class Seen:
         with pytest.raises(asyncio.CancelledError):
             await self.watch.run()
 
-    def hear(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         for connection in self.connections:
             if connection.identity.name == name:
                 connection.last_message_s = self.now_s
 
     def _lose(self, connection: WorkerConnection, reason: str) -> None:
-        self.said.append((connection.identity.name, reason))
+        self.reports.append((connection.identity.name, reason))
         self.connections.remove(connection)
 
     def _tick(self) -> None:
@@ -81,13 +83,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 async def test_silence_is_reported_once_before_the_lease_expires(seen: Seen) -> None:
-    seen.before_tick = lambda: seen.hear("a")
+    seen.before_tick = lambda: seen.heartbeat("a")
     await seen.pass_ticks(4)
-    assert seen.said == []
+    assert seen.reports == []
     await seen.pass_ticks(4)
-    assert seen.said == [("b", True)]
+    assert seen.reports == [("b", True)]
     await seen.pass_ticks(4)
-    assert seen.said == [("b", True), ("b", "no heartbeat for 2.2 s")]
+    assert seen.reports == [("b", True), ("b", "no heartbeat for 2.2 s")]
     assert [connection.identity.name for connection in seen.connections] == ["a"]
     assert seen.num_ticks == 12
 
@@ -95,14 +97,14 @@ async def test_silence_is_reported_once_before_the_lease_expires(seen: Seen) -> 
 async def test_a_worker_that_loads_a_tokenizer_may_be_silent_for_longer(seen: Seen) -> None:
     seen.connections[1].loads_tokenizer = True
     await seen.pass_ticks(16)
-    assert seen.said == [("a", True), ("a", "no heartbeat for 2.2 s")]
+    assert seen.reports == [("a", True), ("a", "no heartbeat for 2.2 s")]
 
 
 async def test_time_passes_with_breaks_and_without(seen: Seen) -> None:
     def break_often() -> None:
         seen.watch.restart()
         for name in "ab":
-            seen.hear(name)
+            seen.heartbeat(name)
 
     seen.before_tick = break_often
     await seen.pass_ticks(int(61 / TICK_S))
@@ -110,36 +112,36 @@ async def test_time_passes_with_breaks_and_without(seen: Seen) -> None:
 
 
 async def test_a_worker_that_heartbeats_in_time_is_not_lost(seen: Seen) -> None:
-    seen.before_tick = lambda: seen.hear("a")
+    seen.before_tick = lambda: seen.heartbeat("a")
     await seen.pass_ticks(7)
-    seen.hear("b")
+    seen.heartbeat("b")
     await seen.pass_ticks(1)
-    assert seen.said == [("b", True), ("b", False)]
+    assert seen.reports == [("b", True), ("b", False)]
 
 
 async def test_a_stalled_coordinator_loses_no_worker(seen: Seen) -> None:
     """Heartbeats arrived but were not read yet."""
     seen.held_up_s = 60.0
     await seen.pass_ticks(1)
-    assert (seen.said, seen.num_ticks) == ([], 0)
+    assert (seen.reports, seen.num_ticks) == ([], 0)
     seen.held_up_s = 0.0
     for name in "ab":
-        seen.hear(name)
+        seen.heartbeat(name)
     await seen.pass_ticks(2)
-    assert (seen.said, seen.num_ticks) == ([], 2)
+    assert (seen.reports, seen.num_ticks) == ([], 2)
 
 
 async def test_a_slow_coordinator_still_loses_silent_workers(seen: Seen) -> None:
     seen.held_up_s = 1.0
     await seen.pass_ticks(4)
-    assert (seen.said, seen.num_ticks) == ([], 0)
+    assert (seen.reports, seen.num_ticks) == ([], 0)
     await seen.pass_ticks(5)
     assert seen.num_ticks == 1
-    assert {name for name, _ in seen.said} == {"a", "b"}
+    assert {name for name, _ in seen.reports} == {"a", "b"}
 
 
 async def test_half_a_minute_without_a_break_is_steady(seen: Seen) -> None:
-    seen.before_tick = lambda: [seen.hear(name) for name in "ab"] and None
+    seen.before_tick = lambda: [seen.heartbeat(name) for name in "ab"] and None
     await seen.pass_ticks(120)
     assert seen.num_steady == 0
     await seen.pass_ticks(121)
@@ -152,11 +154,11 @@ async def test_a_break_or_a_loss_resets_the_count(seen: Seen, is_lost: bool) -> 
 
     def before_tick() -> None:
         if not is_lost:
-            seen.hear("a")
+            seen.heartbeat("a")
         if not is_lost and seen.now_s == 120.0:
             seen.watch.restart()
 
     seen.before_tick = before_tick
     await seen.pass_ticks(129)
-    assert bool(seen.said) == is_lost
+    assert bool(seen.reports) == is_lost
     assert seen.num_steady == 0

@@ -93,8 +93,8 @@ def test_the_script_covers_every_serving_path() -> None:
     ), "decodes of several lengths beside a chunk"
     chunks = [part for part in slices if isinstance(part.inference_step, Prefill)]
     assert any(part.first_position == 16 and part.sequence.choice == 2 for part in chunks), "a second chunk"
-    begun = {part.sequence: part.first_position for part in reversed(slices)}
-    assert sorted(begun.values()) == [0, 0, 0, 16, 16], "two begin behind a cached block"
+    first_positions = {part.sequence: part.first_position for part in reversed(slices)}
+    assert sorted(first_positions.values()) == [0, 0, 0, 16, 16], "two begin behind a cached block"
     assert not script.left_out
     assert script.num_rows > 40
 
@@ -138,8 +138,8 @@ def test_subscribers_learn_of_evicted_blocks_and_of_no_block_of_a_check() -> Non
     evicted = {name for event in events if isinstance(event, Removed) for name in event.block_hashes}
     assert all(isinstance(event, Removed) for event in events) and evicted
     assert {block.sequence_hash for block in kv.cached_blocks()} == before - evicted
-    begun = [part.first_position for scripted in script.steps for part in scripted.step.slices]
-    assert 16 in begun, "a prefix hit"
+    first_positions = [part.first_position for scripted in script.steps for part in scripted.step.slices]
+    assert 16 in first_positions, "a prefix hit"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16, 64, 128, 300])

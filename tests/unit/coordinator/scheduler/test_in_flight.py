@@ -10,43 +10,43 @@ from coordinator.scheduler.in_flight import StepsInFlight, StepTimeoutEstimator
 from wire.steps import Step, StepResult
 
 
-def patience_of(*ratios: float) -> StepTimeoutEstimator:
+def estimator_of(*ratios: float) -> StepTimeoutEstimator:
     """The limit after results with these ratios of measured to predicted time."""
-    patience = StepTimeoutEstimator(DEFAULT_POLICY)
+    estimator = StepTimeoutEstimator(DEFAULT_POLICY)
     for ratio in ratios:
-        patience.observe(ratio * 0.1, 0.1)
-    return patience
+        estimator.observe(ratio * 0.1, 0.1)
+    return estimator
 
 
 @pytest.mark.parametrize(("unknown_s", "limit_s"), [(10.0, 10.0), (0.5, DEFAULT_POLICY.min_step_timeout_s)])
 def test_without_measurements_the_limit_for_unknown_steps_applies(unknown_s: float, limit_s: float) -> None:
     assert StepTimeoutEstimator(DEFAULT_POLICY).limit_s(1.0, unknown_s=unknown_s) == limit_s
-    assert patience_of(1.0).limit_s(0.0, unknown_s=unknown_s) == limit_s
+    assert estimator_of(1.0).limit_s(0.0, unknown_s=unknown_s) == limit_s
 
 
 def test_fast_steps_have_two_seconds() -> None:
-    assert patience_of(1.0).limit_s(0.01, unknown_s=10.0) == DEFAULT_POLICY.min_step_timeout_s == 2.0
+    assert estimator_of(1.0).limit_s(0.01, unknown_s=10.0) == DEFAULT_POLICY.min_step_timeout_s == 2.0
 
 
 def test_the_limit_grows_with_the_work() -> None:
-    patience = patience_of(*[1.5] * 10)
-    assert patience.limit_s(1.0, unknown_s=0.0) == pytest.approx(12.0)
-    assert patience.limit_s(60.0, unknown_s=0.0) == pytest.approx(DEFAULT_POLICY.step_slowdown * 1.5 * 60)
+    estimator = estimator_of(*[1.5] * 10)
+    assert estimator.limit_s(1.0, unknown_s=0.0) == pytest.approx(12.0)
+    assert estimator.limit_s(60.0, unknown_s=0.0) == pytest.approx(DEFAULT_POLICY.step_slowdown * 1.5 * 60)
 
 
 def test_one_of_a_hundred_does_not_count_and_two_do() -> None:
-    assert patience_of(*[1.0] * 99, 50.0).limit_s(1.0, unknown_s=0.0) == pytest.approx(8.0)
-    assert patience_of(*[1.0] * 98, 50.0, 50.0).limit_s(1.0, unknown_s=0.0) == pytest.approx(400.0)
+    assert estimator_of(*[1.0] * 99, 50.0).limit_s(1.0, unknown_s=0.0) == pytest.approx(8.0)
+    assert estimator_of(*[1.0] * 98, 50.0, 50.0).limit_s(1.0, unknown_s=0.0) == pytest.approx(400.0)
 
 
 def test_old_entries_are_forgotten() -> None:
-    assert patience_of(*[50.0] * 512, *[1.0] * 512).limit_s(1.0, unknown_s=0.0) == pytest.approx(8.0)
+    assert estimator_of(*[50.0] * 512, *[1.0] * 512).limit_s(1.0, unknown_s=0.0) == pytest.approx(8.0)
 
 
 def test_unpredicted_steps_are_not_learned_from() -> None:
-    patience = StepTimeoutEstimator(DEFAULT_POLICY)
-    patience.observe(100.0, 0.0)
-    assert patience.limit_s(1.0, unknown_s=3.0) == 3.0
+    estimator = StepTimeoutEstimator(DEFAULT_POLICY)
+    estimator.observe(100.0, 0.0)
+    assert estimator.limit_s(1.0, unknown_s=3.0) == 3.0
 
 
 def step(step_id: int) -> Step:

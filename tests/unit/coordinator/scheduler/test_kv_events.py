@@ -194,11 +194,11 @@ async def test_a_snapshot_keeps_both_hashes_and_the_parent_on_the_wire(
     subscription = feed.subscribe()
     (message,) = encode_snapshot(subscription.snapshot)
     first, second = block_hash([1, 2]), block_hash([3, 4])
-    told = [
+    announced = [
         (block.sequence_hash, block.block_hash, block.parent if block.HasField("parent") else None)
         for block in message.snapshot.blocks
     ]
-    assert told == [(first, first, None), (sequence_hash(first, second), second, first)]
+    assert announced == [(first, first, None), (sequence_hash(first, second), second, first)]
     assert first != second
     subscription.close()
 

@@ -619,8 +619,8 @@ def test_the_cost_of_a_step_equals_the_cost_its_builder_counted() -> None:
             (in_flight.cost, cost_of_step(in_flight.step)) for in_flight in model.scheduler._in_flight._steps
         ]
         model.run_step()
-    assert all(counted == told for counted, told in works)
-    assert any(told.decode_cost and told.chunk_pairs for _, told in works)
+    assert all(counted == stored for counted, stored in works)
+    assert any(stored.decode_cost and stored.chunk_pairs for _, stored in works)
 
 
 def test_the_end_of_an_epoch_ends_the_loan() -> None:

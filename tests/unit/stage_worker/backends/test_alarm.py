@@ -48,7 +48,7 @@ class Bells:
     def __init__(self, alarm: Alarm) -> None:
         self.alarm = alarm
         self.rung: list[str] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def set(self, name: str, moment_s: float) -> None:
         self.alarm.set(moment_s, partial(self._ring, name, moment_s))
@@ -56,12 +56,12 @@ class Bells:
     def _ring(self, name: str, moment_s: float) -> None:
         assert time.monotonic() >= moment_s, f"{name} rang early"
         self.rung.append(name)
-        self._news.set()
+        self._changed.set()
 
     async def wait(self, num_rung: int) -> None:
         while len(self.rung) < num_rung:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
 
 
 def test_an_alarm_rings_once_and_never_early(run_scenario: RunScenario) -> None:

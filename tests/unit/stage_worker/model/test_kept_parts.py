@@ -172,13 +172,13 @@ def test_any_sequence_of_ranges_equals_a_fresh_load_and_reads_only_new_layers(
 def test_a_load_reports_loaded_and_kept_parts(checkpoints: dict[str, Checkpoint]) -> None:
     checkpoint, parts = checkpoints["llama"], LoadedParts()
 
-    def said(begin: int, end: int) -> str:
+    def loaded(begin: int, end: int) -> str:
         return str(new_stage(checkpoint, begin, end, PLAIN).load(checkpoint, parts=parts))
 
-    assert said(1, 6) == "layers 1-5 loaded, none kept"
-    assert said(1, 7) == "layers 6 loaded, 1-5 kept"
-    assert said(0, 8) == ("layers 0, 7 loaded, 1-6 kept; embeddings loaded; final norm loaded; head loaded")
-    assert said(4, 8) == "layers none loaded, 4-7 kept; final norm kept; head kept"
+    assert loaded(1, 6) == "layers 1-5 loaded, none kept"
+    assert loaded(1, 7) == "layers 6 loaded, 1-5 kept"
+    assert loaded(0, 8) == ("layers 0, 7 loaded, 1-6 kept; embeddings loaded; final norm loaded; head loaded")
+    assert loaded(4, 8) == "layers none loaded, 4-7 kept; final norm kept; head kept"
 
 
 def test_a_tied_head_is_listed_once(checkpoints: dict[str, Checkpoint]) -> None:

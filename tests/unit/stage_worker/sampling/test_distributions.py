@@ -70,7 +70,7 @@ def counted(tokens: Sequence[int], scenario: Scenario) -> Counts:
 
 
 @cache
-def drawn(name: str) -> Counts:
+def sampled_counts(name: str) -> Counts:
     """How often each token comes with many seeds."""
     scenario = SCENARIOS[name]
     return counted(draw(scenario, seeds(name, NUM_DRAWS)), scenario)
@@ -79,7 +79,7 @@ def drawn(name: str) -> Counts:
 @pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_tokens_of_many_seeds_fit_the_exact_probabilities(name: str) -> None:
-    shares, counts = SCENARIOS[name].shares, drawn(name)
+    shares, counts = SCENARIOS[name].shares, sampled_counts(name)
     assert not counts[shares == 0].any(), "a token that the filters take out is drawn"
     assert p_value(counts, shares) > FITS
 
@@ -162,4 +162,4 @@ def test_a_mistake_would_be_noticed(mistake: str) -> None:
     for name in names:
         scenario = SCENARIOS[name]
         wrong = distribution(scenario.logits.numpy(), scenario.context, filters)
-        assert p_value(drawn(name), wrong) < DOES_NOT_FIT, name
+        assert p_value(sampled_counts(name), wrong) < DOES_NOT_FIT, name

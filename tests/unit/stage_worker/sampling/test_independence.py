@@ -22,7 +22,7 @@ RELATED = 1e-12
 NUM_SEEDS, NUM_CHOICES, NUM_POSITIONS = 12, 8, 192
 
 
-def drawn(seeds: Sequence[int], *, num_choices: int, num_positions: int) -> Counts:
+def sampled_counts(seeds: Sequence[int], *, num_choices: int, num_positions: int) -> Counts:
     """Tokens [seed, choice, position] of requests that are decoded together, after a prompt of one token."""
     sampler = Sampler(vocab_size=VOCAB, stage=0)
     slices = []
@@ -49,7 +49,7 @@ def _token(result: SliceResult) -> int:
 
 @cache
 def neighbours() -> Counts:
-    return drawn(range(NUM_SEEDS), num_choices=NUM_CHOICES, num_positions=NUM_POSITIONS)
+    return sampled_counts(range(NUM_SEEDS), num_choices=NUM_CHOICES, num_positions=NUM_POSITIONS)
 
 
 def shifted(values: Counts, by: tuple[int, int, int]) -> tuple[Counts, Counts]:
@@ -84,9 +84,9 @@ def test_draws_of_neighbours_are_unrelated(by: tuple[int, int, int]) -> None:
 )
 def test_draws_of_seeds_that_differ_in_one_bit_are_unrelated(bits: tuple[int, ...]) -> None:
     base = np.random.default_rng(bits).integers(0, 2**64, 8, dtype=np.uint64).tolist()
-    of_base = drawn(base, num_choices=2, num_positions=128)
+    of_base = sampled_counts(base, num_choices=2, num_positions=128)
     for bit in bits:
-        of_others = drawn([seed ^ (1 << bit) for seed in base], num_choices=2, num_positions=128)
+        of_others = sampled_counts([seed ^ (1 << bit) for seed in base], num_choices=2, num_positions=128)
         assert pairs_p_value(of_base, of_others, VOCAB) > UNRELATED, bit
 
 

@@ -97,8 +97,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
     longest = max(request.num_tokens for request in plan)
     check_fits(plan, longest)
     num_longest = sum(request.num_tokens == longest for request in plan)
-    told = f"together {longest}, more than the {longest - 1} that fit; {num_longest} of 200 requests"
-    with pytest.raises(ValueError, match=told):
+    message = f"together {longest}, more than the {longest - 1} that fit; {num_longest} of 200 requests"
+    with pytest.raises(ValueError, match=message):
         check_fits(plan, longest - 1)
 
 

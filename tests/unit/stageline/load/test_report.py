@@ -37,12 +37,12 @@ def shown(run: LoadRun, limits: Limits = LIMITS) -> str:
 
 def test_the_report_has_counts_rates_and_latencies() -> None:
     lines = shown(RUN).splitlines()
-    told = {line[:22].strip(): line[22:].strip() for line in lines}
-    assert told["Requests"] == "6 planned: 2 completed, 1 failed, 1 interrupted, 2 unsent"
-    assert told["RESOURCE_EXHAUSTED"] == "1 failed"
-    assert told["Request throughput"] == "1.00 requests/s"
-    assert told["Goodput"] == "0.50 requests/s, 25.0% within TTFT 200 ms, ITL 50 ms"
-    assert told["Output throughput"] == "3.5 tokens/s, 1.17 a message"
+    entries = {line[:22].strip(): line[22:].strip() for line in lines}
+    assert entries["Requests"] == "6 planned: 2 completed, 1 failed, 1 interrupted, 2 unsent"
+    assert entries["RESOURCE_EXHAUSTED"] == "1 failed"
+    assert entries["Request throughput"] == "1.00 requests/s"
+    assert entries["Goodput"] == "0.50 requests/s, 25.0% within TTFT 200 ms, ITL 50 ms"
+    assert entries["Output throughput"] == "3.5 tokens/s, 1.17 a message"
     rows = {line.split()[0]: line.split()[1:] for line in lines if len(line.split()) == 8}
     assert rows["TTFT"] == ["2", "125.0", "125.0", "145.0", "147.5", "149.5", "150.0"]
     assert rows["ITL"][:2] == ["3", "66.7"]
