@@ -27,7 +27,7 @@ def listening_ports(pids: list[int]) -> list[int]:
     ]
 
 
-async def wait_until_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
+async def wait_until_ended(pids: list[int], *, timeout_s: float = 10.0) -> None:
     """Wait until all these processes have ended. Raises TimeoutError."""
     await asyncio.to_thread(wait_until, lambda: not any(is_running(pid) for pid in pids), timeout_s=timeout_s)
 

@@ -86,16 +86,14 @@ def mock_config(
     )
 
 
-async def ends_as_if_nothing_had_been(
-    cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
-) -> None:
+async def ends_undisturbed(cluster: FaultyCluster, streams: Streams, expected: list[list[int]]) -> None:
     """Assert that every stream ends with exactly these tokens, and then no page is in use."""
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected))
     await cluster.until(is_idle)
 
 
-async def ends_rightly_or_with_a_typed_error(
+async def ends_correctly_or_with_a_typed_error(
     cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
 ) -> None:
     """Assert no wrong token, no stuck stream and no page in use."""
@@ -104,7 +102,7 @@ async def ends_rightly_or_with_a_typed_error(
     await cluster.until(is_idle)
 
 
-async def serves_as_ever(client: Client, asks: list[Ask], expected: list[list[int]], *, salt: str) -> None:
+async def serves_normally(client: Client, asks: list[Ask], expected: list[list[int]], *, salt: str) -> None:
     """Assert that the next requests are served normally."""
     streams = Streams(client, asks, cache_salt=f"afterwards {salt}")
     await streams.end(timeout_s=DEADLINE_S)

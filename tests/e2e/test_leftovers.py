@@ -27,7 +27,7 @@ from tests.e2e.commands import ENVIRONMENT
 
 async def test_it():
     assert os.path.isdir(ENVIRONMENT["XDG_CACHE_HOME"])
-    open({begun!r}, "w").close()
+    open({started!r}, "w").close()
     await asyncio.sleep({sleep_s})
     assert {passes}
 """
@@ -80,15 +80,15 @@ async def test_a_test_run_leaves_no_file(
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     (tmp_path / "test_it.py").write_text(
         WAITING_TEST.format(
-            begun=str(tmp_path / "begun"), sleep_s=0 if number is None else TIMEOUT_S, passes=passes
+            started=str(tmp_path / "started"), sleep_s=0 if number is None else TIMEOUT_S, passes=passes
         )
     )
     options = (*parallel, "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path))
     options += ("--basetemp", str(tmp_path / "base"))
     temporary = tmp_path / "temporary"
     process = await start(temporary, "-m", "pytest", *options, str(tmp_path / "test_it.py"))
-    assert await end(process, number, after=(tmp_path / "begun").exists) == code
-    assert (tmp_path / "begun").exists()
+    assert await end(process, number, after=(tmp_path / "started").exists) == code
+    assert (tmp_path / "started").exists()
     assert leftover_files(temporary) == []
 
 

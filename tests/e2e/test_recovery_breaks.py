@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stageline import Client, Unavailable
-from tests.e2e.recovery_setup import DEADLINE_S, SHORT_PROMPTS, config, is_idle, serves_as_ever
+from tests.e2e.recovery_setup import DEADLINE_S, SHORT_PROMPTS, config, is_idle, serves_normally
 from tests.faults.cluster import FaultyCluster
 from tests.faults.streams import Streams, undisturbed
 
@@ -41,5 +41,5 @@ async def test_a_connection_that_breaks_on_every_attempt_fails_requests_in_time(
         )
         line.reset_after(None)
         line.cut()
-        await serves_as_ever(client, SHORT_PROMPTS, expected, salt="breaks")
+        await serves_normally(client, SHORT_PROMPTS, expected, salt="breaks")
         await cluster.until(is_idle)

@@ -15,10 +15,10 @@ from tests.e2e.recovery_setup import (
     DEADLINE_S,
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
+    ends_undisturbed,
     is_idle,
     now_s,
-    serves_as_ever,
+    serves_normally,
 )
 from tests.faults.byte_proxy import ByteProxy, Direction
 from tests.faults.cluster import FaultyCluster
@@ -64,7 +64,7 @@ async def test_a_cut_connection_between_stages_is_reestablished(
     await streams.all_have(5)
     cut_s = now_s()
     line.cut()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     figures.record(f"connection into {role} cut: pause", streams.longest_silence_s(since_s=cut_s))
 
 
@@ -76,7 +76,7 @@ async def test_cut_connections_to_the_coordinator_are_reestablished(
     await streams.all_have(5)
     cut_s = now_s()
     cluster.lines[last].out.cut()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     figures.record("LAST cut off the coordinator: pause", streams.longest_silence_s(since_s=cut_s))
 
 
@@ -88,7 +88,7 @@ async def test_slow_connections_cause_no_fault(
         lines.into.delay(0.02)
         lines.out.delay(0.02)
     streams = Streams(client, SHORT_PROMPTS, cache_salt="slow")
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     cluster.heal()
     assert (await cluster.until()).epoch == epoch
 
@@ -110,7 +110,7 @@ async def test_a_flipped_bit_between_stages_produces_no_wrong_token(
         async with asyncio.timeout(DEADLINE_S):
             await flip.happened.wait()
         flipped_s = now_s()
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         if (await cluster.until()).epoch > epoch:
             break
     else:
@@ -131,7 +131,7 @@ async def test_a_stalled_connection_between_stages_makes_steps_overdue(
         await cluster.until(lambda status: status.epoch > epoch, timeout_s=20)
     finally:
         line.flow()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     figures.record("connection into LAST stalls: pause", streams.longest_silence_s(since_s=stalled_s))
 
 
@@ -146,10 +146,10 @@ async def test_a_worker_partitioned_beyond_its_lease_rejoins(
     cluster.lines[victim].partition()
     await cluster.until(lambda status: not is_serving(status) or status.epoch > before.epoch)
     cluster.heal()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     figures.record("MIDDLE partitioned until noticed: pause", streams.longest_silence_s(since_s=parted_s))
     await cluster.until(cluster.has_all_workers)
-    await serves_as_ever(client, SHORT_PROMPTS, expected, salt="partition")
+    await serves_normally(client, SHORT_PROMPTS, expected, salt="partition")
     await cluster.until(is_idle)
 
 

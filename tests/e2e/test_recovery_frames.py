@@ -15,7 +15,7 @@ from tests.e2e.recovery_setup import (
     DEADLINE_S,
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
+    ends_undisturbed,
     is_idle,
     now_s,
 )
@@ -103,7 +103,7 @@ async def test_faulty_frames_between_stages_produce_no_wrong_token(
     async with asyncio.timeout(DEADLINE_S):
         await injection.happened.wait()
     faulty_s = now_s()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     if name != "delayed":
         await cluster.until(lambda status: status.epoch > epoch, timeout_s=NOTICED_WITHIN_S)
     figures.record(f"frame {name}: pause", streams.longest_silence_s(since_s=faulty_s))
@@ -141,7 +141,7 @@ async def test_faulty_results_of_the_last_stage_produce_no_wrong_token(
     async with asyncio.timeout(DEADLINE_S):
         await injection.happened.wait()
     faulty_s = now_s()
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    await ends_undisturbed(cluster, streams, expected)
     if name != "delayed":
         await cluster.until(lambda status: status.epoch > epoch, timeout_s=NOTICED_WITHIN_S)
     figures.record(f"result {name}: pause", streams.longest_silence_s(since_s=faulty_s))

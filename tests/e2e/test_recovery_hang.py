@@ -15,9 +15,9 @@ from tests.e2e.recovery_setup import (
     DEADLINE_S,
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
+    ends_undisturbed,
     now_s,
-    serves_as_ever,
+    serves_normally,
 )
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
@@ -44,7 +44,7 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
         before = await cluster.until()
         frozen_s = now_s()
         cluster.freeze(victim)
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record("SIGSTOP of MIDDLE, with a spare: pause", streams.longest_silence_s(since_s=frozen_s))
         after = await cluster.until()
         assert after.epoch > before.epoch
@@ -58,7 +58,7 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
             while process.read_log().count("joined the coordinator") < 2:
                 await asyncio.sleep(0.05)
         assert (await cluster.until()).epoch == after.epoch, "the thawed worker disturbed the others"
-        await serves_as_ever(client, SHORT_PROMPTS, expected, salt="thawed")
+        await serves_normally(client, SHORT_PROMPTS, expected, salt="thawed")
 
 
 async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: P
             await cluster.until(partial(_is_late, name=victim))
             cluster.thaw(victim)
             await cluster.until(partial(_is_on_time, name=victim))
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         status = await cluster.until(is_serving)
         assert status.epoch == epoch
 

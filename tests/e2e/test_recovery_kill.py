@@ -13,7 +13,7 @@ from tests.e2e.recovery_setup import (
     LONG_PROMPTS,
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
+    ends_undisturbed,
     now_s,
 )
 from tests.faults.cluster import FaultyCluster
@@ -84,7 +84,7 @@ async def _killed(
     killed_s = now_s()
     await cluster.kill(victim)
     try:
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record(f"{name}, with a spare: pause", streams.longest_silence_s(since_s=killed_s))
         after = await cluster.until()
         assert after.epoch > before.epoch

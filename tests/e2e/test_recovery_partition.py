@@ -16,10 +16,10 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.recovery_setup import (
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
-    ends_rightly_or_with_a_typed_error,
+    ends_correctly_or_with_a_typed_error,
+    ends_undisturbed,
     now_s,
-    serves_as_ever,
+    serves_normally,
 )
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
@@ -82,7 +82,7 @@ async def test_a_stage_unreachable_from_the_coordinator_is_replaced_by_a_spare(
     try:
         # Its neighbours still reach it, so tokens arrive until its lease expires.
         await cluster.until(lambda status: victim not in _stages(status), timeout_s=30)
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record("coordinator parted from MIDDLE: pause", streams.longest_silence_s(since_s=parted_s))
     finally:
         network.join("coordinator", victim)
@@ -98,13 +98,13 @@ async def test_an_isolated_host_is_replaced_by_a_spare(
     unplugged_s = now_s()
     network.pull_cable(victim)
     try:
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record("cable of LAST pulled: pause", streams.longest_silence_s(since_s=unplugged_s))
         assert victim not in (await cluster.places()).values()
     finally:
         network.plug_cable(victim)
     await cluster.until(cluster.has_all_workers)
-    await serves_as_ever(client, SHORT_PROMPTS, expected, salt="unplugged")
+    await serves_normally(client, SHORT_PROMPTS, expected, salt="unplugged")
 
 
 async def test_a_partition_between_stages_produces_no_wrong_token(
@@ -119,10 +119,10 @@ async def test_a_partition_between_stages_produces_no_wrong_token(
         await _silence_of(streams, SILENCE_S)
     finally:
         network.join(places["MIDDLE"], places["LAST"])
-    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    await ends_correctly_or_with_a_typed_error(cluster, streams, expected)
     figures.record("MIDDLE parted from LAST: pause", streams.longest_silence_s(since_s=parted_s))
     await cluster.until(cluster.has_all_workers)
-    await serves_as_ever(client, SHORT_PROMPTS, expected, salt="stages")
+    await serves_normally(client, SHORT_PROMPTS, expected, salt="stages")
 
 
 async def _silence_of(streams: Streams, seconds: float) -> None:

@@ -12,9 +12,9 @@ from tests.e2e.clusters import is_serving
 from tests.e2e.recovery_setup import (
     SHORT_PROMPTS,
     config,
-    ends_as_if_nothing_had_been,
+    ends_undisturbed,
     now_s,
-    serves_as_ever,
+    serves_normally,
 )
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
@@ -36,7 +36,7 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed(
         await streams.all_have(5)
         killed_s = now_s()
         await cluster.kill(places["MIDDLE"], places["LAST"])
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record("kill -9 of two of four, no spare: pause", streams.longest_silence_s(since_s=killed_s))
 
         await cluster.restart(places["MIDDLE"], places["LAST"])
@@ -44,7 +44,7 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed(
             lambda status: is_serving(status) and sum(w.HasField("stage") for w in status.workers) == 4
         )
         assert status.requests.failed == 0
-        await serves_as_ever(client, SHORT_PROMPTS, expected, salt="grown back")
+        await serves_normally(client, SHORT_PROMPTS, expected, salt="grown back")
 
 
 async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
@@ -60,7 +60,7 @@ async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
         await streams.all_have(5)
         killed_s = now_s()
         await cluster.kill(places["FIRST"], places["LAST"])
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         figures.record("kill -9 of two, two spares: pause", streams.longest_silence_s(since_s=killed_s))
         assert (await cluster.until()).requests.failed == 0
 
@@ -86,7 +86,7 @@ async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads
         (other,) = spares - {replacement}
         cluster.thaw(other)
         await cluster.kill(replacement)
-        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        await ends_undisturbed(cluster, streams, expected)
         assert other in (await cluster.places()).values()
         assert (await cluster.until()).requests.failed == 0
 
@@ -111,7 +111,7 @@ async def test_without_a_journal_a_killed_coordinator_fails_requests_and_workers
         figures.record("kill -9 of the coordinator: until it serves again", now_s() - killed_s)
         assert after.epoch > before.epoch
         async with Client(cluster.address) as client:
-            await serves_as_ever(client, SHORT_PROMPTS, expected, salt="coordinator")
+            await serves_normally(client, SHORT_PROMPTS, expected, salt="coordinator")
         for name in cluster.worker_names:
             log = cluster.cluster.process(name).read_log()
             assert log.count("loaded in") == 1, f"{name} has loaded its weights again"

@@ -76,7 +76,7 @@ def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> for
     )
 
 
-def learn(hello: forward_pb2.HopHello, told: str) -> None:
+def learn(hello: forward_pb2.HopHello, details: str) -> None:
     """Use the information of a rejection in the next attempt."""
     for field, pattern in (
         ("coordinator_incarnation", r"coordinator incarnation.* (?:expected|one is) ([0-9a-f-]{32,})"),
@@ -85,7 +85,7 @@ def learn(hello: forward_pb2.HopHello, told: str) -> None:
             r"(?:worker incarnation|incarnation of).* (?:expected|one is) ([0-9a-f-]{32,})",
         ),
     ):
-        if found := re.search(pattern, told):
+        if found := re.search(pattern, details):
             setattr(hello, field, UUID(found[1]).bytes)
     hello.secret = os.urandom(32)
 
@@ -107,8 +107,10 @@ def check_refusals(refusals: list[grpc.aio.AioRpcError | None]) -> None:
     for error in refusals:
         assert error is not None
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-        told = error.details() or ""
-        assert "incarnation" not in told and "fingerprint" not in told and not IDENTITY.search(told), told
+        details = error.details() or ""
+        assert (
+            "incarnation" not in details and "fingerprint" not in details and not IDENTITY.search(details)
+        ), details
 
 
 async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:

@@ -64,11 +64,11 @@ async def _generate(address: str) -> int:
 
 
 async def _tree(collecting: Collector, *, num_steps: int) -> Tree:
-    def tells_everything(_: object) -> bool:
+    def is_complete(_: object) -> bool:
         tree = Tree.of(collecting.spans, TRACE_ID)
         stages = tree.named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
         traced = sum(span.attributes[Attr.NUM_STEPS] for span in stages)
         return bool(tree.named(SpanName.GENERATE)) and traced >= 3 * num_steps
 
-    await collecting.wait_until(tells_everything)
+    await collecting.wait_until(is_complete)
     return Tree.of(collecting.spans, TRACE_ID)

@@ -20,7 +20,7 @@ from tests.e2e.leftovers import (
     leftover_files,
     listening_ports,
     processes_under,
-    wait_until_gone,
+    wait_until_ended,
 )
 from tests.e2e.terminal import CTRL_C, CTRL_D, Terminal
 from tests.fake_processes import wait_until
@@ -157,7 +157,7 @@ async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
         pids = processes_under(up.pid)
         assert len(pids) == 2
         up.send_signal(signal.SIGKILL)
-        await wait_until_gone(pids)
+        await wait_until_ended(pids)
         assert await up.exit_code() == -signal.SIGKILL
         # A process with threads counts as ended a moment before the last of them closes its sockets.
         await asyncio.to_thread(wait_until, lambda: is_free(address))
@@ -171,7 +171,7 @@ async def test_ctrl_c_while_the_cluster_comes_up_ends_it(tmp_path: Path) -> None
         up.type(CTRL_C)
         assert await up.exit_code() == 0
         assert "Traceback" not in up.text
-        await wait_until_gone(pids)
+        await wait_until_ended(pids)
         assert leftover_files(tmp_path) == []
 
 
@@ -183,7 +183,7 @@ async def test_the_demo_tells_a_story_and_ends(tmp_path: Path) -> None:
         assert re.search(r"tokens in [\d.]+ s, [\d.]+ tokens/s; first token after", demo.text)
         assert all(f"worker-{number} " in demo.text for number in range(3))
         assert demo.text.rstrip().endswith("All processes stopped.")
-        await wait_until_gone(pids)
+        await wait_until_ended(pids)
         assert leftover_files(tmp_path) == []
 
 

@@ -56,9 +56,9 @@ async def test_top_shows_the_pipeline_until_a_key_is_pressed(tmp_path: Path) -> 
                     assert await terminal.exit_code() == code
                     assert "Traceback" not in terminal.text
             load.cancel()
-        nobody = await run_stageline("top", "--once", "--coordinator", "127.0.0.1:1")
-        assert (nobody.code, nobody.stdout) == (1, "")
-        assert "no coordinator at 127.0.0.1:1" in nobody.the_error()
+        unreachable = await run_stageline("top", "--once", "--coordinator", "127.0.0.1:1")
+        assert (unreachable.code, unreachable.stdout) == (1, "")
+        assert "no coordinator at 127.0.0.1:1" in unreachable.the_error()
 
 
 async def test_the_dashboard_is_served_at_the_logged_address(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ from wire.tensors import TensorView
 class FrameFault:
     """`alter` breaks a frame, `kind` is the fault that the stage must report.
 
-    `blames_next`: the stage rejects the frame after the altered one. `needs_hidden`: not possible on
+    `is_detected_in_next`: the stage rejects the frame after the altered one. `needs_hidden`: not possible on
     the way to FIRST.
     """
 
     name: str
     kind: StepFaultKind
     alter: Alteration
-    blames_next: bool = False
+    is_detected_in_next: bool = False
     needs_hidden: bool = False
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _later(part: StepSlice) -> StepSlice:
     return replace(part, inference_step=Prefill(step.start + 1, step.num_tokens, step.num_prefill_tokens + 1))
 
 
-def _of_nobody(part: StepSlice) -> StepSlice:
+def _of_unknown_sequence(part: StepSlice) -> StepSlice:
     return replace(part, sequence=SequenceKey(new_request_id(), 0))
 
 
@@ -158,9 +158,9 @@ def _flipped(data: bytes) -> bytes:
 
 
 FRAME_FAULTS = (
-    FrameFault("dropped", StepFaultKind.STEP_ID, drop, blames_next=True),
+    FrameFault("dropped", StepFaultKind.STEP_ID, drop, is_detected_in_next=True),
     FrameFault("repeated", StepFaultKind.STEP_ID, repeat),
-    FrameFault("reordered", StepFaultKind.STEP_ID, hold_until_next, blames_next=True),
+    FrameFault("reordered", StepFaultKind.STEP_ID, hold_until_next, is_detected_in_next=True),
     FrameFault("truncated", StepFaultKind.UNDECODABLE, truncate, needs_hidden=True),
     FrameFault(
         "without-hidden-states", StepFaultKind.HIDDEN_STATES_MISSING, remove_hidden, needs_hidden=True
@@ -181,7 +181,7 @@ FRAME_FAULTS = (
         take_hidden_of_step_before,
         needs_hidden=True,
     ),
-    FrameFault("slice-of-nobody", StepFaultKind.SLICE_SET, change_slice(_of_nobody)),
+    FrameFault("slice-of-unknown-sequence", StepFaultKind.SLICE_SET, change_slice(_of_unknown_sequence)),
     FrameFault("flipped-byte", StepFaultKind.CHECKSUM, flip_byte),
     FrameFault("wrong-position", StepFaultKind.POSITION, change_slice(_later)),
     FrameFault("corrupt-signal", StepFaultKind.KV_SIGNAL, corrupt_signal),

@@ -42,13 +42,13 @@ class Trial:
 
 
 class Storm:
-    """`outcomes` counts what requests were to do and how their last call ended, `num_heard` those of which
-    the coordinator has certainly heard.
+    """`outcomes` counts what requests were to do and how their last call ended, `num_received` those of which
+    the coordinator has certainly received.
     """
 
     def __init__(self, address: str, caller: Caller, solo: SoloRuns, *, seed: int) -> None:
         self.outcomes: Counter[tuple[str, StatusCode | None]] = Counter()
-        self.num_heard = 0
+        self.num_received = 0
         self._address = address
         self._caller = caller
         self._solo = solo
@@ -67,10 +67,10 @@ class Storm:
     async def _one(self, generator: random.Random) -> None:
         ask = generator.choice(self._asks).again()
         trial = Trial(ask, generator.randint(1, MAX_CHOICES), generator)
-        (fate,) = generator.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
-        reader = await fate(self, trial)
-        self.outcomes[_name(fate), reader.code] += 1
-        self.num_heard += reader.num_messages > 0 or reader.code is StatusCode.OK
+        (behaviour,) = generator.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
+        reader = await behaviour(self, trial)
+        self.outcomes[_name(behaviour), reader.code] += 1
+        self.num_received += reader.num_messages > 0 or reader.code is StatusCode.OK
         self._check(trial, reader.received, is_whole=reader.code is StatusCode.OK)
 
     def _check(self, trial: Trial, received: Received, *, is_whole: bool) -> None:
@@ -80,7 +80,7 @@ class Storm:
             expected = self._solo.tokens(trial.ask, choice=index)
             assert tokens == (expected if is_whole else expected[: len(tokens)])
 
-    async def _stays(self, trial: Trial) -> Reader:
+    async def _reads_to_the_end(self, trial: Trial) -> Reader:
         reader = self._caller.generate(trial.request())
         assert await reader.end() is StatusCode.OK, reader.details
         return reader
@@ -114,7 +114,7 @@ class Storm:
         assert await reader.end() in (StatusCode.OK, StatusCode.DEADLINE_EXCEEDED)
         return reader
 
-    async def _comes_back(self, trial: Trial) -> Reader:
+    async def _attaches_again(self, trial: Trial) -> Reader:
         """Some leave before they attach, some take their own call over. Of two calls that are under way at
         once either may be the later one, so each is heard from before the next.
         """
@@ -134,13 +134,13 @@ class Storm:
         assert await self._caller.cancel(trial.request_id) is StatusCode.OK
         return reader
 
-    async def _leaves_it_running(self, trial: Trial) -> Reader:
+    async def _detaches(self, trial: Trial) -> Reader:
         reader = self._caller.generate(trial.request(keep_s=SHORT_KEEP_S))
         await trial.read_some(reader)
         reader.cancel()
         return reader
 
-    async def _cancels_what_it_left(self, trial: Trial) -> Reader:
+    async def _cancels_detached(self, trial: Trial) -> Reader:
         reader = self._caller.generate(trial.request(keep_s=LONG_KEEP_S))
         await trial.read_some(reader, at_least=1)
         reader.cancel()
@@ -150,22 +150,22 @@ class Storm:
         return reader
 
 
-Fate = Callable[[Storm, Trial], Awaitable[Reader]]
+Behaviour = Callable[[Storm, Trial], Awaitable[Reader]]
 
 
-def _name(fate: Any) -> str:
-    return str(fate.__name__.strip("_"))
+def _name(behaviour: Any) -> str:
+    return str(behaviour.__name__.strip("_"))
 
 
-_WEIGHTS: dict[Fate, int] = {
-    Storm._stays: 6,
+_WEIGHTS: dict[Behaviour, int] = {
+    Storm._reads_to_the_end: 6,
     Storm._cancels: 3,
     Storm._ends_its_call: 3,
     Storm._closes_its_connection: 1,
     Storm._has_a_deadline: 3,
-    Storm._comes_back: 4,
-    Storm._leaves_it_running: 2,
-    Storm._cancels_what_it_left: 2,
+    Storm._attaches_again: 4,
+    Storm._detaches: 2,
+    Storm._cancels_detached: 2,
 }
 
-FATES = frozenset(map(_name, _WEIGHTS))
+BEHAVIOURS = frozenset(map(_name, _WEIGHTS))

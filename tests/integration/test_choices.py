@@ -57,10 +57,10 @@ async def test_a_generated_seed_is_returned_and_applies_to_all_choices(
     varied_llama: Path,
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
-        drawn = await caller.run(message(PROMPT, 12, temperature=1.0, n=3))
-        (seed,) = {choice.usage.seed for choice in drawn.choices.values()}
-        told = await caller.run(message(PROMPT, 12, seed=seed, n=3))
-        assert tokens_of(told) == tokens_of(drawn)
+        unseeded = await caller.run(message(PROMPT, 12, temperature=1.0, n=3))
+        (seed,) = {choice.usage.seed for choice in unseeded.choices.values()}
+        seeded = await caller.run(message(PROMPT, 12, seed=seed, n=3))
+        assert tokens_of(seeded) == tokens_of(unseeded)
 
 
 async def test_choices_share_the_blocks_of_the_prompt(varied_llama: Path) -> None:

@@ -21,7 +21,7 @@ NUM_STREAMS = 6
 FAIL_WITHIN_S = 2.0
 """The guarantee is two seconds; busy machines get more before the test fails."""
 
-QUICK = ("dropped", "repeated", "without-hidden-states", "slice-of-nobody", "flipped-byte")
+QUICK = ("dropped", "repeated", "without-hidden-states", "slice-of-unknown-sequence", "flipped-byte")
 """Faults that the default tests inject into every stage; the others go into MIDDLE only."""
 
 FLIPPED = next(fault for fault in FRAME_FAULTS if fault.name == "flipped-byte")
@@ -64,7 +64,7 @@ def is_chunk(frame: Frame) -> bool:
     return any(isinstance(step, Prefill) and step.start > 0 for step in steps)
 
 
-def blamed(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+def reported_faults(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     """Stage and kind of every step fault reported to the coordinator."""
     found = re.findall(r"step fault: stage (\d+), step \d+: (\w+): ", caplog.text)
     return [(int(stage), kind) for stage, kind in found]
@@ -86,7 +86,7 @@ async def test_a_faulty_step_is_recomputed_and_changes_no_token(
         solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
         assert injection.happened.is_set()
 
-        assert blamed(caplog) == [(stage, fault.kind.name)]
+        assert reported_faults(caplog) == [(stage, fault.kind.name)]
         assert cluster.epoch == epoch + 1
         assert cluster.incarnations() == incarnations
         assert num_loads.call_count == len(LAYERS)
@@ -128,7 +128,7 @@ async def test_a_request_with_three_faulty_steps_fails_alone(
         assert slowest_s < FAIL_WITHIN_S
         solo.check([answer for answer in answers if answer is not failed])
         assert cluster.epoch == epoch + 3
-        assert blamed(caplog) == [(1, FLIPPED.kind.name)] * 3
+        assert reported_faults(caplog) == [(1, FLIPPED.kind.name)] * 3
         await cluster.wait_drained()
 
 

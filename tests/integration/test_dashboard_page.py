@@ -23,7 +23,7 @@ CHROMIUM = (
     os.environ.get("STAGELINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 )
 SLOW_LAST = ("step=6ms", "step=6ms", "step=12ms")
-SHOWN = 20_000
+VISIBLE_MS = 20_000
 """Time limit in milliseconds for visible changes."""
 
 pytestmark = pytest.mark.skipif(
@@ -45,12 +45,12 @@ class Watched:
     def __init__(self, page: Page) -> None:
         self.page = page
         self.complaints: list[str] = []
-        self.asked: set[str] = set()
-        page.on("console", lambda message: self._hear(message.type, message.text))
+        self.urls: set[str] = set()
+        page.on("console", lambda message: self._record(message.type, message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.asked.add(request.url))
+        page.on("request", lambda request: self.urls.add(request.url))
 
-    def _hear(self, kind: str, text: str) -> None:
+    def _record(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):
             self.complaints.append(text)
 
@@ -64,7 +64,7 @@ async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIt
     await watched.page.goto(url(cluster, ""))
     yield watched
     assert watched.complaints == []
-    assert {re.match(r"https?://[^/]*/", address)[0] for address in watched.asked} == {url(cluster, "")}  # type: ignore[index]
+    assert {re.match(r"https?://[^/]*/", address)[0] for address in watched.urls} == {url(cluster, "")}  # type: ignore[index]
     await context.close()
 
 
@@ -81,18 +81,18 @@ async def test_the_page_shows_stages_steps_and_the_slow_stage(browser: Browser) 
     async with served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         async with at_work(cluster):
-            await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+            await expect(page.locator("#state")).to_have_text("serving", timeout=VISIBLE_MS)
             await expect(page.locator("#stages > li")).to_have_count(3)
             await expect(page.locator("#summary")).to_contain_text(
-                "Stage 2 (w2) is the slowest", timeout=SHOWN
+                "Stage 2 (w2) is the slowest", timeout=VISIBLE_MS
             )
             await expect(page.locator(".stage.slowest")).to_contain_text("w2")
             await expect(page.locator("#timeline")).to_have_attribute(
-                "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+                "data-blocks", re.compile(r"[1-9]\d+"), timeout=VISIBLE_MS
             )
             await expect(page.locator("#rows tr")).to_have_count(6)
             await expect(page.locator("#generated .line")).to_have_attribute("d", re.compile("L"))
-        await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=SHOWN)
+        await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=VISIBLE_MS)
 
 
 async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Browser) -> None:
@@ -105,10 +105,10 @@ async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Br
 
     async with served(2, "step=6ms") as cluster, opened(browser, cluster) as watched:
         facts, detail = watched.page.locator("#model-facts"), watched.page.locator("#state-detail")
-        await expect(facts).to_contain_text("· 2 stages ·", timeout=SHOWN)
+        await expect(facts).to_contain_text("· 2 stages ·", timeout=VISIBLE_MS)
         await expect(detail).to_be_empty()
         await watched.page.route("**/api/status", shrunk)
-        await expect(facts).to_contain_text("· 2 of 3 stages ·", timeout=SHOWN)
+        await expect(facts).to_contain_text("· 2 of 3 stages ·", timeout=VISIBLE_MS)
         await expect(detail).to_have_text("with 2 of 3 stages; worker w2 is lost")
         await expect(watched.page.locator("#state")).to_have_text("serving")
         await watched.page.unroute_all(behavior="wait")
@@ -128,7 +128,7 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         await cluster.generate_all(mixed_asks(3, max_tokens=5))
-        await expect(page.locator("#rows tr")).to_have_count(3, timeout=SHOWN)
+        await expect(page.locator("#rows tr")).to_have_count(3, timeout=VISIBLE_MS)
         for _ in range(30):
             await page.keyboard.press("Tab")
             if await page.evaluate("document.activeElement.tagName") == "TR":
@@ -137,7 +137,9 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
         chosen = await page.evaluate("document.activeElement.dataset.id")
         assert chosen == await page.locator("#rows tr").nth(1).get_attribute("data-id")
         await page.keyboard.press("Enter")
-        await expect(page.locator("#trace .sentence")).to_contain_text("computing on stage 2", timeout=SHOWN)
+        await expect(page.locator("#trace .sentence")).to_contain_text(
+            "computing on stage 2", timeout=VISIBLE_MS
+        )
         await expect(page.locator("#trace-title")).to_contain_text(chosen)
         assert await page.locator("#trace .segment").count() > 30
         await expect(page.locator("#trace .slow-row")).to_have_count(1)
@@ -154,8 +156,10 @@ async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:
         opened(browser, cluster) as watched,
         at_work(cluster, 1),
     ):
-        await watched.page.locator("#rows tr").first.click(timeout=SHOWN)
-        await expect(watched.page.locator("#trace .sentence")).to_contain_text("in decode", timeout=SHOWN)
+        await watched.page.locator("#rows tr").first.click(timeout=VISIBLE_MS)
+        await expect(watched.page.locator("#trace .sentence")).to_contain_text(
+            "in decode", timeout=VISIBLE_MS
+        )
 
 
 async def test_the_pipeline_view_is_paused_and_stepped_with_the_keyboard(browser: Browser) -> None:
@@ -166,7 +170,7 @@ async def test_the_pipeline_view_is_paused_and_stepped_with_the_keyboard(browser
     ):
         page = watched.page
         await expect(page.locator("#timeline")).to_have_attribute(
-            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=VISIBLE_MS
         )
         await page.locator("#timeline").focus()
         await page.keyboard.press("ArrowLeft")
@@ -187,15 +191,15 @@ async def test_actions_need_the_operator_token(browser: Browser) -> None:
         at_work(cluster, 1),
     ):
         page = watched.page
-        await expect(page.locator("#rows tr")).to_have_count(1, timeout=SHOWN)
+        await expect(page.locator("#rows tr")).to_have_count(1, timeout=VISIBLE_MS)
         await expect(page.get_by_role("button", name="Drain")).to_have_count(0)
         await page.locator("#unlock").click()
         await page.locator("#token").fill(TOKEN)
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("button", name="Drain")).to_have_count(3)
         await page.locator("#rows tr").first.click()
-        await page.locator("#trace-cancel").click(timeout=SHOWN)
-        await expect(page.locator("#rows tr .pill")).to_have_text("cancelled", timeout=SHOWN)
+        await page.locator("#trace-cancel").click(timeout=VISIBLE_MS)
+        await expect(page.locator("#rows tr .pill")).to_have_text("cancelled", timeout=VISIBLE_MS)
         stored = await page.evaluate("[Object.keys(localStorage), Object.keys(sessionStorage)]")
         assert stored == [[], ["stageline-token"]]
 
@@ -203,11 +207,11 @@ async def test_actions_need_the_operator_token(browser: Browser) -> None:
 async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Browser) -> None:
     async with served(2) as cluster, opened(browser, cluster) as watched:
         page = watched.page
-        await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+        await expect(page.locator("#state")).to_have_text("serving", timeout=VISIBLE_MS)
         await page.route("**/api/**", lambda route: route.abort())
-        await expect(page.locator("#state")).to_have_text("no answer", timeout=SHOWN)
+        await expect(page.locator("#state")).to_have_text("no answer", timeout=VISIBLE_MS)
         await page.unroute("**/api/**")
-        await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+        await expect(page.locator("#state")).to_have_text("serving", timeout=VISIBLE_MS)
         watched.complaints.clear()  # the browser's own message for a cut connection
 
 
@@ -222,7 +226,7 @@ async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
     ):
         page = watched.page
         await expect(page.locator("#timeline")).to_have_attribute(
-            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=VISIBLE_MS
         )
         assert await is_dark(page) == (scheme == "dark")
         await page.screenshot(path=tmp_path / f"{scheme}.png", full_page=True)
@@ -244,7 +248,7 @@ async def test_the_page_fits_a_phone(browser: Browser) -> None:
         opened(browser, cluster, viewport=phone, is_mobile=True) as watched,
     ):
         await cluster.generate_all(mixed_asks(3, max_tokens=5))
-        await expect(watched.page.locator("#rows tr")).to_have_count(3, timeout=SHOWN)
+        await expect(watched.page.locator("#rows tr")).to_have_count(3, timeout=VISIBLE_MS)
         assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
@@ -256,7 +260,7 @@ async def test_with_reduced_motion_the_page_is_drawn_once_per_response(browser: 
     ):
         page = watched.page
         await expect(page.locator("#timeline")).to_have_attribute(
-            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=VISIBLE_MS
         )
         draws = await page.evaluate(
             """new Promise((done) => {

@@ -28,7 +28,7 @@ async def served(directory: Path) -> AsyncIterator[tuple[Cluster, Caller]]:
         yield cluster, caller
 
 
-async def leave(caller: Caller, reader: Reader, how: str) -> None:
+async def disconnect(caller: Caller, reader: Reader, how: str) -> None:
     """Disconnect the client: end its call or close its connection."""
     if how == "call":
         reader.cancel()
@@ -58,7 +58,7 @@ async def test_a_detached_request_continues_and_can_be_attached_to(varied_llama:
         await reader.until(5)
         gate.close()
         await gate.wait_quiet()
-        await leave(leaver, reader, how)
+        await disconnect(leaver, reader, how)
         status = await cluster.wait_status(has(detached=1))
         assert (status.requests.decode, status.requests.kept) == (2, 1)
         gate.open()
@@ -143,7 +143,7 @@ async def test_a_disconnect_frees_the_pages_of_all_choices(varied_llama: Path, h
             gate.close()
             reading = asyncio.create_task(reader.end())
         await gate.wait_quiet()
-        await leave(leaver, reader, how)
+        await disconnect(leaver, reader, how)
         await cluster.wait_status(has(cancelled=1, prefill=0, decode=0, waiting=0))
         assert not cluster.server.engine.scheduler.running
         gate.open()

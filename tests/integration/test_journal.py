@@ -40,7 +40,7 @@ PROMPT = "Once upon a time, there was"
 NUM_TOKENS = 48
 
 
-class Story:
+class RestoredRequest:
     """Output of one request over both coordinators."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -86,26 +86,26 @@ def new_cluster(journal: Path | None) -> Cluster:
 
 
 async def undisturbed(cluster: Cluster, options: dict[str, Any]) -> list[Completion]:
-    story = Story(options)
-    async for output in story.begin(cluster):
-        story.take(output)
-    return story.completions.in_order()
+    restored = RestoredRequest(options)
+    async for output in restored.begin(cluster):
+        restored.take(output)
+    return restored.completions.in_order()
 
 
 async def test_clients_that_reattach_get_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
-    stories = {name: Story(options) for name, options in ASKS.items()}
+    requests = {name: RestoredRequest(options) for name, options in ASKS.items()}
     async with new_cluster(tmp_path / "j.db") as first:
         alone = {name: await undisturbed(first, options) for name, options in ASKS.items()}
         epoch = first.epoch
         async with AsyncExitStack() as stack:
-            await asyncio.gather(*(story.read_some(first, stack) for story in stories.values()))
+            await asyncio.gather(*(restored.read_some(first, stack) for restored in requests.values()))
             journal = crashed(tmp_path / "j.db", tmp_path / "after")
     async with new_cluster(journal) as second:
         assert second.epoch > epoch
-        wholes = await asyncio.gather(*(story.read_rest(second) for story in stories.values()))
+        wholes = await asyncio.gather(*(restored.read_rest(second) for restored in requests.values()))
         status = await second.wait_drained()
         assert (status.requests.failed, status.requests.cancelled, status.requests.orphaned) == (0, 0, 0)
-    for name, whole in zip(stories, wholes, strict=True):
+    for name, whole in zip(requests, wholes, strict=True):
         assert_same(whole, alone[name])
 
 
@@ -126,12 +126,12 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
 
 @pytest.mark.full
 async def test_a_generated_seed_survives_a_restart(tmp_path: Path) -> None:
-    story = Story({"temperature": 1.0})
+    restored = RestoredRequest({"temperature": 1.0})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
-        await story.read_some(first, stack)
+        await restored.read_some(first, stack)
         journal = crashed(tmp_path / "j.db", tmp_path / "after")
     async with new_cluster(journal) as second:
-        [whole] = await story.read_rest(second)
+        [whole] = await restored.read_rest(second)
         assert whole.usage is not None
         [again] = await undisturbed(second, {"temperature": 1.0, "seed": whole.usage.seed})
     assert whole.token_ids == again.token_ids
@@ -139,9 +139,9 @@ async def test_a_generated_seed_survives_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.full
 async def test_requests_restored_without_workers_wait_and_then_fail(tmp_path: Path) -> None:
-    story = Story({})
+    restored = RestoredRequest({})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
-        await story.read_some(first, stack)
+        await restored.read_some(first, stack)
         journal = crashed(tmp_path / "j.db", tmp_path / "after")
     policy = replace(TEST_POLICY, recovery_timeout_s=10.0)
     second = Cluster(
@@ -151,25 +151,25 @@ async def test_requests_restored_without_workers_wait_and_then_fail(tmp_path: Pa
         status = await second.wait_status(lambda status: status.requests.failed == 1)
         assert status.requests.waiting == 0
         with pytest.raises(Unavailable, match="no pipeline within 10 s: waiting for 2 workers"):
-            await story.read_rest(second)
+            await restored.read_rest(second)
 
 
 @pytest.mark.full
 async def test_a_restarted_coordinator_serves_with_fewer_workers(tmp_path: Path) -> None:
     """Two of three workers remain and serve as after a loss; health reports it."""
-    story = Story({})
+    restored = RestoredRequest({})
     fast = replace(TEST_POLICY, rejoin_grace_s=0.05)
     layers = (4, 4, 4)
     first = Cluster(None, layers=layers, has_text=True, journal=tmp_path / "j.db", policy=fast)
     async with first, AsyncExitStack() as stack:
-        await story.read_some(first, stack)
+        await restored.read_some(first, stack)
         journal = crashed(tmp_path / "j.db", tmp_path / "after")
     second = Cluster(
         None, layers=layers, num_workers=2, waits=False, has_text=True, journal=journal, policy=fast
     )
     async with second:
         assert (await second.client.status()).health == cluster_pb2.HEALTH_DEGRADED
-        [whole] = await story.read_rest(second)
+        [whole] = await restored.read_rest(second)
         assert whole.usage is not None and whole.usage.completion_tokens == NUM_TOKENS
         status = await second.client.status()
         assert (status.health, status.requests.failed) == (cluster_pb2.HEALTH_SERVING, 0)

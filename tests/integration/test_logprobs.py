@@ -245,12 +245,12 @@ async def test_choices_of_a_scored_prompt_share_one_score(llama: Path, reference
 async def test_log_probabilities_are_returned_only_where_requested(
     llama: Path, reference: LogprobReference
 ) -> None:
-    asked: list[tuple[int | None, int | None]] = [
+    requested: list[tuple[int | None, int | None]] = [
         (None, None), (0, None), (5, None), (None, 0), (None, 2), (20, 20), (1, 7), (0, 0),
     ]  # fmt: skip
     calls = [
         call_of(prompt_of(3 + 9 * index, seed=index), logprobs=own, prompt_logprobs=of_prompt, seed=index)
-        for index, (own, of_prompt) in enumerate(asked * 2)
+        for index, (own, of_prompt) in enumerate(requested * 2)
     ]
     async with Cluster(llama, layers=LAYERS[4], max_step_tokens=32, max_kv_tokens=4096) as cluster:
         for call, outputs in zip(calls, await run_all(cluster, calls), strict=True):

@@ -55,10 +55,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 
 async def test_startup_logs_each_event_once(lines: Lines) -> None:
     async with mock_cluster(3):
-        said = sorted(
+        messages = sorted(
             re.sub(r"127\.0\.0\.1:\d+|\d+ ms", "...", message) for message in lines.messages(of="coord")
         )
-    assert said == [
+    assert messages == [
         "plan 1: layers 0-1 on w0, 2-3 on w1, 4-5 on w2",
         "serving: epoch 1, 3 stages",
         "worker w0 is ready (...)",

@@ -190,10 +190,13 @@ async def test_mock_stages_sample_only_what_a_request_allows() -> None:
 
 @pytest.mark.full
 async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
-    wish: dict[str, Any] = {"allowed_token_ids": [7, 8, 9], "bad_word_ids": [[7, 8], [8, 9], [9, 7], [7, 7]]}
+    options: dict[str, Any] = {
+        "allowed_token_ids": [7, 8, 9],
+        "bad_word_ids": [[7, 8], [8, 9], [9, 7], [7, 7]],
+    }
     async with mock_cluster(2) as cluster:
-        (undisturbed,) = await cluster.client.complete(WORDS, max_tokens=400, **wish)
-        task = asyncio.create_task(cluster.client.complete(WORDS, max_tokens=400, **wish))
+        (undisturbed,) = await cluster.client.complete(WORDS, max_tokens=400, **options)
+        task = asyncio.create_task(cluster.client.complete(WORDS, max_tokens=400, **options))
         await cluster.wait_status(lambda status: status.requests.decode > 0)
         await cluster.workers["w1"].stop()
         await cluster.start_worker("w1")
@@ -203,7 +206,7 @@ async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "named"),
+    ("options", "option"),
     [
         ({"logprobs": 2}, "logprobs"),
         ({"prompt_logprobs": 0, "max_tokens": 0}, "prompt_logprobs"),
@@ -212,11 +215,11 @@ async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
     ],
 )
 async def test_options_that_need_logits_are_rejected_before_a_mock_stage(
-    wish: dict[str, Any], named: str
+    options: dict[str, Any], option: str
 ) -> None:
     async with mock_cluster(1) as cluster:
-        with pytest.raises(InvalidRequest, match=f"{named}: mock stages compute no logits"):
-            await cluster.client.complete([1, 2, 3], **({"max_tokens": 4} | wish))
+        with pytest.raises(InvalidRequest, match=f"{option}: mock stages compute no logits"):
+            await cluster.client.complete([1, 2, 3], **({"max_tokens": 4} | options))
         assert (await cluster.client.status()).requests.failed == 0
 
 
@@ -269,11 +272,11 @@ async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.Mon
     results: list[StepResult] = []
     complete = Scheduler.complete
 
-    def noting(scheduler: Scheduler, result: StepResult, now_s: float) -> object:
+    def recording(scheduler: Scheduler, result: StepResult, now_s: float) -> object:
         results.append(result)
         return complete(scheduler, result, now_s)
 
-    monkeypatch.setattr(Scheduler, "complete", noting)
+    monkeypatch.setattr(Scheduler, "complete", recording)
     async with mock_cluster(3, "step=1ms", "step=2ms", "step=3ms") as cluster:
         check(await cluster.generate_all(mixed_asks(9)))
     computed = [result.stage_times for result in results if result.results]
@@ -303,7 +306,7 @@ async def test_a_step_of_records_only_takes_a_mock_no_time(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("model", "has_mocks", "says"),
+    ("model", "has_mocks", "reason"),
     [
         ("layers=2", True, "expected a mock stage, for a mock model, got a real stage"),
         (None, True, "expected a mock stage, as worker w0 is, got a real stage"),
@@ -311,7 +314,7 @@ async def test_a_step_of_records_only_takes_a_mock_no_time(monkeypatch: pytest.M
     ],
 )
 async def test_mock_and_real_stages_are_never_in_one_cluster(
-    model: str | None, has_mocks: bool, says: str
+    model: str | None, has_mocks: bool, reason: str
 ) -> None:
     layers = (1, 1) if model else (6, 6)
     mock = MockSpec.parse(TIMES) if has_mocks else None
@@ -323,7 +326,7 @@ async def test_mock_and_real_stages_are_never_in_one_cluster(
         await stranger.start()
         try:
             async with asyncio.timeout(DEADLINE_S):
-                with pytest.raises(JoinRefused, match=says):
+                with pytest.raises(JoinRefused, match=reason):
                     await stranger.run()
         finally:
             await stranger.stop()

@@ -16,7 +16,7 @@ from tests.integration.test_drain import places
 LAYERS = (1, 1, 1)
 
 
-def spoil(cluster: Cluster, name: str) -> None:
+def overwrite_weights(cluster: Cluster, name: str) -> None:
     """Overwrite the worker's weights in memory with NaN; its files are unchanged."""
     backend = cluster.workers[name].worker._backend
     compute = backend._cache._compute  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ async def test_requests_continue_without_a_stage_that_produces_non_finite_values
 ) -> None:
     asks = mixed_asks(8)
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
-        spoil(cluster, f"w{stage}")
+        overwrite_weights(cluster, f"w{stage}")
         answers = await cluster.generate_all(asks)
         status = await cluster.client.status()
     SoloRuns(tiny_llama).check(answers)

@@ -26,7 +26,7 @@ from wire.reference import Reference
 from wire.stage_calls import compute_reference
 
 
-async def ask(
+async def request_reference(
     cluster: Cluster, directory: Path, *, fingerprint: str | None = None, secret: bytes | None = None
 ) -> forward_pb2.ComputeReferenceResponse:
     """Call ComputeReference as the coordinator does, or with another secret."""
@@ -70,7 +70,7 @@ async def set_in_time(event: threading.Event) -> None:
 
 async def test_a_worker_with_a_stage_returns_a_reference(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
-        response = await ask(cluster, tiny_llama)
+        response = await request_reference(cluster, tiny_llama)
     (text,) = response.texts
     assert [row.token for row in text.rows][:2] == [2, 3]
     assert [len(row.top_tokens) for row in text.rows] == [4, 4, 4]
@@ -82,21 +82,21 @@ async def test_steps_and_heartbeats_continue_during_an_abandoned_reference(
 ) -> None:
     endless = Endless(monkeypatch)
     async with Cluster(tiny_llama, layers=(1, 2)) as cluster:
-        asked = asyncio.create_task(ask(cluster, tiny_llama))
+        requested = asyncio.create_task(request_reference(cluster, tiny_llama))
         await set_in_time(endless.has_begun)
         connection = cluster.server.controller.connections["w0"]
         last_message_s = connection.last_message_s
         assert (await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))).succeeded
         await cluster.wait_status(lambda _: connection.last_message_s > last_message_s)
         assert not endless.has_ended.is_set()
-        asked.cancel()
+        requested.cancel()
         await set_in_time(endless.has_ended)
 
 
 async def test_another_checkpoint_is_a_failed_precondition(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         with pytest.raises(grpc.aio.AioRpcError, match="fingerprint") as caught:
-            await ask(cluster, tiny_llama, fingerprint="0123")
+            await request_reference(cluster, tiny_llama, fingerprint="0123")
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -104,7 +104,7 @@ async def test_another_checkpoint_is_a_failed_precondition(tiny_llama: Path) -> 
 async def test_only_the_coordinator_gets_a_reference(tiny_llama: Path, secret: bytes) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(cluster, tiny_llama, secret=secret)
+            await request_reference(cluster, tiny_llama, secret=secret)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert caught.value.details() == "reference secret does not match"
 
@@ -116,9 +116,9 @@ async def test_rejected_attempts_are_counted_and_logged(
         refusals = []
         for _ in range(MAX_TRIES + 2):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await ask(cluster, tiny_llama, secret=b"x" * 32)
+                await request_reference(cluster, tiny_llama, secret=b"x" * 32)
             refusals.append(caught.value.details())
-        response = await ask(cluster, tiny_llama)
+        response = await request_reference(cluster, tiny_llama)
     assert refusals[MAX_TRIES - 1] == "reference secret does not match"
     assert refusals[-1] == "reference secret does not match; 10 earlier attempts from this host failed too"
     logged = [line for line in caplog.messages if "reference secret" in line]
@@ -157,7 +157,7 @@ async def test_a_worker_without_free_memory_rejects_with_the_numbers(tiny_llama:
         backend: Any = cluster.workers["w0"].worker._backend
         backend.memory_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes + 5
         with pytest.raises(grpc.aio.AioRpcError, match="bytes of memory, 5 are free") as caught:
-            await ask(cluster, tiny_llama)
+            await request_reference(cluster, tiny_llama)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -176,7 +176,7 @@ async def test_a_loading_worker_rejects_the_request(
         worker: Any = cluster.workers["w0"].worker
         await cluster.wait_status(lambda _: worker._stage._loading is not None)
         with pytest.raises(grpc.aio.AioRpcError, match="the worker is loading a stage") as caught:
-            await ask(cluster, tiny_llama)
+            await request_reference(cluster, tiny_llama)
         may_load.set()
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -185,7 +185,7 @@ async def test_a_loading_worker_rejects_the_request(
 async def test_a_mock_stage_cannot_compute_a_reference(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,), mock=MockSpec.parse("step=1ms")) as cluster:
         with pytest.raises(grpc.aio.AioRpcError, match="a mock stage has no weights") as caught:
-            await ask(cluster, tiny_llama)
+            await request_reference(cluster, tiny_llama)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -15,7 +15,7 @@ from tests.integration.asks import SoloRuns
 from tests.integration.calls import Caller, StatusCode
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster
 from tests.integration.footprint import Footprint, resident_bytes
-from tests.integration.storm import FATES, Storm
+from tests.integration.storm import BEHAVIOURS, Storm
 
 pytestmark = pytest.mark.full
 
@@ -43,7 +43,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator.scheduler.scheduler, "MAX_REMEMBERED", 256)
 
 
-async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = None) -> Footprint:
+async def until_released(cluster: Cluster, before: Footprint | None = None) -> Footprint:
     """Wait until no request is live or kept, no page is in use, and no resource exceeds `before`."""
     await cluster.wait_drained()
     await cluster.wait_status(lambda status: status.requests.kept == 0)
@@ -60,7 +60,7 @@ async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = Non
 def check_counts(before: cluster_pb2.RequestCounts, after: cluster_pb2.RequestCounts, storm: Storm) -> None:
     """Assert that each request received by the coordinator ended once, for a reason given by a client."""
     finished, cancelled = after.finished - before.finished, after.cancelled - before.cancelled
-    assert storm.num_heard <= finished + cancelled <= NUM_REQUESTS
+    assert storm.num_received <= finished + cancelled <= NUM_REQUESTS
     assert finished >= sum(count for (_, code), count in storm.outcomes.items() if code is StatusCode.OK)
     assert (after.failed, after.orphaned, after.detached) == (0, 0, 0)
 
@@ -79,13 +79,13 @@ async def test_storms_of_requests_leak_nothing(
         Caller(cluster.address) as caller,
     ):
         await Storm(cluster.address, caller, solo, seed=0).run(NUM_WARM_UP)
-        before = await until_nothing_is_left(cluster)
+        before = await until_released(cluster)
         requests = (await cluster.client.status()).requests
         epoch = cluster.epoch
         for seed in range(1, NUM_ROUNDS + 1):
             storm = Storm(cluster.address, caller, solo, seed=seed)
             await storm.run(NUM_REQUESTS)
-            await until_nothing_is_left(cluster, before)
+            await until_released(cluster, before)
             memory.append(resident_bytes())
             requests_before, requests = requests, (await cluster.client.status()).requests
             check_counts(requests_before, requests, storm)
@@ -94,7 +94,7 @@ async def test_storms_of_requests_leak_nothing(
     assert memory[-1] - memory[0] < MAX_GROWTH_BYTES, f"resident bytes after each round: {memory}"
     # All outcomes occurred, and cancels and deadlines came before and after the end.
     assert requests.preemptions > 0
-    assert {name for name, _ in outcomes} == FATES
+    assert {name for name, _ in outcomes} == BEHAVIOURS
     assert {code for name, code in outcomes if name == "cancels"} == {StatusCode.OK, StatusCode.CANCELLED}
     assert {code for name, code in outcomes if name == "has_a_deadline"} == {
         StatusCode.OK,

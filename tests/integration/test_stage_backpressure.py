@@ -12,7 +12,7 @@ from wire.steps import StartRecord, Step, StepSampling
 
 NUM_FRAMES = 400
 FRAME_BYTES = 256 * 1024
-PATIENCE_S = 2.0
+SENDER_WAIT_S = 2.0
 """A sender without backpressure finishes in a fraction of this."""
 
 
@@ -38,7 +38,7 @@ async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Pat
                 await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
 
         sending = asyncio.create_task(send_all())
-        done, _ = await asyncio.wait({sending}, timeout=PATIENCE_S)
+        done, _ = await asyncio.wait({sending}, timeout=SENDER_WAIT_S)
         assert not done, "the stage accepted everything although the next stage does not read"
         bench.next_stage.may_read.set()
         received = [(await bench.next_stage.frame()).step.step_id for _ in steps]

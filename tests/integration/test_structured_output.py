@@ -37,7 +37,7 @@ async def complete(cluster: Cluster, prompt: str = "Once", **options: Any) -> Co
     return completion
 
 
-def is_wanted(text: str) -> bool:
+def matches_schema(text: str) -> bool:
     value = json.loads(text)
     return set(value) == {"name", "age"} and isinstance(value["name"], str) and 0 <= value["age"] <= 99
 
@@ -50,7 +50,7 @@ async def test_each_kind_of_constraint_holds_and_ends_the_output(cluster: Cluste
         complete(cluster, grammar='start: "x" NUMBER\nNUMBER: /[0-9]{1,3}/', temperature=1.0, seed=3),
         complete(cluster, max_tokens=20),
     )
-    assert is_wanted(by_schema.text)
+    assert matches_schema(by_schema.text)
     assert re.fullmatch(r"[a-c]{3}-\d{2}", by_regex.text)
     assert by_choice.text in NAMES
     assert re.fullmatch(r"x[0-9]{1,3}", by_grammar.text)
@@ -66,7 +66,7 @@ async def test_a_request_generates_the_same_text_alone_and_in_a_batch(cluster: C
         *(complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=seed) for seed in range(4))
     )
     assert [output.text for output in together] == [output.text for output in alone]
-    assert all(is_wanted(output.text) for output in alone)
+    assert all(matches_schema(output.text) for output in alone)
 
 
 @pytest.mark.full

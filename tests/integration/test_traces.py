@@ -171,11 +171,11 @@ def names_recorded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[Sp
     names: list[SpanName] = []
     record = cluster.server.recorder.record
 
-    def noted(name: SpanName, *positional: Any, **named: Any) -> None:
+    def recording(name: SpanName, *positional: Any, **named: Any) -> None:
         names.append(name)
         record(name, *positional, **named)
 
-    monkeypatch.setattr(cluster.server.recorder, "record", noted)
+    monkeypatch.setattr(cluster.server.recorder, "record", recording)
     return names
 
 

@@ -134,13 +134,13 @@ async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
 ) -> None:
     """The stream of the comparison has ended, and another worker runs the stage."""
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
-    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+    is_requested, may_answer = asyncio.Event(), asyncio.Event()
 
     async def hash_and_wait(
         hasher: TensorHasher, activity: Callable[[], object | None], *, idle_s: float
     ) -> Hashes:
         hashes = await hash_when_idle(hasher, activity, idle_s=idle_s)
-        is_asked.set()
+        is_requested.set()
         await may_answer.wait()
         return hashes
 
@@ -150,7 +150,7 @@ async def test_a_verdict_reaches_the_coordinator_after_the_worker_rejoins(
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         await cluster.start_worker("w1")
         async with asyncio.timeout(DEADLINE_S):
-            await is_asked.wait()
+            await is_requested.wait()
         before = cluster.incarnations()["w0"]
         controller = cluster.server.controller
         controller.leave(controller.connections["w0"], "its stream is cut")

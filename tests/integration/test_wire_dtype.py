@@ -100,12 +100,12 @@ async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
     seen: dict[int, set[WireDType]] = {}
     run = StepExecutor.run
 
-    def noting(executor: StepExecutor, frame: Frame) -> StageOutput:
+    def recording(executor: StepExecutor, frame: Frame) -> StageOutput:
         if frame.hidden is not None and frame.step.epoch:
             seen.setdefault(len(frame.stage_times), set()).add(frame.hidden.dtype)
         return run(executor, frame)
 
-    monkeypatch.setattr(StepExecutor, "run", noting)
+    monkeypatch.setattr(StepExecutor, "run", recording)
     assert await tokens_of(varied_llama, "f32", "int8", {"w0": DType.BF16})
     assert seen == {1: {DType.BF16}, 2: {INT8}}
 
@@ -187,14 +187,14 @@ async def send(predecessor: PredecessorDouble, step: Step, hidden: TensorView) -
 
 
 @pytest.mark.parametrize(
-    ("number", "says"),
+    ("number", "details"),
     [
         (cluster_pb2.DTYPE_F16, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got f16"),
         (77, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got number 77"),
     ],
 )
 async def test_a_hello_with_an_unknown_wire_dtype_is_rejected(
-    tiny_llama: Path, number: int, says: str
+    tiny_llama: Path, number: int, details: str
 ) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
         await bench.begin_epoch()
@@ -205,7 +205,7 @@ async def test_a_hello_with_an_unknown_wire_dtype_is_rejected(
             await predecessor.hello(hello)
         await predecessor.close()
         assert ended.value.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert says in ended.value.details
+        assert details in ended.value.details
         await (await predecessor_in(bench, FP8)).close()
 
 
@@ -273,11 +273,11 @@ async def test_a_stage_receives_the_declared_dtype_and_sends_the_assigned_one(
 async def test_a_wire_dtype_as_wide_as_the_model_is_rejected(tiny_llama: Path) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
         message = assign_message(replace(bench.assignment, plan_id=2))
-        for number, says in ((cluster_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
+        for number, details in ((cluster_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
             message.wire_dtype = number  # type: ignore[assignment]
             bench.link.send(assign=message)
             failed: join_pb2.LoadFailed = await bench.link.answer("load_failed")
-            assert says in failed.reason
+            assert details in failed.reason
 
 
 @pytest.mark.matrix(1)

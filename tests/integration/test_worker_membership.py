@@ -156,7 +156,7 @@ async def test_loaded_is_reported_after_the_warm_up(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reasons"),
     [
         ({"fingerprint": "0" * 32}, ["fingerprint", "expected " + "0" * 32]),
         ({"model_directory": "/nowhere/at/all"}, ["/nowhere/at/all is not a directory"]),
@@ -168,15 +168,15 @@ async def test_loaded_is_reported_after_the_warm_up(
     ids=["fingerprint", "path", "layers", "no-embeddings", "no-head", "memory"],
 )
 async def test_an_assignment_that_cannot_be_loaded_is_rejected(
-    coordinator: CoordinatorDouble, assignment: Assignment, change: dict[str, Any], says: list[str]
+    coordinator: CoordinatorDouble, assignment: Assignment, change: dict[str, Any], reasons: list[str]
 ) -> None:
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(replace(assignment, plan_id=1, **change)))
         failed = await link.answer("load_failed")
         assert failed.plan_id == 1
-        for said in says:
-            assert said in failed.reason
+        for reason in reasons:
+            assert reason in failed.reason
         await load(link, replace(assignment, plan_id=2))
 
 
@@ -287,18 +287,18 @@ async def test_a_load_that_outlives_its_connection_is_kept_unreported(
 
 
 class LogWatch(logging.Handler):
-    """Sets `came` when a line with `text` is logged."""
+    """Sets `logged` when a line with `text` is logged."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self._text = text
-        self.came = asyncio.Event()
+        self.logged = asyncio.Event()
         self.num_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._text in record.getMessage():
             self.num_lines += 1
-            self.came.set()
+            self.logged.set()
 
 
 async def test_a_worker_waits_for_its_coordinator_and_logs_it_once(assignment: Assignment) -> None:
@@ -312,7 +312,7 @@ async def test_a_worker_waits_for_its_coordinator_and_logs_it_once(assignment: A
         logger.setLevel(logging.INFO)
         try:
             async with running_worker(worker_config(address)):
-                await asyncio.wait_for(watch.came.wait(), DEADLINE_S)
+                await asyncio.wait_for(watch.logged.wait(), DEADLINE_S)
                 reserved.close()
                 coordinator = CoordinatorDouble()
                 await coordinator.start(address)
