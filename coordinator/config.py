@@ -316,7 +316,7 @@ class CoordinatorConfig:
             _check_token(self.token)
         check_limits(self)
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.wire_dtype is not None:
             self._check_wire_dtype(self.wire_dtype)
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):

@@ -35,9 +35,9 @@ class ReferenceRequest:
         num_tokens = sum(map(len, self.texts))
         if not 1 <= num_tokens <= MAX_TOKENS or not all(self.texts):
             lengths = [len(text) for text in self.texts]
-            raise InvalidRequest(f"a reference for texts of {lengths} tokens, of 1 to {MAX_TOKENS} possible")
+            raise InvalidRequest(f"texts of {lengths} tokens, must be 1 to {MAX_TOKENS} in all")
         if not 1 <= self.num_top <= MAX_TOP:
-            raise InvalidRequest(f"{self.num_top} most likely tokens, of 1 to {MAX_TOP} possible")
+            raise InvalidRequest(f"num_top is {self.num_top}, must be in [1, {MAX_TOP}]")
 
 
 def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str) -> ReferenceRequest:

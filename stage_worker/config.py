@@ -203,7 +203,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device {self.device!r} is none of cpu, cuda, cuda:0, cuda:1, ...")
+            raise ValueError(f"device {self.device!r} is not one of cpu, cuda, cuda:0, cuda:1, ...")
         check_limits(self)
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")

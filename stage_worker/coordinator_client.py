@@ -154,7 +154,7 @@ class CoordinatorClient:
                 f"{self._coordinator} answered {message.WhichOneof('message')!r} where 'welcome' was due"
             )
         if message.welcome.heartbeat_interval_ms == 0:
-            raise JoinRefused(f"the coordinator at {self._coordinator} wants heartbeats every 0 ms")
+            raise JoinRefused(f"heartbeat interval of {self._coordinator} is 0 ms, must be positive")
         return message.welcome
 
     async def _read(self, call: Call, connection: "_Connection", *, lease_s: float | None) -> _Left:

@@ -77,7 +77,7 @@ class CoordinatorExport:
         try:
             response: ExportMetricsServiceResponse = await stub.Export(request, timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            log.debug("metrics not taken: %s: %s", error.code().name, error.details())
+            log.debug("the coordinator does not accept metrics: %s: %s", error.code().name, error.details())
             self.num_failed += 1
         else:
             self.num_failed += response.partial_success.rejected_data_points > 0

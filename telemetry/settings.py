@@ -108,7 +108,7 @@ def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
         return None
     protocol = _of_metrics(environment, "PROTOCOL") or OtlpProtocol.GRPC.value
     if protocol not in (known := [member.value for member in OtlpProtocol]):
-        raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(known)}")
+        raise ValueError(f"OTLP protocol {protocol!r} is not one of {', '.join(known)}")
     check_exporter_variables(environment, "METRICS")
     return OtlpProtocol(protocol)
 
@@ -178,7 +178,7 @@ def _protocol(environment: Mapping[str, str]) -> str | None:
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((value for name in names if (value := environment.get(name, "").strip())), "grpc")
     if protocol not in PROTOCOLS:
-        raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(PROTOCOLS)}")
+        raise ValueError(f"OTLP protocol {protocol!r} is not one of {', '.join(PROTOCOLS)}")
     check_exporter_variables(environment, "TRACES")
     return protocol
 

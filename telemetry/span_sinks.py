@@ -129,7 +129,7 @@ class CoordinatorSink(QueueSink):
             await export(request, timeout=SEND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if not self._is_silent:
-                log.debug("the coordinator does not take spans: %s", error.details())
+                log.debug("the coordinator does not accept spans: %s", error.details())
             self._is_silent = True
             return False
         self._is_silent = False

@@ -166,7 +166,7 @@ class References:
             try:
                 await asyncio.to_thread(self._keep, self._kept, dict.fromkeys(kept))
             except OSError as error:
-                log.warning("a wrong reference of the self-check stays in %s: %s", self._kept, error)
+                log.warning("failed to remove a wrong self-check reference from %s: %s", self._kept, error)
 
     def _drop(self, source: str, *, unconfirmed_only: bool = True) -> None:
         self._blamed.pop(source, None)

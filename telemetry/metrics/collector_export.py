@@ -106,9 +106,9 @@ class CollectorExport:
     def _note(self, *, exporter_took: bool) -> None:
         self._num_refused += not exporter_took
         if exporter_took and self._is_failing:
-            log.info("the collector takes metrics again")
+            log.info("the collector accepts metrics again")
         elif not exporter_took and not self._is_failing:
-            log.warning("the collector does not take metrics; further failures are counted, not logged")
+            log.warning("the collector does not accept metrics; further failures are counted, not logged")
         self._is_failing = not exporter_took
 
 

@@ -45,7 +45,7 @@ class Label:
 
     def __post_init__(self) -> None:
         if not self.values and self.most < 1:
-            raise ValueError(f"label {self.name!r} has neither values nor a limit on how many")
+            raise ValueError(f"label {self.name!r} has neither values nor a maximum number")
 
     @property
     def num_values(self) -> int:

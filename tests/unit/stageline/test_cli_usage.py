@@ -88,7 +88,7 @@ from wire.tensors import ScaledDType
             "plan --workers 1GiB --block-size 100000 --max-step-tokens 100000",
             "block_size is 100000, the limit",
         ),
-        ("coordinator --stages 2 --dtype f64", "dtype 'f64' is none of bf16, f16, f32"),
+        ("coordinator --stages 2 --dtype f64", "dtype 'f64' is not one of bf16, f16, f32"),
         ("coordinator --stages 2 --wire-dtype int4", "wire dtype 'int4' is not one of bf16, fp8, int8"),
         ("coordinator --stages 1 --wire-dtype fp8", "wire_dtype fp8 is for hidden states between stages"),
         (
@@ -111,7 +111,7 @@ from wire.tensors import ScaledDType
         ("worker --memory 20", "'20' has no unit: write for example 20GiB"),
         ("worker --memory lots", "'lots' is not a size"),
         ("worker --memory 20GoB", "unknown unit 'GoB'"),
-        ("worker --device gpu", "device 'gpu' is none of cpu, cuda"),
+        ("worker --device gpu", "device 'gpu' is not one of cpu, cuda"),
         ("worker --name a/b", "name 'a/b' is not 1 to 63 letters"),
         ("worker --advertise host:0", "address 'host:0' has port 0"),
         ("up --workers 2 --layers 1,1,1", "layers 1,1,1 are for 3 stages, but there are 2"),

@@ -54,7 +54,7 @@ def test_the_interval_is_in_milliseconds() -> None:
         ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, "'0', but must be a whole number of milliseconds"),
         ({"OTEL_METRIC_EXPORT_INTERVAL": "1s"}, "'1s', but must be a whole number of milliseconds"),
         ({"OTEL_METRICS_EXPORTER": "console"}, "'console', must be otlp or none"),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc, http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is not one of grpc, http/protobuf"),
     ],
 )
 def test_unsupported_settings_are_rejected(variables: dict[str, str], says: str) -> None:
@@ -94,7 +94,7 @@ def test_spans_are_sent_to_a_configured_collector(environment: dict[str, str], p
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is not one of grpc"),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "'zipkin'"),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "garbage"}, "OTEL_EXPORTER_OTLP_ENDPOINT is 'garbage'"),
         ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "ftp://x:1"}, "METRICS_ENDPOINT is 'ftp://x:1'"),

@@ -249,9 +249,9 @@ def test_a_reference_without_a_waiter_stops_early(llama: Path) -> None:
     [
         ({"texts": []}, r"texts of \[\] tokens"),
         ({"texts": [[]]}, r"texts of \[0\] tokens"),
-        ({"texts": [range(1000), range(25)]}, r"texts of \[1000, 25\] tokens, of 1 to 1024 possible"),
-        ({"num_top": 1025}, "1025 most likely tokens, of 1 to 1024"),
-        ({"num_top": 0}, "0 most likely tokens"),
+        ({"texts": [range(1000), range(25)]}, r"texts of \[1000, 25\] tokens, must be 1 to 1024 in all"),
+        ({"num_top": 1025}, r"num_top is 1025, must be in \[1, 1024\]"),
+        ({"num_top": 0}, "num_top is 0"),
         ({"dtype": 0}, "dtype number 0 is not known"),
         ({"dtype": cluster_pb2.DTYPE_BF16, "wire_dtype": cluster_pb2.DTYPE_F32}, "not one for bf16"),
     ],

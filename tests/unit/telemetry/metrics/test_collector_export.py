@@ -77,8 +77,8 @@ async def test_a_rejecting_collector_is_logged_once_and_counted(
         await export.close()
     ours = [record.message for record in caplog.records if record.name.startswith("telemetry")]
     assert ours == [
-        "the collector does not take metrics; further failures are counted, not logged",
-        "the collector takes metrics again",
+        "the collector does not accept metrics; further failures are counted, not logged",
+        "the collector accepts metrics again",
     ]
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 

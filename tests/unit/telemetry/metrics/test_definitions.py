@@ -91,5 +91,5 @@ def test_invalid_definitions_are_rejected() -> None:
         metric(Kind.COUNTER, 1.0)
     with pytest.raises(ValueError, match="do not ascend"):
         metric(Kind.HISTOGRAM, 2.0, 1.0)
-    with pytest.raises(ValueError, match="neither values nor a limit"):
+    with pytest.raises(ValueError, match="neither values nor a maximum"):
         Label("a", "a.b")
