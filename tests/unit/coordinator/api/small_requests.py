@@ -1,4 +1,4 @@
-"""A small model whose tokens are letters, a plan for it, and requests that are accepted or refused."""
+"""A small model whose tokens are letters, a plan for it, and accepted or rejected requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def accept_request(message: inference_pb2.GenerateRequest, model: ServedModel = 
 
 
 def accept(message: inference_pb2.GenerateRequest) -> Sequence:
-    """Its first choice."""
+    """The first choice of the accepted request."""
     return accept_request(message).choices[0].sequence
 
 

@@ -15,7 +15,7 @@ from tests.unit.coordinator.api.small_requests import MODEL, PLAN, place, reques
 
 
 def both(message: inference_pb2.GenerateRequest) -> tuple[Request, Request]:
-    """The request as it was accepted, and as a later coordinator makes it."""
+    """The request as accepted, and as restored by a later coordinator."""
     resolved = resolve(message, MODEL)
     request = make_request(
         message, resolved, request_id_of(message), model=MODEL, plan=PLAN, client="here", place=place

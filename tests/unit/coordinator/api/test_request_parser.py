@@ -1,4 +1,4 @@
-"""Every sampling parameter is refused by name with its range, or has an effect; none is ignored."""
+"""Every sampling parameter takes effect or is rejected by name with its range."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_bad_words_are_bounded_in_number_and_length() -> None:
     for length in (0, MAX_BAD_WORD_TOKENS + 1):
         text = refusal(ask(bad_word_ids=[TokenIds(ids=[0] * length)]))
         assert text == f"bad_word_ids has a word of {length} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
-    # With the space that its second spelling has.
+    # Includes the space of its second spelling.
     text = refusal(ask(bad_words=["a" * MAX_BAD_WORD_TOKENS]))
     assert text == f"bad_words has a word of {MAX_BAD_WORD_TOKENS + 1} tokens, must be in [1, 64]"
     text = refusal(ask(bad_words=["a" * (MAX_BAD_WORD_CHARACTERS + 1)]))
@@ -241,7 +241,7 @@ def test_without_a_tokenizer_words_are_refused(sampling: dict[str, Any], text: s
 
 
 def generate(buffer: OutputBuffer, tokens: abc.Sequence[int]) -> str:
-    """The text of an output to which all tokens up to a stop string are appended."""
+    """Text of an output after all tokens up to a stop string."""
     any(buffer.append(token) for token in tokens)
     buffer.finish(FinishReason.LENGTH)
     return buffer.read(0, max_tokens=99).text
@@ -363,7 +363,7 @@ OTHER_REQUESTS: dict[str, Any] = {
 
 
 def parts_of(value: Any) -> Any:
-    """Everything that an object is made of, as plain data."""
+    """All parts of an object as plain data."""
     if isinstance(value, str | bytes | int | float | Enum | None):
         return value
     if isinstance(value, Mapping):
@@ -378,7 +378,7 @@ def parts_of(value: Any) -> Any:
 
 
 def outcome_of(message: inference_pb2.GenerateRequest) -> Any:
-    """The parts of the request, or the text of its refusal."""
+    """The parts of the request, or the rejection text."""
     try:
         return parts_of(accept_request(message))
     except InvalidRequest as error:
@@ -394,7 +394,7 @@ PLAIN = inference_pb2.GenerateRequest(
 
 
 def changed(path: str, value: Any) -> inference_pb2.GenerateRequest:
-    """PLAIN with one field set to something else."""
+    """PLAIN with one field changed."""
     message = inference_pb2.GenerateRequest()
     message.CopyFrom(PLAIN)
     place, _, name = path.rpartition(".")
@@ -421,7 +421,7 @@ def test_every_field_of_the_contract_has_an_effect_or_is_refused(path: str, valu
 
 
 def test_a_request_is_the_same_request_twice() -> None:
-    """Or the test before would find an effect of everything."""
+    """Otherwise the previous test would find an effect of every field."""
     assert outcome_of(PLAIN) == outcome_of(PLAIN)
 
 
@@ -656,7 +656,7 @@ def test_an_id_other_than_uuid7_is_rejected(text: str) -> None:
 
 
 def with_unknown_field(message: Message, number: int) -> None:
-    """What a newer client would send: a varint field that this version has no name for."""
+    """A request of a newer client, with an unknown varint field."""
     tag = number << 3
     encoded = bytes([tag & 0x7F | 0x80, tag >> 7, 1])
     message.MergeFromString(encoded)

@@ -1,4 +1,4 @@
-"""Feeds a ClusterState with workers of a few letters, and a planner that gives each one layer."""
+"""Drives a ClusterState with one-letter workers and a planner that gives each one layer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
 
 
 class ClusterDriver:
-    """A state, and the events that come in bundles."""
+    """A cluster state with helpers for common event sequences."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ClusterDriver:
 
     @property
     def names(self) -> set[str]:
-        """All known workers, in any state."""
+        """Names of known workers in any state."""
         return {worker.identity.name for worker in self.state.workers}
 
     @property
@@ -135,13 +135,13 @@ class ClusterDriver:
         return [action for name in self.stage_names for action in self.loaded(name)]
 
     def get_ready(self) -> list[Action]:
-        """All signs of the present epoch."""
+        """Delivers all readiness signals of the current epoch."""
         epoch = self.state.epoch
         actions = [action for name in self.stage_names for action in self.state.epoch_ready(name, epoch)]
         return actions + self.state.link_open(epoch) + self.state.results_open(epoch)
 
     def serving(self) -> ClusterDriver:
-        """Workers a, b, c, ..., one for each stage."""
+        """A serving cluster of workers a, b, c, ..., one per stage."""
         self.join_all(*"abcdefgh"[: self.state.num_stages])
         self.load_all()
         self.get_ready()

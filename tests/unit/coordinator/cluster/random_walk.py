@@ -23,7 +23,7 @@ NUM_EVENTS = 150
 
 
 class RandomWalk:
-    """One cluster; `taken` counts phase, event and phase after it."""
+    """One cluster; `taken` counts (phase, event, next phase)."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -50,7 +50,7 @@ class RandomWalk:
             )
 
     def _forward(self) -> None:
-        """The event that gets the cluster on, so that late phases are reached."""
+        """The event that advances the cluster, so that late phases are reached."""
         match self._state.phase:
             case ClusterPhase.LOADING:
                 self._take(ClusterEvent.LOADED)

@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 
 
 class Waiting:
-    """A cluster of two stages with its engine, on a clock that the test turns."""
+    """A cluster of two stages with its engine, on a manual clock."""
 
     def __init__(self, model: EngineModel) -> None:
         self.model = model
@@ -104,7 +104,7 @@ def test_a_part_of_a_prompt_ends_the_wait_only_after_a_while(waiting: Waiting) -
 
 
 def test_an_epoch_that_serves_is_given_time(waiting: Waiting) -> None:
-    """A long step is no reason to fail: its answer comes, or is overdue."""
+    """A long step does not fail requests: its result arrives or is overdue."""
     request = waiting.submit()
     waiting.break_epoch()
     waiting.serve_again()

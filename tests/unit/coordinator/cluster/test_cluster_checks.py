@@ -1,4 +1,4 @@
-"""When a plan is checked, and what follows from what the check finds."""
+"""When plans are checked, and reactions to the verdict."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_two_bad_ones_among_many_are_found() -> None:
 
 
 def test_a_worker_that_is_bad_with_some_layers_only_serves_with_others() -> None:
-    """It was above doubt for its first layer, and is not for another."""
+    """It passed with its first layer and fails with another."""
     checks = Checks(num_stages=2, bad={("b", 0)}).join("a", "b")
     checks.lose("a")
     assert checks.state.phase is ClusterPhase.BLOCKED
@@ -260,7 +260,7 @@ def test_a_failed_check_is_a_reason_for_the_end_of_its_epoch() -> None:
 
 
 def test_a_worker_that_degrades_is_found() -> None:
-    """It was above doubt with one layer, and fails alone with all of them."""
+    """It passed with one layer and fails alone with all of them."""
     checks = Checks(num_stages=2, bad=set()).join("a", "b", "c")
     checks.bad = everywhere("a")
     checks.lose("b")

@@ -98,7 +98,7 @@ class ClusterEvents(RuleBasedStateMachine):
     @precondition(lambda self: self.timers)
     @rule(place=places, is_kept=st.booleans())
     def elapsed(self, place: int, is_kept: bool) -> None:
-        """Also those that are out of date; sometimes twice."""
+        """Includes stale timers, sometimes twice."""
         timer = self.timers[place % len(self.timers)]
         if not is_kept:
             self.timers.remove(timer)
@@ -170,7 +170,7 @@ class ClusterEvents(RuleBasedStateMachine):
             self.num_without_result = 0
             self.last_delay_s = 0.0
 
-    # What follows
+    # Invariants
 
     def check(self, actions: list[Action]) -> None:
         self.assigned = []
@@ -262,7 +262,7 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @invariant()
     def waiting_for_workers_has_a_timer_or_no_usable_worker(self) -> None:
-        """Once the cluster has served, workers do not wait endlessly for missing ones."""
+        """After the first serving epoch, a timer bounds the wait for missing workers."""
         state = self.state
         if not state.has_served or state.plan is not None or not self.usable:
             return
@@ -271,7 +271,7 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @invariant()
     def a_plan_that_could_be_longer_is_made_longer(self) -> None:
-        """Where memory does not matter."""
+        """Memory is not a limit here."""
         state = self.state
         if state.plan is not None and self.cluster.needed_bytes == 0:
             assert len(state.plan.stages) >= min(state.num_stages, len(self.usable))

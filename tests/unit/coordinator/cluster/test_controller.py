@@ -30,7 +30,7 @@ def new_controller(*, num_stages: int) -> Controller:
 
 
 async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed() -> None:
-    """The same process, so the same incarnation: the end of its old stream is not the end of the worker."""
+    """Same process and incarnation: the end of the old stream is not the loss of the worker."""
     controller = new_controller(num_stages=1)
     old = controller.join(identity_of("a"))
     new = controller.join(identity_of("a"), old.rejoin_secret)

@@ -117,7 +117,7 @@ def test_survivors_that_are_too_small_wait_and_say_what_is_missing() -> None:
 
 
 def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
-    """There are no other workers, and no timer would start a plan."""
+    """Without other workers, no timer would start a plan."""
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("c")
     cluster.shrink()
@@ -256,7 +256,7 @@ def test_a_spare_may_join_and_leave_at_any_time() -> None:
     assert shown(cluster, "spare") is WorkerState.SPARE
 
 
-# Leaving
+# Draining
 
 
 def test_a_spare_leaves_at_once_and_is_notified_once() -> None:

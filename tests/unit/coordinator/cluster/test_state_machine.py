@@ -1,4 +1,4 @@
-"""Who joins, loads, faults and leaves, and what follows from it."""
+"""Reactions to joining, loading, faulting and leaving workers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_fault_starts_a_new_epoch_on_the_same_plan() -> None:
 
 @pytest.mark.parametrize("missing", ["a", "b", "link", "results"])
 def test_signs_of_an_older_epoch_change_nothing(missing: str) -> None:
-    """Neither those that came while it lasted nor those that come late stand for one of the new epoch."""
+    """Neither early nor late signals of the old epoch count for the new one."""
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.state.epoch_failed(1, "fault")
     assert cluster.state.epoch_failed(1, "again") == []
@@ -343,7 +343,7 @@ def test_a_quarantined_worker_is_used_again_after_a_restart() -> None:
 
 
 def test_another_worker_takes_the_place_of_one_that_could_not_load() -> None:
-    """It is preferred to a second try, and the failed one stays as a spare."""
+    """It is preferred to a second attempt, and the failed worker stays as a spare."""
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b", "c")
     cluster.fail_load("a")
@@ -392,7 +392,7 @@ def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() 
 
 
 def test_a_spare_with_wrong_weights_is_quarantined_and_the_plan_serves() -> None:
-    """It had a stage when it was asked, and has none when it answers."""
+    """It had a stage at the request and has none at the response."""
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("c")
     assert cluster.state.weights_differ("c", "tensor x") == []

@@ -1,4 +1,4 @@
-"""Steps become smaller when one did not fit, never below what can be computed at all."""
+"""Step limits shrink after an out-of-memory step, down to the smallest valid step."""
 
 from __future__ import annotations
 

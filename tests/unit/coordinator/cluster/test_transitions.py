@@ -59,7 +59,7 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
 
 
 def documented() -> str:
-    """The table as docs/architecture.md has it."""
+    """The table in docs/architecture.md."""
     header = "| event | " + " | ".join(phase.name for phase in ClusterPhase) + " |\n"
     rows = [f"| `{event.value}` | {' | '.join(_cells(event))} |\n" for event in ClusterEvent]
     return header + "|---" * (len(ClusterPhase) + 1) + "|\n" + "".join(rows)

@@ -1,4 +1,4 @@
-"""What the coordinator answers over HTTP, and to whom."""
+"""HTTP responses of the coordinator and their authorization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Coordinator:
-    """Knows one live request, one worker and one trace; remembers what was asked of it."""
+    """Has one live request, one worker and one trace; records its calls."""
 
     def __init__(self) -> None:
         self.request = new_request()

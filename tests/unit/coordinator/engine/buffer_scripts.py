@@ -1,4 +1,4 @@
-"""What a choice may generate, run through a buffer, and what its output has to be."""
+"""Scripts of generated tokens, run through an output buffer, and their expected output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = 1 << 20
 
 @dataclass(frozen=True)
 class Script:
-    """What one choice generates, after which prompt and with which parameters."""
+    """Generated tokens of one choice, with its prompt and parameters."""
 
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
@@ -42,7 +42,7 @@ class Script:
         return IncrementalDetokenizer(codec, context, skip_special_tokens=self.skip_special_tokens)
 
     def begin(self, codec: TextCodec) -> OutputBuffer:
-        """The buffer before the first generated token; it waits for nothing."""
+        """The buffer before the first generated token."""
         buffer = OutputBuffer(
             self.detokenizer(codec),
             stops=self.stops,
@@ -65,7 +65,7 @@ class Script:
         return buffer.is_finished
 
     def run(self, codec: TextCodec) -> OutputBuffer:
-        """All of it."""
+        """Generates all tokens."""
         buffer = self.begin(codec)
         any(self.append(buffer, index) for index in range(len(self.generated)))
         return buffer
@@ -103,7 +103,7 @@ def scripts(draw: st.DrawFn, codec: TextCodec) -> Script:
 
 
 def expected_text(codec: TextCodec, script: Script) -> str:
-    """By the detokenizer's own pieces and the slow search for stop strings."""
+    """Expected text, from the detokenizer's pieces and the reference stop search."""
     detokenizer = script.detokenizer(codec)
     before = "".join(detokenizer.push([token]) for token in script.echoed)
     flags = [number >= script.min_tokens for number in range(1, len(script.generated) + 1)]
@@ -113,7 +113,7 @@ def expected_text(codec: TextCodec, script: Script) -> str:
 
 
 def put_together(pieces: Sequence[Piece]) -> Piece:
-    """One piece of consecutive ones, which have to follow each other without gap or overlap."""
+    """Joins consecutive pieces, which must have no gap or overlap."""
     whole = pieces[0]
     for piece in pieces[1:]:
         assert not whole.is_last
@@ -130,7 +130,7 @@ def put_together(pieces: Sequence[Piece]) -> Piece:
 
 
 def read_to_the_end(buffer: OutputBuffer, from_token: int, seed: int) -> Piece:
-    """Of a finished buffer, in random cuts."""
+    """Reads a finished buffer in random cuts."""
     draw, pieces = random.Random(seed), list[Piece]()
     while not pieces or not pieces[-1].is_last:
         pieces.append(buffer.read(from_token, max_tokens=draw.randint(1, 4)))

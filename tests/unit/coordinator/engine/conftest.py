@@ -1,4 +1,4 @@
-"""For the tests of requests."""
+"""Fixtures for engine tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NewModel = Callable[..., EngineModel]
 
 @pytest.fixture
 def new_model() -> Iterator[NewModel]:
-    """Makes engines over pipelines that serve."""
+    """Factory for engines over serving pipelines."""
     made: list[EngineModel] = []
 
     def make(**options: Any) -> EngineModel:

@@ -1,4 +1,4 @@
-"""Coordinators one after the other, over one journal."""
+"""Consecutive coordinators over one journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECOVERS_WITHIN_S = 30.0
 
 
 class Coordinators:
-    """One after the other, each with the journal that the one before has left."""
+    """Consecutive coordinators; each restores the journal of the previous one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -49,7 +49,7 @@ class Coordinators:
         self._begin()
 
     def stop(self) -> None:
-        """As after SIGTERM."""
+        """Stop as after SIGTERM."""
         self.model.engine.suspend()
         self.model.close()
         self._begin()

@@ -1,4 +1,4 @@
-"""A client with what it has got so far, which checks every message against what it has to get."""
+"""A client that checks every message against the expected output."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from wire.errors import Superseded
 
 
 class Customer:
-    """Reads one request, on one call after the other.
+    """Reads one request over consecutive calls.
 
-    `num_tokens` and `num_characters` are what it has of each choice, None for a number that it cannot know;
-    `num_scores` what it has of the prompt's log-probabilities.
+    `num_tokens` and `num_characters` are received per choice, None if unknown; `num_scores` are
+    received prompt log-probabilities.
     """
 
     def __init__(self, wish: Wish, request: Request, call: Call, deadline_s: float | None) -> None:
@@ -124,7 +124,7 @@ class Customer:
         assert output.prompt_logprobs == self._scores[start : self.num_scores]
 
     def _check_end(self) -> None:
-        """A call ends when all is read, or with the error that ended the request, after all there was."""
+        """A call ends when all output is read, then with the error of the request if there is one."""
         assert not self.request.is_live
         assert self.call.error is self.request.error
         if self.call.error is None:

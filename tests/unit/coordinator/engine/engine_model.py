@@ -33,7 +33,7 @@ BLOCK_SIZE = 4
 class Call:
     """One client call that reads a request, a message at a time.
 
-    It has a loop of its own, so nothing happens in it but when the test reads.
+    It has its own event loop, which runs only while the test reads.
     """
 
     def __init__(self, engine: Engine, stream: OutputStream) -> None:
@@ -72,7 +72,7 @@ class Call:
         return list(iter(self.read, None))
 
     def close(self) -> None:
-        """The client is gone."""
+        """Disconnect the client."""
         if self.is_over:
             return
         self.abandon()
@@ -88,7 +88,7 @@ class Call:
         self._loop.close()
 
     def tokens(self, choice: int = 0) -> tuple[int, ...]:
-        """What has come of one choice, piece by piece without gap or overlap."""
+        """Received tokens of one choice; checks that pieces have no gap or overlap."""
         pieces = [output.piece for output in self.outputs if output.choice.index == choice]
         return put_together(pieces).tokens if pieces else ()
 
@@ -112,7 +112,7 @@ async def _next_of(messages: AsyncGenerator[Output]) -> Output:
 
 
 async def _turn() -> None:
-    """Long enough for a task that has something to do, and for one that waits for it."""
+    """Yields to the event loop long enough for a task and its waiter."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -189,7 +189,7 @@ class EngineModel:
         )
 
     def stop(self) -> None:
-        """The workers are lost, with all that was on its way."""
+        """Loses the workers with all steps and results in transit."""
         self.engine.stop_epoch()
         self.stages = []
         self.results.clear()
@@ -259,14 +259,14 @@ class EngineModel:
         return True
 
     def run_step(self) -> bool:
-        """The oldest step goes through all stages and its result reaches the engine."""
+        """Runs the oldest step on all stages and delivers its result."""
         while not self.results:
             if not any(self.advance(stage) for stage in reversed(range(len(self.stages)))):
                 return False
         return self.deliver()
 
     def run(self) -> None:
-        """Until nothing moves."""
+        """Runs until no step or result is pending."""
         for _ in range(2000):
             if not self.run_step():
                 return
@@ -306,7 +306,7 @@ class EngineModel:
 
 
 def ended_as(request: Request) -> SequenceState:
-    """The one terminal state of a request that has ended."""
+    """The terminal state of an ended request."""
     assert not request.is_live
     assert not request.live_sequences
     if request.error is None:
@@ -317,7 +317,7 @@ def ended_as(request: Request) -> SequenceState:
 
 
 def check_whole(call: Call, wish: Wish) -> None:
-    """The call has come to its end, with what each choice is alone."""
+    """The call has ended with the solo output of each choice."""
     call.read_all()
     assert call.is_over
     assert call.error is None

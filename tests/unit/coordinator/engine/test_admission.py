@@ -53,7 +53,7 @@ def test_the_hint_adapts_to_a_new_rate() -> None:
 
 
 class House:
-    """Admission with what it looks at."""
+    """Admission with its inputs."""
 
     def __init__(self, *, queue_size: int = 100, max_client_requests: int | None = None) -> None:
         self.registry, self.estimator = RequestRegistry(), RetryAfterEstimator()

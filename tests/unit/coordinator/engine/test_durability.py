@@ -1,4 +1,4 @@
-"""Requests outlive the coordinator that accepted them: no token is lost, none comes twice."""
+"""Requests survive coordinator restarts: no token is lost or repeated."""
 
 from __future__ import annotations
 

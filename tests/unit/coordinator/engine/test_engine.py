@@ -27,7 +27,7 @@ FAILED = SequenceState.FAILED
 ONE_AT_A_TIME = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_steps_in_flight=1)
 
 
-# The whole way
+# End to end
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_request_too_large_for_a_smaller_plan_fails_alone(new_model: NewModel)
 def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_queue(
     new_model: NewModel,
 ) -> None:
-    """While its prompt was tokenized or decoded, the plan changed."""
+    """The plan changed while its prompt was tokenized or decoded."""
     model = new_model(num_blocks=4)
     large = Wish(prompt=(1,) * 20, max_tokens=12).request()
     with pytest.raises(ClusterUnavailable, match=r"may need 32 tokens, .* current plan is 16"):
@@ -300,7 +300,7 @@ def test_only_requests_of_a_faulty_step_are_retried(new_model: NewModel) -> None
         model.submit(request)
     assert model.sent[-1].request_ids == (in_step.id,)
     model.fault(model.sent[-1].step_id, request_ids=(queued.id, new_request_id()))
-    # The report may name what it will; a request that computes nothing is not in a step.
+    # The report can name any request; one that computes nothing is not in a step.
     assert [sequence.failures.num_faults for sequence in (in_step, named, queued)] == [1, 0, 0]
     model.start(8)
     model.run()

@@ -29,7 +29,7 @@ def submit_all(model: EngineModel, wishes: list[Wish]) -> tuple[list[Request], l
 
 
 def run_to(model: EngineModel, kills: Callable[[Step], bool], *, most_deaths: int) -> int:
-    """Runs until nothing moves; a worker dies when it gets a step that kills. Returns how often."""
+    """Runs until idle; workers crash on steps that kill. Returns the number of crashes."""
     num_deaths = 0
     for _ in range(20_000):
         stage = next((i for i in reversed(range(len(model.queues))) if model.queues[i]), None)
@@ -71,7 +71,7 @@ def killing(request_id: RequestId) -> Callable[[Step], bool]:
 def test_of_sixteen_requests_only_the_one_that_kills_workers_fails(
     new_model: NewModel, num_stages: int, poisonous: int, most_deaths: int
 ) -> None:
-    """The first death is among others, the second in a group of suspects unless they were few."""
+    """The first crash is in a mixed step, the second in a group of suspects."""
     model = new_model(num_stages=num_stages)
     wishes = [wish_of(number) for number in range(16)]
     requests, calls = submit_all(model, wishes)
@@ -112,7 +112,7 @@ def test_a_request_with_choices_that_kills_late_fails_alone(new_model: NewModel)
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) -> None:
-    """However often: a token between two deaths proves that the request is not why."""
+    """A token between two crashes proves that the request is not the cause."""
     chance = random.Random(seed)
     model = new_model(num_stages=2)
     wishes = [wish_of(number, n=1 + number % 2) for number in range(16)]
@@ -124,7 +124,7 @@ def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) 
         if chance.random() > 0.2:
             return False
         if alone is not None:
-            # Twice at the same token would be more than chance.
+            # Two crashes at the same token would not be random.
             if last_tokens.get(alone.key) == alone.num_tokens:
                 return False
             last_tokens[alone.key] = alone.num_tokens
@@ -164,7 +164,7 @@ def test_suspects_run_one_at_a_time_before_new_requests(new_model: NewModel) -> 
 
 
 def test_suspects_run_in_groups_after_one_failure_and_alone_after_two(new_model: NewModel) -> None:
-    """Nine suspects: three turns for all of them; those of the group in which a worker dies run alone."""
+    """Nine suspects run in three groups; those of the crashed group then run alone."""
     model = new_model(num_stages=2)
     wishes = [Wish(prompt=(number,) * 4, max_tokens=6) for number in range(9)]
     requests, calls = submit_all(model, wishes)
@@ -196,7 +196,7 @@ def test_suspects_run_in_groups_after_one_failure_and_alone_after_two(new_model:
 
 
 def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(new_model: NewModel) -> None:
-    """Where workers die while nothing is computed, a death while it runs alone is less of a sign."""
+    """If workers also crash while idle, a crash while it runs alone is weaker evidence."""
     model = new_model()
     (request,), _ = submit_all(model, [wish_of(1)])
     model.die()
@@ -258,7 +258,7 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_cancelled_suspect_delays_no_request(new_model: NewModel, runs: bool) -> None:
-    """Neither the one that runs nor one that waits for its turn."""
+    """Both a running and a waiting suspect."""
     model = new_model(num_stages=2)
     requests, calls = submit_all(model, [wish_of(number) for number in range(3)])
     model.run_step()
@@ -274,7 +274,7 @@ def test_a_cancelled_suspect_delays_no_request(new_model: NewModel, runs: bool) 
 
 
 def test_failures_of_a_cancelled_suspect_do_not_blame_its_successor(new_model: NewModel) -> None:
-    """The step that kills is still on its way when its client gives up."""
+    """The step that kills is in transit when its client cancels."""
     model = new_model(num_stages=2)
     requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
     model.run_step()

@@ -1,4 +1,4 @@
-"""Pieces make up the same output, however it is cut and wherever a reader attaches."""
+"""Pieces add up to the same output for any cuts and any attach position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader gets each token once and in order, and only the newest reader gets any."""
+"""The newest reader gets each token once and in order; older readers get none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = (5, 3, 1) * 7
 
 
 def prompt_logprobs(call: Call) -> tuple[TokenLogprobs | None, ...]:
-    """Of the prompt, as the messages bring them, without gap or overlap."""
+    """Received prompt log-probabilities; checks that they have no gap or overlap."""
     got: list[TokenLogprobs | None] = []
     first = None
     for output in call.outputs:
@@ -135,7 +135,7 @@ def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bo
     model.run()
     call.read_all()
     assert call.tokens() == solo(Wish(max_tokens=9)).tokens
-    # It has left in the meantime, which ended nothing.
+    # The reader has left, which did not end the request.
     assert (call.error, request.error) == (None, None)
 
 
@@ -221,7 +221,7 @@ def test_an_unknown_request_cannot_be_attached_to(new_model: NewModel) -> None:
     request = Wish(max_tokens=1).request()
     model.submit(request)
     model.run()
-    # It has ended and is not kept.
+    # The request has ended and is not kept.
     with pytest.raises(RequestNotFound):
         model.attach(request.id)
 

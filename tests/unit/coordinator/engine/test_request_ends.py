@@ -131,7 +131,7 @@ def test_a_call_that_ends_at_its_deadline_ends_the_request_for_that_reason(new_m
     model = new_model()
     request = Wish(max_tokens=9, keep_s=60.0).request()
     call = model.submit(request, deadline_s=model.now_s + 5)
-    model.now_s += 4.99  # gRPC's timer and our clock need not agree to the millisecond
+    model.now_s += 4.99  # gRPC's timer and the engine's clock can differ by a millisecond
     call.close()
     assert isinstance(request.error, DeadlinePassed)
     assert (ended_as(request), model.totals) == (CANCELLED, (0, 1, 0))
@@ -176,7 +176,7 @@ def test_a_slow_reader_is_cancelled_with_the_numbers_and_delays_no_other(new_mod
     while model.run_step():
         fast_call.read_all()
     check_whole(fast_call, fast)
-    # What was there is still delivered.
+    # Earlier output is still delivered.
     slow_call.read_all()
     assert slow_call.tokens() == solo(slow).tokens[:6]
     assert isinstance(slow_call.error, RequestCancelled)
@@ -230,7 +230,7 @@ def test_an_orphaned_request_is_counted_and_ended(
     model.run_step()
     model.engine.sweep()
     assert model.engine.totals.orphaned == 0
-    # No event does this: the defect that the sweeper is there for.
+    # No event causes this: it stands for a defect, which the sweeper repairs.
     orphan.stream = None
     model.engine.sweep()
     assert model.engine.totals.orphaned == 1

@@ -46,7 +46,7 @@ Ends = dict[RequestId, type[Exception] | None]
 
 
 class Requests(RuleBasedStateMachine):
-    """Customers, an engine and a pipeline whose progress is a matter of chance."""
+    """Customers, an engine and a pipeline driven in random order."""
 
     @initialize(
         num_stages=st.integers(1, 3),
@@ -228,7 +228,7 @@ class Requests(RuleBasedStateMachine):
                 self.read_everything()
 
     def run_step(self) -> bool:
-        """The oldest step goes all the way; False if nothing is on its way."""
+        """Runs the oldest step to its result; False if none is in flight."""
         while not self.model.results:
             if not any(self.model.advance(stage) for stage in reversed(range(len(self.model.stages)))):
                 return False
@@ -322,10 +322,10 @@ class Requests(RuleBasedStateMachine):
         deadline_s = customer.deadline_s
         return deadline_s is not None and self.model.now_s >= deadline_s - DEADLINE_SLACK_S
 
-    # What holds
+    # Invariants
 
     def check_ends(self, expected: Ends) -> None:
-        """Exactly these requests have ended since the last event, each for its reason."""
+        """Exactly these requests have ended since the last event, each with its reason."""
         ended = {customer.request.id: customer for customer in self.live if not customer.request.is_live}
         assert {request_id: type(customer.request.error) for request_id, customer in ended.items()} == {
             request_id: type(None) if error is None else error for request_id, error in expected.items()

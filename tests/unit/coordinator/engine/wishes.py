@@ -1,4 +1,4 @@
-"""What a client asks for, the request that this makes, and what the client has to get."""
+"""Requested generations, their requests and their expected output."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Wish:
 
 @st.composite
 def wishes(draw: st.DrawFn) -> Wish:
-    """Prompts that share their beginnings, around block boundaries, and every way to end."""
+    """Prompts with shared prefixes around block boundaries, and every finish reason."""
     num_prompt_tokens = draw(st.sampled_from([1, 3, 4, 5, 8, 9, 13, 17]))
     beginning = [draw(st.integers(0, 1))] * num_prompt_tokens
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))
@@ -101,7 +101,7 @@ def wishes(draw: st.DrawFn) -> Wish:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All that a client gets of one choice when nothing is in its way."""
+    """Expected output of one undisturbed choice."""
 
     tokens: tuple[int, ...]
     text: str

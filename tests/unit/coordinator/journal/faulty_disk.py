@@ -13,7 +13,7 @@ _READS = ("SELECT", "PRAGMA synchronous", "PRAGMA wal_autocheckpoint", "PRAGMA b
 
 
 class FaultyDisk:
-    """`error` is what writes fail with, None for none; only those with `only` in their statement fail."""
+    """Writes fail with `error` (None: succeed) if their statement contains `only`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.error: str | None = None
@@ -35,7 +35,7 @@ class FaultyDisk:
         patch.setattr(sqlite3, "connect", connect)
 
     def check(self, sql: str) -> None:
-        """Raises sqlite3.OperationalError for what would write."""
+        """Raises sqlite3.OperationalError for statements that write."""
         is_write = not sql.lstrip().startswith(_READS) and sql != "ROLLBACK"
         if self.error is not None and is_write and self.only in sql:
             raise sqlite3.OperationalError(self.error)

@@ -60,7 +60,7 @@ def left_in(path: Path) -> list[JournalledRequest]:
 
 @dataclass
 class Expected:
-    """What a journal must have, by the plainest means."""
+    """Reference model of a journal's contents."""
 
     requests: dict[RequestId, JournalledRequest] = field(default_factory=dict)
     epoch: int = 0

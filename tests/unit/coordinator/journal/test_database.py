@@ -1,4 +1,4 @@
-"""Files with prompts belong to their owner alone, from the moment that they are there."""
+"""Files with prompts are created readable by their owner only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request
 
 
 def open_journal(path: Path) -> Journal:
-    """With something in it, and in its log."""
+    """A journal with entries in the database and its write-ahead log."""
     journal = Journal(path, IDENTITY)
     journal.accept(accepted_request())
     return journal
@@ -32,7 +32,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def modes(path: Path) -> dict[str, int]:
-    """Of the file and everything beside it, by what follows its name."""
+    """File modes of the database and its side files, by suffix."""
     found = {file.name.removeprefix(path.name): file for file in path.parent.glob(f"{path.name}*")}
     return {suffix: stat.S_IMODE(file.stat().st_mode) for suffix, file in found.items()}
 
@@ -70,7 +70,7 @@ def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so
     first = open_journal(path)
     kept = {suffix: Path(f"{path}{suffix}").read_bytes() for suffix in ("", "-wal")}
     first.close()
-    for suffix, content in kept.items():  # as a crash leaves them
+    for suffix, content in kept.items():  # state after a crash
         Path(f"{path}{suffix}").write_bytes(content)
         Path(f"{path}{suffix}").chmod(0o644)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Whenever the process ends, the journal has what was committed until then, and nothing else."""
+"""After a crash at any time, the journal has exactly the committed state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wire.ids import RequestId
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """Every state that was ever committed is remembered, to be met again where a crash cuts the log."""
+    """Records every committed state and compares it with the journal after a truncated log."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What waits while a journal cannot be written, and when that is tried again."""
+"""Pending writes and retries while a journal cannot be written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeJournal:
 
 
 class Written:
-    """A writer over a journal that a test lets fail."""
+    """A writer over a journal with injected failures."""
 
     def __init__(self) -> None:
         self.journal = FakeJournal()
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_fails_is_a_write_that_fails_and_a_probe_makes_up_for_
 
 
 def trim_until_failed(journal: Journal) -> None:
-    """The checkpoint that it begins is on another thread; a later call finds out what became of it."""
+    """The checkpoint runs on another thread; a later call gets its outcome."""
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:
         journal.trim()

@@ -1,4 +1,4 @@
-"""Steps, results and requests for tests that watch."""
+"""Steps, results and requests for observability tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step(
     chunks: abc.Sequence[Sequence] = (),
     starts: abc.Sequence[Sequence] = (),
 ) -> Step:
-    """Chunks of 3 tokens behind the decodes, as the scheduler puts them."""
+    """Decodes, then chunks of 3 tokens, in the scheduler's order."""
     slices = [StepSlice(sequence.key, 0, (1,), Decode(7)) for sequence in decodes]
     slices += [StepSlice(sequence.key, 0, (1, 2, 3), Prefill(0, 3, 3)) for sequence in chunks]
     records = [StartRecord(record.key, 0, 3, (1, 2, 3), record.sampling) for record in starts]

@@ -29,7 +29,7 @@ from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
 
 
 class Story:
-    """Tells a recorder what an engine would."""
+    """Feeds a recorder with engine events."""
 
     def __init__(self) -> None:
         self.recorder = ActivityRecorder(1000.0)

@@ -68,7 +68,7 @@ def test_only_time_with_steps_in_flight_is_active() -> None:
     watched.submit(max_tokens=2)
     watched.answer(FAST, SLOW, after_s=0.5)
     watched.now_s += 0.25
-    # Also before the answer has come.
+    # Also before the result has arrived.
     assert watched.value(definitions.ACTIVE_TIME) == 0.75
     watched.answer(FAST, SLOW, after_s=0.25)
     watched.answer(FAST, SLOW, after_s=0.0)  # frees only
@@ -79,7 +79,7 @@ def test_only_time_with_steps_in_flight_is_active() -> None:
 def test_the_bubble_is_what_the_mean_stage_does_not_compute() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
-    assert watched.value(definitions.BUBBLE) == 0  # there is none yet
+    assert watched.value(definitions.BUBBLE) == 0  # no result yet
     watched.submit(max_tokens=8)
     watched.answer(FAST, SLOW, after_s=0.5)
     watched.answer(FAST, SLOW, after_s=0.5)
@@ -129,7 +129,7 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     watched.now_s += 1.0
     watched.stop_epoch(EndCause.DEATH)
     assert watched.value(definitions.RECOVERIES, "death") == 1
-    # A new epoch that does not come to serve is part of the same recovery.
+    # A new epoch that fails before serving is part of the same recovery.
     watched.now_s += 3.0
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "death") == (1, 3.0)

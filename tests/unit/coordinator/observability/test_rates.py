@@ -1,4 +1,4 @@
-"""Quantiles of many durations in little room."""
+"""Quantiles of many durations in bounded memory."""
 
 from __future__ import annotations
 

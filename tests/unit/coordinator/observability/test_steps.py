@@ -1,4 +1,4 @@
-"""Steps are remembered as they were, and no longer than they should be."""
+"""Step history: recorded values and retention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wire.steps import StageTime, Step, StepResult
 
 
 class Watched(StepHistory):
-    """A history with the recorder that it reads."""
+    """A step history with its recorder."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests' spans as they would be sent, each request in a trace of its own."""
+"""Exported spans of requests, each request in a separate trace."""
 
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
@@ -40,6 +40,6 @@ def of_scope(*spans: Span, scope: str = "stageline") -> ResourceSpans:
 
 
 def size_of(found: FoundTrace) -> int:
-    """What a trace of one request takes: its spans, and each of their sources once."""
+    """Size of a request's trace: its spans, plus each source once."""
     sources = {span.source for span in found.spans}
     return sum(span.size_bytes for span in found.spans) + sum(map(len, sources))

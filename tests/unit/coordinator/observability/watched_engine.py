@@ -23,7 +23,7 @@ LIMITS = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_steps_in_
 
 
 class WatchedEngine:
-    """At 100 s on its clock; one step in flight at a time."""
+    """Starts at 100 s; one step in flight at a time."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -80,13 +80,13 @@ class WatchedEngine:
         self.engine.complete(StepResult(step.epoch, step.step_id, results, times))
 
     def value(self, metric: Metric, *labels: str) -> float:
-        """0 where there is no such series."""
+        """Value of a series; 0 if it does not exist."""
         found = self._points(metric).get(labels, 0)
         assert not isinstance(found, Buckets)
         return found
 
     def times(self, metric: Metric, *labels: str) -> tuple[int, float]:
-        """How many there are, and their sum to the microsecond."""
+        """Count and sum of a histogram, to the microsecond."""
         found = self._points(metric).get(labels, Buckets())
         assert isinstance(found, Buckets)
         return found.count, round(found.sum, 6)

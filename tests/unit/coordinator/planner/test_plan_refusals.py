@@ -1,4 +1,4 @@
-"""A plan that cannot be is refused, and the message has the numbers that make it so."""
+"""Impossible plans are rejected with the deciding numbers."""
 
 from __future__ import annotations
 

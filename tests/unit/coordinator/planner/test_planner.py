@@ -1,4 +1,4 @@
-"""The planner gives every layer to one stage, within memory, and no split is better than the one it picks."""
+"""The planner assigns every layer to one stage within memory, with an optimal split."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def best_by_trying(memory: StageMemory, orders: Sequence[Sequence[int]]) -> Obje
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[ModelConfig, list[WorkerCapacity]]:
-    """A small model and 1 to 4 workers that hold from nothing up to about the whole model."""
+    """A small model and 1 to 4 workers with memory for none to about all of it."""
     config = llama(
         num_layers=draw(st.integers(4, 7)), tied=draw(st.booleans()), vocab_size=draw(st.integers(8, 600))
     )

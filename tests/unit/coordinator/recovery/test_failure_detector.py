@@ -1,4 +1,4 @@
-"""Workers that fall silent, and a coordinator that was held up itself; on a clock that the test moves."""
+"""Silent workers and a stalled coordinator, on a manual clock."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_a_worker_that_heartbeats_in_time_is_not_lost(seen: Seen) -> None:
 
 
 async def test_a_stalled_coordinator_loses_no_worker(seen: Seen) -> None:
-    """Heartbeats arrived but were not read yet."""
+    """Heartbeats have arrived but are unread."""
     seen.held_up_s = 60.0
     await seen.pass_ticks(1)
     assert (seen.reports, seen.num_ticks) == ([], 0)

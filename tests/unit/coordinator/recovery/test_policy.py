@@ -1,4 +1,4 @@
-"""Waits are positive and finite, and a lease outlives a lost heartbeat."""
+"""Timeouts are positive and finite, and a lease tolerates a lost heartbeat."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from wire.steps import FaultReport
 
 
 def cause_of(cluster: ClusterDriver, reason: str = "it broke") -> EndCause:
-    """That of the end of the present epoch, which breaks; another one serves after it."""
+    """Breaks the current epoch, serves the next one and returns the recorded cause."""
     stop = cluster.state.epoch_failed(cluster.state.epoch, reason)[0]
     assert isinstance(stop, StopServing)
     cluster.get_ready()
@@ -64,7 +64,7 @@ def kinds(actions: list[Action]) -> list[type]:
 
 
 def fault(epoch: int, stage: int, *requests: int) -> FaultReport:
-    """Of these requests, or of two others in each epoch."""
+    """A fault of these requests, or of two new ones per epoch."""
     ids = tuple(RequestId(bytes([number]) * 16) for number in requests or (10 * epoch, 10 * epoch + 1))
     return FaultReport(
         epoch=epoch,

@@ -1,4 +1,4 @@
-"""Where the reference of a self-check comes from, and how long it is kept."""
+"""Self-checks: references, comparison, verdicts and schedule."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def served(tmp_path: Path) -> ServedModel:
 
 
 class Workers:
-    """Answers for every worker but `refusing`; those that are `held` wait."""
+    """Responds for every worker except `refusing`; `held` ones wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusing: str = "") -> None:
         self.asked: list[str] = []
@@ -280,7 +280,7 @@ async def test_a_corrupt_file_is_computed_again_with_a_line_in_the_log(
         await references.confirm(QUESTION)
     assert workers.asked == ["large"]
     (file,) = (tmp_path / "references").iterdir()
-    # One character of the data, which no longer matches its checksum.
+    # One character of the data, so its checksum does not match.
     file.write_bytes(file.read_bytes().replace(b'"data": "A', b'"data": "B') if spoil is None else spoil)
     if spoil is None:
         text = file.read_text()
@@ -332,7 +332,7 @@ ROUNDING = 0.01
 
 
 def row_after(text: int, position: int) -> TokenLogprobs:
-    """Different ones for different places."""
+    """Differs by position."""
     tokens = TEXTS[text]
     following = tokens[position + 1] if position + 1 < len(tokens) else 1
     first = -0.25 - 0.01 * position - 0.1 * text
@@ -372,7 +372,7 @@ SCRIPT = new_script()
 
 
 def answers(script: Script = SCRIPT) -> list[StepResult]:
-    """Those of a good pipeline."""
+    """Results of a correct pipeline."""
     results = []
     for step in script.steps:
         entries = []
@@ -393,7 +393,7 @@ def answers(script: Script = SCRIPT) -> list[StepResult]:
 
 
 def states() -> array[float]:
-    """What a good stage hands on."""
+    """Hidden states of a correct stage."""
     found = array("f")
     for part in (part for step in SCRIPT.steps for part in step.slices):
         for position in range(part.first, part.first + part.num_tokens):
@@ -410,7 +410,7 @@ def verdict_of(results: Sequence[StepResult], **options: Any) -> Verdict:
 def changed(
     results: Sequence[StepResult], choose: Callable[[SliceResult], bool], **changes: Any
 ) -> list[StepResult]:
-    """With changes of the first result that is chosen."""
+    """Results with the first selected one changed."""
     left = True
 
     def change(entry: SliceResult) -> SliceResult:
@@ -427,7 +427,7 @@ def is_decode(entry: SliceResult) -> bool:
     return not entry.prompt_logprobs
 
 
-# The measure
+# Comparison
 
 
 def test_differences_count_as_a_fraction_of_the_spread() -> None:
@@ -557,7 +557,7 @@ def test_answers_to_something_else_fail(
 
 
 class FakeReferences(References):
-    """One reference, which is there or not."""
+    """A store with one reference or none."""
 
     def __init__(self) -> None:
         self.known: KnownReference | None = KNOWN
@@ -679,7 +679,7 @@ async def test_a_check_is_due_when_its_reference_has_come() -> None:
     assert running.check.is_due()
 
 
-# Whether
+# Schedule and configuration
 
 
 def config(**settings: Any) -> CoordinatorConfig:

@@ -1,4 +1,4 @@
-"""The steps of a self-check: legal for every plan, and made of what serves."""
+"""Steps of a self-check: valid for every plan, with the features used in serving."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def script_for(made: Plan, *, window: int | None = None, first_step_id: int = 0)
 
 
 def replay(script: Script, made: Plan) -> None:
-    """What every stage does with a step before it computes."""
+    """Applies a step as every stage does before computing."""
     rules = StepRules(
         takes_hidden=False,
         hidden_size=1,

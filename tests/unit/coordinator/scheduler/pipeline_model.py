@@ -1,4 +1,4 @@
-"""A pipeline in a few lines: a scheduler over stages whose progress the test decides."""
+"""Small pipeline model: a scheduler over manually driven stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def solo_run(
 
 @dataclass(slots=True)
 class _Client:
-    """What the client of one request has got, and should get."""
+    """Received and expected tokens of one request."""
 
     sequence: RequestSequence
     expected: list[int]
@@ -52,7 +52,7 @@ class _Client:
 
 
 class PipelineModel:
-    """A scheduler over stages whose progress the test decides. Checks what must hold after every event."""
+    """A scheduler over manually driven stages. Checks invariants after every event."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class PipelineModel:
             self.pump()
 
     def pump(self) -> None:
-        """Sends steps for as long as there are any, as the engine does after each event."""
+        """Sends steps until there are none, like the engine after each event."""
         while True:
             costs = [
                 decodes_cost(1, sequence.num_tokens)
@@ -207,14 +207,14 @@ class PipelineModel:
         return True
 
     def run_step(self) -> bool:
-        """The oldest step goes through all stages and its result is delivered."""
+        """Runs the oldest step on all stages and delivers its result."""
         while not self.results:
             if not any(self.advance(stage) for stage in reversed(range(len(self.stages)))):
                 return False
         return self.deliver()
 
     def drain(self, *, max_steps: int) -> None:
-        """Until everything has ended; fails when that takes more than `max_steps` steps, or when all wait."""
+        """Runs until all requests have ended; fails after `max_steps` steps or on a deadlock."""
         limit = self.num_steps + max_steps
         self.pump()
         while not self.is_done:

@@ -21,7 +21,7 @@ VOCAB_SIZE = 7
 
 
 def kv_entry(before: int, token: int) -> int:
-    """What the cache holds for `token` after the entry `before`."""
+    """KV entry of `token` after the entry `before`."""
     return hash((before, token))
 
 
@@ -43,7 +43,7 @@ def score(entry: int, token: int, num_top: int) -> TokenLogprobs:
 
 @dataclass(slots=True)
 class _Known:
-    """What a stage knows of a sequence."""
+    """State of a sequence on a stage."""
 
     start: StartRecord
     restart_count: int
@@ -59,7 +59,7 @@ class StageReplica:
     def __init__(
         self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
     ) -> None:
-        """Queries see `window` positions, their own included; None: all."""
+        """Queries see `window` positions including their own; None: all."""
         self._window = window
         self.tables = BlockTables(num_blocks, block_size=block_size)
         self.sequences: dict[SequenceKey, _Known] = {}
@@ -71,7 +71,7 @@ class StageReplica:
         self._next_step_id = 0
 
     def apply(self, step: Step) -> dict[SequenceKey, int]:
-        """Runs a step; the sampled token of each sequence that is due one."""
+        """Runs a step; returns the sampled token of each final slice."""
         assert step.step_id == self._next_step_id, f"step {step.step_id}, expected {self._next_step_id}"
         self._next_step_id += 1
         assert step.num_tokens <= self._limits.max_step_tokens
@@ -85,7 +85,7 @@ class StageReplica:
         }
 
     def logprobs(self, part: StepSlice, token: int) -> TokenLogprobs | None:
-        """Of the token that was sampled for a slice of the newest step, if they are wanted."""
+        """Log-probabilities of the token sampled for a slice of the newest step, if requested."""
         known = self.sequences[part.sequence]
         num_top = known.start.sampling.logprobs
         return None if num_top is None else score(known.entries[-1], token, num_top)
@@ -152,7 +152,7 @@ class StageReplica:
         position = part.first_position
         if known.num_computed is None:
             valid = min(self.tables.valid_until(part.sequence), len(known.tokens) - 1)
-            # A prompt that is scored shares its blocks, and is computed from its first token all the same.
+            # A scored prompt shares its blocks but is computed from its first token.
             is_scored = known.start.sampling.prompt_logprobs is not None
             is_first = position <= valid if is_scored else position == valid
             assert is_first, f"begins at {position}, {valid} are cached"
@@ -174,7 +174,7 @@ class StageReplica:
                 self._slots[pages[block - first_block]][offset] = known.entries[position]
 
     def _check_entries(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
-        """What the queries start..end-1 see is held, and is what it should be."""
+        """Entries read by queries start..end-1 are present and correct."""
         first = 0 if self._window is None else max(0, start - self._window + 1)
         held_from = self.tables.first_block(key) * self._block_size
         assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"

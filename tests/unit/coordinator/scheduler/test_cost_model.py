@@ -1,4 +1,4 @@
-"""Running fits of measured times."""
+"""Online least-squares fits of measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step counts as overdue: late compared with steps of its size, and never within two seconds."""
+"""Step timeouts: relative to steps of the same size, at least two seconds."""
 
 from __future__ import annotations
 

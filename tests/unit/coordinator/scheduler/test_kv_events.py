@@ -39,7 +39,7 @@ def new_sequence(
 
 
 def serve(log: KvCacheManager, prompt: tuple[int, ...], *, number: int = 0, cache_salt: str = "") -> None:
-    """The blocks of a prompt come and go."""
+    """Allocates and frees the blocks of a prompt."""
     sequence = new_sequence(prompt, number=number, cache_salt=cache_salt)
     active = log.plan(sequence).active
     log.allocate(sequence.key, active, len(prompt))
@@ -82,7 +82,7 @@ async def test_a_snapshot_has_what_is_cached_and_the_changes_go_on_from_there(
     serve(log, (5, 6, 7, 8))
     feed.publish(log.take_events())
     third, fourth = block_hash([5, 6]), block_hash([7, 8])
-    # One page was free, and of the first prompt its end is evicted before its beginning.
+    # One page was free; the tail of the first prompt is evicted before its head.
     assert await read(subscription, 2) == [
         KvChange(4, Removed((sequence_hash(first, second),), 2)),
         KvChange(4, Stored(None, (third, sequence_hash(third, fourth)), (third, fourth), 3)),

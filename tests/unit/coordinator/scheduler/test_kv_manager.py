@@ -1,4 +1,4 @@
-"""The ledger decides, and its outbox holds exactly what it did, in order."""
+"""The outbox holds exactly the signals of the ledger, in order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def running(log: KvCacheManager, prompt: tuple[int, ...], *, number: int = 0) ->
 
 
 def serve(log: KvCacheManager, sequence: Sequence) -> None:
-    """The blocks of its prompt come and go."""
+    """Allocates and frees the blocks of its prompt."""
     active = log.plan(sequence).active
     log.allocate(sequence.key, active, sequence.num_tokens)
     log.release(sequence.key, active, keep_content=True)
@@ -214,7 +214,7 @@ def test_without_prefix_caching_equal_prompts_share_nothing() -> None:
 
 
 def test_scored_prompts_leave_shared_blocks_to_others_and_read_none() -> None:
-    """Six of them, in a pool that would not hold six more copies of the prefix."""
+    """Six sequences in a pool too small for six more copies of the prefix."""
     log = KvCacheManager(num_blocks=12, block_size=16)
     prefix = tuple(range(64))
     first = sequence_of((*prefix, 1))
@@ -225,7 +225,7 @@ def test_scored_prompts_leave_shared_blocks_to_others_and_read_none() -> None:
         assert log.plan(scored).num_cached_tokens == 0
         serve(log, scored)
     assert log.plan(sequence_of((*prefix, 2), number=9)).num_cached_tokens == 64
-    # The last token is always recomputed: of a prompt that is all cached, one token is left.
+    # The last token is always recomputed: one token of a fully cached prompt remains.
     assert log.plan(sequence_of(prefix, number=9)).num_cached_tokens == 63
     cached = {FullBlock(block.sequence_hash) for block in log.cached_blocks()}
     assert set(shared_blocks) <= cached

@@ -1,4 +1,4 @@
-"""How many steps are in flight, and how long chunks may take, against a pipeline with known times."""
+"""Pipeline depth and chunk size on a pipeline with known times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stages:
     transfer_us: float = 500
 
     def step_us(self, work: StepCost) -> float:
-        """On a stage of slowness 1."""
+        """Time on a stage of slowness 1."""
         chunks = work.chunk_tokens * self.per_token_us + work.chunk_pairs * self.per_million_pairs_us / 1e6
         return self.base_us + work.decode_cost / 1024 * self.per_decode_us + chunks
 

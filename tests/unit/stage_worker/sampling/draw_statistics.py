@@ -12,10 +12,9 @@ MIN_EXPECTED = 8.0
 
 
 def p_value(counts: Counts, shares: Array) -> float:
-    """How often draws with these `shares` would fit them worse than `counts` do.
+    """Probability that samples of these `shares` fit them worse than `counts` do.
 
-    That is the chi-squared test's; or what is known of a token that never came, if that is less; or 0 where
-    one came that cannot.
+    The smaller of the chi-squared test and the test for absent tokens; 0 if an impossible token occurred.
     """
     if counts[shares == 0].any():
         return 0.0
@@ -24,13 +23,13 @@ def p_value(counts: Counts, shares: Array) -> float:
 
 
 def pairs_p_value(first: Counts, second: Counts, num_values: int) -> float:
-    """The same for pairs of unrelated values, each evenly spread below `num_values`."""
+    """The p-value for pairs of independent values, uniform below `num_values`."""
     counts = np.bincount(first.ravel() * num_values + second.ravel(), minlength=num_values**2)
     return p_value(counts.astype(np.int64), np.full(num_values**2, num_values**-2.0))
 
 
 def _merged(observed: Counts, expected: Array) -> tuple[Array, Array]:
-    """Cells of at least MIN_EXPECTED: the rare ones together, in order of their size."""
+    """Cells of at least MIN_EXPECTED: rare tokens are merged in order of their probability."""
     order = np.argsort(expected)
     total = np.cumsum(expected[order])
     num_rare = int((expected < MIN_EXPECTED).sum())
@@ -46,13 +45,13 @@ def _merged(observed: Counts, expected: Array) -> tuple[Array, Array]:
 
 
 def _absence(counts: Counts, expected: Array) -> float:
-    """How often the likeliest of the tokens that never came, or another as likely, would stay away."""
+    """Probability that the likeliest absent token, or another as likely, is absent."""
     absent = expected[counts == 0]
     return min(1.0, len(counts) * float(np.exp(-absent.max()))) if len(absent) else 1.0
 
 
 def _chi_squared(observed: Array, expected: Array) -> float:
-    """Where only one outcome is possible it fits."""
+    """1 if only one outcome is possible."""
     statistic, degrees = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
     if degrees == 0:
         return 1.0

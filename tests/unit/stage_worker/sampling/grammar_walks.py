@@ -1,4 +1,4 @@
-"""Texts sampled under grammars as the last stage does it, from random logits."""
+"""Texts sampled under grammars as on the last stage, from random logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TOKENS = 2_000
 
 
 class InlinePool(Executor):
-    """Works at once and on the calling thread, and counts the pieces of work."""
+    """Runs work immediately on the calling thread and counts the calls."""
 
     def __init__(self) -> None:
         self.num_pieces = 0
@@ -52,7 +52,7 @@ class HeldPool(Executor):
         return future
 
     def work(self) -> int:
-        """Does all that was held; returns how many pieces, without those that were cancelled."""
+        """Runs all held work; returns the number of calls that were not cancelled."""
         held = [(future, work) for future, work in self._held if future.set_running_or_notify_cancel()]
         self._held.clear()
         for future, work in held:
@@ -65,7 +65,7 @@ class HeldPool(Executor):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A tokenizer, and what compiles and applies grammars over it."""
+    """A tokenizer with its grammar compiler and masks."""
 
     directory: Path
     compiler: GrammarCompiler
@@ -108,7 +108,7 @@ class Walk:
         return StartRecord(self.key, 1, len(self.prompt), tokens, sampling)
 
     def text(self) -> str:
-        """Of the sampled tokens, as a client gets it."""
+        """Text of the sampled tokens, as a client gets it."""
         detokenizer = IncrementalDetokenizer(self.setting.codec, self.prompt)
         return detokenizer.push(self.tokens) + detokenizer.flush()
 

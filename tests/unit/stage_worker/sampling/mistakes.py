@@ -1,4 +1,4 @@
-"""The reference with one mistake each, such as samplers have had, and scenarios that have to show it."""
+"""Mutants of the reference, each with one typical sampler bug and the scenarios that must detect it."""
 
 from dataclasses import replace
 
@@ -105,7 +105,7 @@ def replaced(original: Filter, wrong: Filter) -> tuple[Filter, ...]:
 
 
 def moved(name: Filter, *, behind: Filter | None) -> tuple[Filter, ...]:
-    """Behind another filter; None: to the front."""
+    """Moves a filter behind another one; None: to the front."""
     others = [step_filter for step_filter in FILTERS if step_filter is not name]
     place = 0 if behind is None else others.index(behind) + 1
     return (*others[:place], name, *others[place:])

@@ -18,7 +18,7 @@ Filter = Callable[[Array, "Context"], Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a token is drawn after."""
+    """Tokens before the sampled one."""
 
     sampling: StepSampling
     prompt: tuple[int, ...]
@@ -35,7 +35,7 @@ def probabilities(scores: Array) -> Array:
 
 
 def only(scores: Array, tokens: Sequence[int] | NDArray[np.intp]) -> Array:
-    """All others are taken out."""
+    """Removes all other tokens."""
     left = np.full_like(scores, -np.inf)
     left[list(tokens)] = scores[list(tokens)]
     return left
@@ -86,7 +86,7 @@ def presence_penalty(scores: Array, context: Context) -> Array:
 
 
 def bad_words(scores: Array, context: Context) -> Array:
-    """The last token of a word is taken out where the tokens before it are those that are there."""
+    """Removes the last token of a word if the tokens before it match the context."""
     endings = []
     for *beginning, ending in context.sampling.bad_words:
         tail = context.tokens[-len(beginning) :] if beginning else ()
@@ -107,13 +107,13 @@ def allowed_token_ids(scores: Array, context: Context) -> Array:
 
 
 def temperature(scores: Array, context: Context) -> Array:
-    """At 0 the most likely token is all that is left, of equals the one with the lowest id."""
+    """At 0, only the most likely token remains; ties go to the lowest id."""
     degree = context.sampling.temperature
     return scores / degree if degree else only(scores, [int(scores.argmax())])
 
 
 def top_k(scores: Array, context: Context) -> Array:
-    """Equals of the k-th stay."""
+    """Ties with the k-th token remain."""
     count = context.sampling.top_k
     if not count:
         return scores
@@ -159,7 +159,7 @@ FILTERS: tuple[Filter, ...] = (
 
 
 def distribution(logits: Array, context: Context, filters: Sequence[Filter] = FILTERS) -> Array:
-    """Of each token of the vocabulary, how probable it is as the next one; `logits` [vocab_size]."""
+    """Probability of each vocabulary token as the next one; `logits` [vocab_size]."""
     scores = logits.astype(np.float64)
     for step_filter in filters:
         scores = step_filter(scores, context)

@@ -1,4 +1,4 @@
-"""What tokens are drawn with in the tests of distributions: each filter alone, and many together."""
+"""Scenarios for tests of distributions: each filter alone, and combinations."""
 
 from dataclasses import dataclass, replace
 
@@ -139,7 +139,7 @@ WITH_HISTORY: dict[str, Scenario] = {
             (LIKELY[2], LIKELY[3], LIKELY[4]),
             (LIKELY[5], LIKELY[3], LIKELY[6]),  # its beginning is not there
             (*PROMPT[1:], *GENERATED, LIKELY[5]),  # begins in the prompt
-            (*PROMPT, *GENERATED, LIKELY[7]),  # all tokens there are
+            (*PROMPT, *GENERATED, LIKELY[7]),  # all tokens so far
             (LIKELY[9], *PROMPT, *GENERATED, LIKELY[8]),  # longer than that
         )
     ),

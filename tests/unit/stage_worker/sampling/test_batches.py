@@ -1,4 +1,4 @@
-"""A token depends on its own row, seed, choice and position, and on nothing else in the batch."""
+"""A token depends only on its own row, seed, choice and position."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def test_the_logits_are_not_changed() -> None:
 
 
 def test_sums_are_the_same_on_one_thread_and_on_two() -> None:
-    """torch's own sum of one long row is not."""
+    """torch's own sum of one long row differs."""
     weights = torch.rand((3, 152_064), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     alone = [row_sums(row[None]) for row in weights]
     threads = torch.get_num_threads()

@@ -1,6 +1,4 @@
-"""Drawn tokens fit the exact probabilities, for each filter alone and for many together; a filter that were
-wrong in one of the usual ways would not fit.
-"""
+"""Sampled tokens fit the exact probabilities, for each filter alone and combined; common bugs show."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,14 +46,14 @@ def start(sampler: Sampler, sequence: SequenceKey, scenario: Scenario, sampling:
 
 
 def seeds(name: str, count: int) -> list[int]:
-    """Small ones from 0 on, and others out of all 64 bits, which differ between scenarios."""
+    """Small seeds from 0 on, and 64-bit seeds that differ between scenarios."""
     generator = np.random.default_rng(list(name.encode()))
     large = generator.integers(0, 2**64, count - count // 4, dtype=np.uint64)
     return [*range(count // 4), *large.tolist()]
 
 
 def draw(scenario: Scenario, seeds: Sequence[int]) -> list[int]:
-    """Tokens of one batch, a row for each seed."""
+    """Tokens of one batch with a row per seed."""
     sampler = Sampler(vocab_size=len(scenario.logits), stage=0)
     slices = [
         start(sampler, key(row), scenario, replace(scenario.sampling, seed=seed))
@@ -71,7 +69,7 @@ def counted(tokens: Sequence[int], scenario: Scenario) -> Counts:
 
 @cache
 def sampled_counts(name: str) -> Counts:
-    """How often each token comes with many seeds."""
+    """Count of each token over many seeds."""
     scenario = SCENARIOS[name]
     return counted(draw(scenario, seeds(name, NUM_DRAWS)), scenario)
 
@@ -118,7 +116,7 @@ def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["penalties", "bad-words", "min-tokens-reached", "masks", "everything"])
 def test_decoded_tokens_count_like_those_of_a_start_record(name: str) -> None:
-    """Sequences that start from the prompt, take all generated tokens as input, and then fit."""
+    """Sequences start from the prompt and take all generated tokens as decode input."""
     scenario, num_rows = SCENARIOS[name], 2000
     sampler = Sampler(vocab_size=VOCAB, stage=0)
     before = replace(scenario, generated=())
@@ -130,7 +128,7 @@ def test_decoded_tokens_count_like_those_of_a_start_record(name: str) -> None:
     logits = scenario.logits.expand(num_rows, -1)
     results = sampler.choose(slices, logits)
     for position, token in enumerate(GENERATED, start=len(scenario.prompt)):
-        # What was chosen does not matter: these are the tokens that the sequence goes on with.
+        # The sampled tokens do not matter: the sequence continues with these.
         slices = [StepSlice(part.sequence, 0, (token,), Decode(position)) for part in slices]
         results = sampler.choose(slices, logits)
     tokens = [token_of(result) for result in results]

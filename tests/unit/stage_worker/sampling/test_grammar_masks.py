@@ -1,4 +1,4 @@
-"""Under a grammar's masks only texts of the grammar can be sampled, and the work is done beforehand."""
+"""Grammar masks allow only texts of the grammar and are computed ahead."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def walk(byte_setting: Setting) -> Walk:
 
 
 def is_person(value: object) -> bool:
-    """What PERSON describes, written down once more."""
+    """Independent check of PERSON."""
     if (
         not isinstance(value, dict)
         or not {"name", "age", "kind"} <= value.keys() <= PERSON["properties"].keys()
@@ -99,7 +99,7 @@ def is_person(value: object) -> bool:
 
 
 def is_nested(text: str) -> bool:
-    """What NESTED describes."""
+    """Independent check of NESTED."""
     core = len(text) // 2
     return text[core] == "x" and text[:core] == text[:core:-1].translate(str.maketrans(")]", "(["))
 
@@ -227,7 +227,7 @@ def test_a_model_with_fewer_ids_than_the_tokenizer_gets_a_mask_of_its_own_width(
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_restarted_sequence_continues_its_grammar(setting: Setting, seed: int) -> None:
-    """As after a preemption: the record has the prompt and all generated tokens."""
+    """After a preemption the start record has the prompt and all generated tokens."""
     spec = setting.spec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
     walk = Walk(setting, setting.masks(InlinePool()), spec, seed=seed)
     assert walk.masks.start(walk.record()) is None
@@ -255,7 +255,7 @@ def test_apply_finds_the_mask_that_precompute_made(walk: Walk) -> None:
 
 
 def test_nothing_but_apply_waits(byte_setting: Setting) -> None:
-    """All work is put off here, so anything that needed it would fail."""
+    """All work is held here, so any call that needs it would fail."""
     pool = HeldPool()
     spec = byte_setting.spec(GrammarKind.GRAMMAR, NESTED)
     walk = Walk(byte_setting, byte_setting.masks(pool, wait_s=0.01), spec)

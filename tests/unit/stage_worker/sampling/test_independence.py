@@ -1,7 +1,6 @@
 """The sample at one (seed, choice, position) is independent of its neighbours.
 
-Seen from outside: where all tokens are equally likely, which of them comes is the beginning of the uniform
-number that it is drawn with.
+Black-box: with equally likely tokens, the sampled token gives the leading digits of its uniform number.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ NUM_SEEDS, NUM_CHOICES, NUM_POSITIONS = 12, 8, 192
 
 
 def sampled_counts(seeds: Sequence[int], *, num_choices: int, num_positions: int) -> Counts:
-    """Tokens [seed, choice, position] of requests that are decoded together, after a prompt of one token."""
+    """Tokens [seed, choice, position] of requests decoded together after a prompt of one token."""
     sampler = Sampler(vocab_size=VOCAB, stage=0)
     slices = []
     for number, seed in enumerate(seeds):
@@ -53,7 +52,7 @@ def neighbours() -> Counts:
 
 
 def shifted(values: Counts, by: tuple[int, int, int]) -> tuple[Counts, Counts]:
-    """Pairs of values that lie `by` apart along the three axes; negative ones too."""
+    """Pairs of values `by` apart along the three axes, including negative distances."""
     here = tuple(
         slice(max(-step, 0), size - max(step, 0)) for step, size in zip(by, values.shape, strict=True)
     )
@@ -96,12 +95,12 @@ def test_the_order_of_seed_choice_and_position_matters() -> None:
     cube = values[:size, :size, :size]
     for axes in ((1, 0, 2), (0, 2, 1), (2, 1, 0)):
         differs = cube != cube.transpose(axes)
-        distinct = differs.size - size**2  # on a diagonal both are the same draw
+        distinct = differs.size - size**2  # on a diagonal both are the same sample
         assert abs(int(differs.sum()) / distinct - (1 - 1 / VOCAB)) < 0.06
 
 
 def test_a_relation_would_be_noticed() -> None:
-    """Numbers that go round in equal steps are evenly spread and all but unrelated; so is one draw twice."""
+    """Numbers in equal steps are uniform but dependent; so is a repeated sample."""
     counter = np.arange(NUM_SEEDS * NUM_CHOICES * NUM_POSITIONS).reshape(neighbours().shape)
     rotating = (counter * 0.6180339887498949 % 1.0 * VOCAB).astype(np.int64)
     assert pairs_p_value(*shifted(rotating, (0, 0, 1)), VOCAB) < RELATED

@@ -1,4 +1,4 @@
-"""Log-probabilities, ranks and most likely tokens are those of the model's own logits."""
+"""Log-probabilities, ranks and top tokens are computed from unmodified logits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PROMPT = tuple(index * 11 % VOCAB for index in range(30))
 
 
 def assert_logprobs(found: TokenLogprobs, logits: Tensor, num_top: int) -> None:
-    """Against log_softmax in float64 and a stable sort, of one row of logits [vocab_size]."""
+    """Compares with log_softmax in float64 and a stable sort of one row of logits [vocab_size]."""
     logprobs = logits.double().log_softmax(dim=-1)
     order = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
     assert found.logprob == pytest.approx(float(logprobs[found.token]), abs=1e-5)
@@ -120,7 +120,7 @@ def test_the_last_chunk_ends_with_the_prompt_and_keeps_its_token() -> None:
 
 
 def test_generated_tokens_are_not_scored() -> None:
-    """A sequence that starts again has them among the tokens that it prefills."""
+    """A restarted sequence prefills them."""
     scored = Scored(num_prompt_tokens=22)
     tokens = [logprob.token for logprob in scored.chunk(16, 24).prompt_logprobs]
     assert tokens == list(PROMPT[17:22])

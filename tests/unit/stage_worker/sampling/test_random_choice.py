@@ -75,7 +75,7 @@ WIDTH = 3000
 
 
 def edge_by_hand(keys: Tensor, masses: Tensor, target: float) -> tuple[float, float, int]:
-    """Of one row: key, mass below it and number of equals, one token after the other."""
+    """Key, mass below it and number of ties of one row, computed token by token."""
     order = sorted(range(len(keys)), key=lambda index: float(keys[index]))
     below = reached = 0.0
     for index in order:
@@ -94,7 +94,7 @@ def found(edge: Edge, row: int) -> tuple[float, float, int]:
 @pytest.mark.parametrize("span", [0.01, 10.0, 1e6, 1e-38])
 @pytest.mark.parametrize("step", [0.0, 0.01, 0.5], ids=["all-different", "some-equal", "many-equal"])
 def test_edges_are_those_of_a_walk_in_the_order_of_the_keys(step: float, span: float) -> None:
-    """Wherever the bins lie."""
+    """For any position of the bins."""
     generator = torch.Generator().manual_seed(0)
     keys = 3 * torch.rand((4, WIDTH), generator=generator)
     keys = (keys / step).round() * step if step else keys
@@ -193,10 +193,10 @@ def test_samples_have_the_probabilities_of_transformers(
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 4.0], ids=["flat", "even", "peaked"])
 def test_the_number_of_candidates_changes_no_token(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a width where rows that are not sorted are added up in bins."""
+    """At a width where unsorted rows are summed in bins."""
     vocab_size = 5000
     logits = scale * some_logits(len(FILTERS) * 8, vocab_size=vocab_size)
-    logits[::3] = (logits[::3] * 4).round() / 4  # many equals, also at the edges of the filters
+    logits[::3] = (logits[::3] * 4).round() / 4  # many ties, also at the edges of the filters
     kinds = list(FILTERS.values())
     rows = [Row(sampling=kinds[i % len(kinds)], generated=GENERATED, choice=i) for i in range(len(logits))]
     chosen = []
@@ -245,7 +245,7 @@ def test_among_equals_at_the_edge_of_top_p_the_lowest_ids_stay(
 
 
 def test_equals_of_the_last_candidate_may_be_no_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The candidates reach top_p, but which of the equals are among them is chance."""
+    """The candidates reach top_p, but contain an arbitrary subset of the ties."""
     logits = torch.zeros((1, 4096))
     logits[0, 4000] = 5.0
     weight = float(np.exp(5.0))
@@ -257,7 +257,7 @@ def test_equals_of_the_last_candidate_may_be_no_candidates(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_tokens_of_no_probability_are_never_drawn(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also not the first or the last one, where the cumulative sum stands still."""
+    """Including the first and the last token, where the cumulative sum is constant."""
     logits = torch.full((1, 9), -2000.0)
     logits[:, 3:6] = 0.0
     row = Row(sampling=StepSampling(temperature=1.0, top_k=top_k), prompt=(1,))

@@ -12,7 +12,7 @@ from wire.steps import StepSampling
 
 
 def floats(low: float, high: float) -> st.SearchStrategy[float]:
-    """Such as a message carries, in 32 bits."""
+    """32-bit floats, as in messages."""
     return st.floats(_float32(low), _float32(high), width=32)
 
 
@@ -37,7 +37,7 @@ def samplings(draw: st.DrawFn) -> StepSampling:
         presence_penalty=draw(floats(-2, 2)),
         logit_bias=tuple(draw(st.dictionaries(tokens, floats(-5, 5), max_size=5)).items()),
         allowed_token_ids=draw(st.sampled_from([(), tuple(range(5, VOCAB))])),
-        # transformers passes by a word that is as long as the tokens there are and one more.
+        # transformers ignores a word that is one token longer than the context.
         bad_words=tuple(tuple(word) for word in draw(st.lists(st.lists(tokens, min_size=1, max_size=2)))),
         min_tokens=draw(st.integers(0, 12)),
         min_tokens_hold_back=tuple(draw(st.sets(tokens, min_size=1, max_size=3))),

@@ -39,7 +39,7 @@ VOCAB = 40
     ids=["prefill", "last-chunk", "decode"],
 )
 def test_a_token_is_drawn_for_the_position_that_it_will_have(part: StepSlice) -> None:
-    """So what follows a recomputation, where all tokens are one prefill, is what decode drew before."""
+    """So a recomputation in one prefill continues with the tokens that decode sampled before."""
     logits = some_logits(1, vocab_size=5000)
     expected = tokens_of(logits, [Row(sampling=HOT)])
     sampler = Sampler(vocab_size=5000, stage=STAGE)
@@ -71,7 +71,7 @@ def test_a_restarted_sequence_samples_as_an_undisturbed_one(
 
 
 def test_many_new_tokens_are_penalised_as_those_of_a_start_record() -> None:
-    """More distinct ones than there was room for in the beginning."""
+    """More distinct tokens than the initial capacity."""
     vocab_size, count = 2000, 700
     sampling = StepSampling(repetition_penalty=1.3, frequency_penalty=0.5)
     tokens = tuple(index * 7 % 1500 for index in range(count))
@@ -121,7 +121,7 @@ def test_non_finite_logits_are_an_error_under_all_filters(value: float, temperat
 
 
 def test_large_logits_are_finite() -> None:
-    """Their sum is not."""
+    """Their sum overflows."""
     assert tokens_of(torch.full((1, 40), 3e38), [Row(sampling=StepSampling())]) == [0]
 
 
@@ -225,7 +225,7 @@ def test_an_ended_sequence_is_forgotten_and_may_start_again() -> None:
 
 
 def test_a_decode_token_counts_once() -> None:
-    """frequency_penalty sees every occurrence, prompt and generated ones apart."""
+    """frequency_penalty counts every generated occurrence, separate from the prompt."""
     logits = torch.zeros((1, VOCAB))
     logits[0, 5] = 1.0
     sampler = Sampler(vocab_size=VOCAB, stage=STAGE)

@@ -1,4 +1,4 @@
-"""Rows with a grammar, sampled among others, with parameters, and started again."""
+"""Rows with a grammar: in mixed batches, with sampling parameters, and after restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def started(sampler: Sampler, sampling: StepSampling, generated: tuple[int, ...]
 
 
 def part(key: SequenceKey, generated: list[int]) -> StepSlice:
-    """The slice behind the prompt, or behind the last generated token."""
+    """The slice after the prompt or the last generated token."""
     if not generated:
         return StepSlice(key, 1, PROMPT, Prefill(0, len(PROMPT), len(PROMPT)))
     return StepSlice(key, 1, (generated[-1],), Decode(len(PROMPT) + len(generated) - 1))
