@@ -60,7 +60,7 @@ class TraceKind(Enum):
     UNFINISHED = "unfinished"
     """No request's root span has arrived."""
     REFUSED = "refused"
-    """Only root spans of requests that failed before any work was done."""
+    """All root spans are of requests that failed before any work was done."""
 
 
 @dataclass(slots=True, eq=False)

@@ -109,9 +109,9 @@ class FailureAttribution:
     def record_break(self, reason: str, *, is_lasting: bool) -> None:
         """Record a stream that broke for an unknown reason.
 
-        If breaks are `is_lasting`, the unfinished sequences are isolated, and one more from the queue each
-        time. A request that ran alone each time fails if other requests received tokens in between, because
-        then the network works.
+        If breaks are `is_lasting`, isolate the unfinished sequences, and one more of the queue per break. A
+        request that ran alone each time fails if other requests received tokens in between, because then
+        the network works.
         """
         self._count_failure()
         request = self._isolated_request()

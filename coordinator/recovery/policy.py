@@ -100,7 +100,7 @@ class RecoveryPolicy:
     max_deaths_alone: int = 2
     """Workers lost while a request runs alone, after which it fails: the first may be chance."""
     max_unrelated_deaths: int = 2
-    """Maximum additional losses granted to a request if workers are lost without it, too."""
+    """Maximum additional losses granted to a request when workers are also lost without it."""
     max_breaks_alone: int = 3
     """Broken streams while a request runs alone, after which it fails, if other requests progress."""
     max_breaks: int = 3
