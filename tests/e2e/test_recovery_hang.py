@@ -29,7 +29,7 @@ pytestmark = pytest.mark.full
 LATE_MS = 700
 
 
-async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
+async def test_a_worker_that_thaws_after_its_lease_is_rejected_and_joins_as_new(
     steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     async with (

@@ -111,7 +111,7 @@ async def test_a_full_queue_refuses_and_serves_what_it_has(varied_llama: Path, s
         solo.check(await cluster.generate_all([answer.ask for answer in refused[:4]]))
 
 
-async def test_an_id_is_refused_while_its_request_is_live(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_an_id_is_rejected_while_its_request_is_live(varied_llama: Path, solo: SoloRuns) -> None:
     (ask,) = mixed_asks(1, max_tokens=60)
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         async with cluster.generating([ask]) as answers:

@@ -161,7 +161,7 @@ async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: 
         assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
-async def test_a_worker_that_was_cured_makes_a_refused_plan_good(
+async def test_a_worker_that_was_cured_makes_a_rejected_plan_good(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:

@@ -127,7 +127,7 @@ async def test_begin_epoch_wins_over_a_stage_that_is_not_accepted(assignment: As
         assert bench.link.answers.empty()
 
 
-async def test_an_epoch_that_does_not_follow_the_last_one_is_refused(assignment: Assignment) -> None:
+async def test_an_epoch_that_does_not_follow_the_last_one_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         bench.link.send(begin_epoch=bench.begin_message())
@@ -135,7 +135,7 @@ async def test_an_epoch_that_does_not_follow_the_last_one_is_refused(assignment:
         assert (report.kind, report.message) == (StepFaultKind.EPOCH, "epoch 1 begins after epoch 1")
 
 
-async def test_an_epoch_of_another_plan_is_refused(assignment: Assignment) -> None:
+async def test_an_epoch_of_another_plan_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         bench.epoch += 1
         message = bench.begin_message()

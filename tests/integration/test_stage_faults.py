@@ -67,7 +67,7 @@ async def assert_refused(bench: StageBench, predecessor: PredecessorDouble) -> F
 
 @pytest.mark.matrix(10)
 @pytest.mark.parametrize("case", FRAME_FAULTS, ids=str)
-async def test_a_faulty_frame_is_refused_and_the_next_epoch_works(
+async def test_a_faulty_frame_is_rejected_and_the_next_epoch_works(
     assignment: Assignment, expected: list[Comparable], case: FrameFault
 ) -> None:
     async with stage_bench(assignment) as bench:

@@ -61,7 +61,7 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
     ],
     ids=["protocol", "fingerprint", "dtype", "unknown-dtype", "layers", "block-size", "num-blocks"],
 )
-async def test_a_mismatch_is_refused_with_both_values(
+async def test_a_mismatch_is_rejected_with_both_values(
     assignment: Assignment, change: Change, says: str
 ) -> None:
     async with stage_bench(assignment) as bench:
@@ -84,7 +84,7 @@ async def test_a_mismatch_is_refused_with_both_values(
     ],
     ids=["old-epoch", "other-stage", "other-predecessor", "other-coordinator"],
 )
-async def test_a_stale_stream_is_refused_and_changes_nothing(
+async def test_a_stale_stream_is_rejected_and_changes_nothing(
     assignment: Assignment, change: Change, says: str
 ) -> None:
     async with stage_bench(assignment) as bench:
@@ -139,7 +139,7 @@ async def test_after_many_wrong_secrets_a_right_one_from_the_same_host_passes(
     assert sum("hop secret" in line for line in caplog.messages) == MAX_TRIES
 
 
-async def test_a_second_stream_in_an_epoch_is_refused_and_the_first_goes_on(assignment: Assignment) -> None:
+async def test_a_second_stream_in_an_epoch_is_rejected_and_the_first_goes_on(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         first = await bench.predecessor()
@@ -151,7 +151,7 @@ async def test_a_second_stream_in_an_epoch_is_refused_and_the_first_goes_on(assi
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_a_stream_without_hello_is_refused(assignment: Assignment) -> None:
+async def test_a_stream_without_hello_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         predecessor = PredecessorDouble(bench.worker.advertised_address)
@@ -173,7 +173,7 @@ async def test_bytes_that_are_no_message_are_no_hello(assignment: Assignment) ->
         assert "expected hello, got bytes that are no message" in ended.details
 
 
-async def test_a_hello_that_is_too_large_is_refused_unparsed(assignment: Assignment) -> None:
+async def test_a_hello_that_is_too_large_is_rejected_unparsed(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         predecessor = PredecessorDouble(bench.worker.advertised_address)
         await predecessor.connected()
@@ -234,7 +234,7 @@ async def fill_places(bench: StageBench, stack: AsyncExitStack) -> StreamEnded:
     return error
 
 
-async def test_streams_that_wait_for_their_epoch_are_few_and_the_next_one_is_refused(
+async def test_streams_that_wait_for_their_epoch_are_few_and_the_next_one_is_rejected(
     assignment: Assignment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage_bench(assignment) as bench, AsyncExitStack() as stack:
@@ -314,7 +314,7 @@ async def test_a_next_stage_that_is_not_there_is_reported(
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_another_process_as_this_stage_is_refused(assignment: Assignment) -> None:
+async def test_another_process_as_this_stage_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         bench.epoch += 1
         message = bench.begin_message()

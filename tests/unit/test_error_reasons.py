@@ -38,12 +38,12 @@ def rows(heading: str) -> dict[str, str]:
     return dict(found)
 
 
-def test_the_document_lists_what_servers_send_with_its_status() -> None:
+def test_the_document_lists_server_reasons_with_their_status() -> None:
     sent = {sent_reason(kind.__new__(kind)): code.name for kind, code in STATUS_OF_ERROR.items()}
     assert rows("Reasons that servers send") == sent | {"INTERNAL_ERROR": "INTERNAL"}
 
 
-def test_the_document_lists_what_clients_and_processes_report() -> None:
+def test_the_document_lists_client_and_process_reasons() -> None:
     server = rows("Reasons that servers send")
     reported = {kind.reason for kind in family(StagelineError)} - server.keys()
     reported |= {reason_of(kind()) for kind in family(CheckpointError) if kind is not CheckpointError}

@@ -40,7 +40,7 @@ def messages_of(file: FileDescriptor) -> Iterator[descriptor_pb2.DescriptorProto
         pending.extend(message.nested_type)
 
 
-def test_committed_code_is_what_the_proto_files_give() -> None:
+def test_committed_code_equals_the_generated_code() -> None:
     names = drifted()
     assert not names, drift_message(names)
 
@@ -110,7 +110,7 @@ def test_services_stream_as_clients_in_other_languages_expect() -> None:
         assert streaming[f"stageline.internal.v1.{path}"] == (True, True)
 
 
-def test_the_public_protocol_needs_nothing_of_the_internal_one() -> None:
+def test_the_public_protocol_does_not_import_the_internal_one() -> None:
     assert {file.package for file in PUBLIC_FILES} == {"stageline.v1"}
     assert {file.package for file in INTERNAL_FILES} == {"stageline.internal.v1"}
     imports = {dependency.name for file in PUBLIC_FILES for dependency in file.dependencies}

@@ -58,7 +58,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize(("request_message", "text"), ABSURD.values(), ids=ABSURD.keys())
-async def test_an_absurd_request_is_refused_with_the_numbers(
+async def test_an_absurd_request_is_rejected_with_the_numbers(
     stub: Stub, request_message: inference_pb2.GenerateRequest, text: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=text) as refused:
@@ -67,7 +67,7 @@ async def test_an_absurd_request_is_refused_with_the_numbers(
     assert "\n" not in (refused.value.details() or "")
 
 
-async def test_a_field_of_another_version_is_refused_by_its_number(stub: Stub) -> None:
+async def test_a_field_of_another_version_is_rejected_by_its_number(stub: Stub) -> None:
     request = inference_pb2.GenerateRequest.FromString(
         _request().SerializeToString() + b"\xf8\x06\x01"  # field 111, varint 1
     )
@@ -75,7 +75,7 @@ async def test_a_field_of_another_version_is_refused_by_its_number(stub: Stub) -
         await _drain(stub, request)
 
 
-async def test_a_request_id_in_use_is_refused_and_the_first_request_goes_on(
+async def test_a_request_id_in_use_is_rejected_and_the_first_request_goes_on(
     served: Served, stub: Stub
 ) -> None:
     request = _request(max_tokens=150)

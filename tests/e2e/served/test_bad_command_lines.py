@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.full
-async def test_a_port_in_use_is_refused(served: Served, tmp_path: Path) -> None:
+async def test_a_port_in_use_is_rejected(served: Served, tmp_path: Path) -> None:
     commands: tuple[tuple[str, ...], ...] = (
         ("coordinator", "--stages", "1", "--listen", served.address, "--no-http"),
         ("worker", "--coordinator", served.address, "--listen", served.address),
@@ -30,7 +30,7 @@ async def test_a_port_in_use_is_refused(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_text_and_chat_are_refused_for_a_model_without_a_tokenizer(served: Served) -> None:
+async def test_text_and_chat_are_rejected_for_a_model_without_a_tokenizer(served: Served) -> None:
     text = await run_stageline("generate", "hello", "--coordinator", served.address)
     assert text.code == 1
     assert re.search("model .* has no tokenizer: give token ids with --token-ids", text.the_error())

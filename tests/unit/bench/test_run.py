@@ -47,7 +47,7 @@ async def test_a_failed_or_hung_group_does_not_affect_the_others() -> None:
     assert len(remarks(results, ())) >= 2
 
 
-def test_groups_run_in_their_own_order_whatever_the_order_asked_for() -> None:
+def test_groups_run_in_their_own_order_for_any_requested_order() -> None:
     names = [group.name for group in GROUPS]
     assert [group.name for group in chosen([names[3], names[1]])] == [names[1], names[3]]
     assert chosen([]) == [group for group in GROUPS if group.is_default]

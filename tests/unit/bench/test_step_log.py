@@ -22,7 +22,7 @@ def test_steps_are_read_as_logged_and_an_unfinished_line_is_skipped(tmp_path: Pa
     assert [step.num_tokens for step in steps] == [192, 8]
 
 
-def test_steps_without_tokens_are_not_among_those_of_a_window() -> None:
+def test_steps_without_tokens_are_not_counted_in_a_window() -> None:
     steps = [logged(0, 1.0, 2.0), logged(1, 1.1, 2.1, num_decodes=0), logged(2, 2.0, 3.0)]
     assert [step.step_id for step in sent_between(steps, 0.9, 2.0)] == [0]
 

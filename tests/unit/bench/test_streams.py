@@ -49,7 +49,7 @@ def test_the_prefill_rate_is_until_the_last_first_token() -> None:
     assert prefill_rate(streams, 128) == pytest.approx(128.0)
 
 
-def test_gaps_are_those_between_tokens_inside() -> None:
+def test_gaps_are_between_tokens_inside_the_window() -> None:
     assert Stream(0.0, [1.0, 2.0, 4.0, 8.0]).gaps_s(1.5, 8.0) == [2.0, 4.0]
 
 

@@ -367,7 +367,7 @@ def test_the_fields_that_transformers_4_wrote_for_every_model_are_known() -> Non
         ),
     ],
 )
-def test_impossible_values_are_refused_with_their_numbers(raw: dict[str, Any], named: str) -> None:
+def test_impossible_values_are_rejected_with_their_numbers(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(BadConfig, match=named):
         parse_config(raw)
 

@@ -99,7 +99,7 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_a_directory_with_pickled_weights_only_is_refused_by_name(name: str, directory: Path) -> None:
+def test_a_directory_with_pickled_weights_only_is_rejected_by_name(name: str, directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / name)
     with pytest.raises(UnsupportedFormat, match=f"{name}.*convert the weights to safetensors"):
         Checkpoint.open(directory)
@@ -117,13 +117,13 @@ def test_a_directory_with_pickled_weights_only_is_refused_by_name(name: str, dir
     ],
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_broken_json_is_refused(file: str, text: bytes, named: str, directory: Path) -> None:
+def test_broken_json_is_rejected(file: str, text: bytes, named: str, directory: Path) -> None:
     (directory / file).write_bytes(text)
     with pytest.raises(BadConfig, match=named):
         Checkpoint.open(directory)
 
 
-def test_an_unsupported_config_is_refused_before_any_header_is_read(directory: Path) -> None:
+def test_an_unsupported_config_is_rejected_before_any_header_is_read(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"")
     edit_config(directory, quantization_config={"bits": 4})
     with pytest.raises(UnsupportedModel, match="quantization_config"):
@@ -156,7 +156,7 @@ def _set(name: str, **fields: Any) -> Callable[[Header], None]:
         (_set(NORM, strange=1), BadHeader, "is described by"),
     ],
 )
-def test_a_corrupt_header_is_refused(
+def test_a_corrupt_header_is_rejected(
     edit: Callable[[Header], None], error: type[CheckpointError], named: str, directory: Path
 ) -> None:
     edit_header(directory, edit)
@@ -175,13 +175,13 @@ def test_a_corrupt_header_is_refused(
         (b"\x02\0\0\0\0\0\0\0{}tail", "accounts for 10"),
     ],
 )
-def test_a_file_that_is_not_safetensors_is_refused(data: bytes, named: str, directory: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_rejected(data: bytes, named: str, directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(data)
     with pytest.raises(BadHeader, match=named):
         Checkpoint.open(directory)
 
 
-def test_a_truncated_file_is_refused(directory: Path) -> None:
+def test_a_truncated_file_is_rejected(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BadHeader, match="its header accounts for"):
@@ -236,7 +236,7 @@ def test_harmless_extra_tensors_are_tolerated(directory: Path) -> None:
         (None, "has no weight_map"),
     ],
 )
-def test_a_broken_index_is_refused(change: dict[str, Any] | None, named: str, tmp_path: Path) -> None:
+def test_a_broken_index_is_rejected(change: dict[str, Any] | None, named: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama", num_layers=2, max_shard_size="150KB")
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -247,7 +247,7 @@ def test_a_broken_index_is_refused(change: dict[str, Any] | None, named: str, tm
         Checkpoint.open(directory)
 
 
-def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_another_shard_than_the_index_says_is_rejected(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama", num_layers=2, max_shard_size="150KB")
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())

@@ -109,14 +109,14 @@ def test_only_regular_files_are_read(kind: str, file: str, directory: Path) -> N
 
 
 @pytest.mark.parametrize("put", [put_fifo, put_link_to_fifo])
-def test_a_shard_that_is_a_fifo_is_refused(put: Callable[[Path], None], directory: Path) -> None:
+def test_a_shard_that_is_a_fifo_is_rejected(put: Callable[[Path], None], directory: Path) -> None:
     shard = directory / Checkpoint.open(directory).tensors[NORM].file
     shard.unlink()
     put(shard)
     assert str(error_of(lambda: Checkpoint.open(directory))) == f"{shard} is a FIFO, not a regular file"
 
 
-def test_a_shard_that_became_a_fifo_after_its_header_was_read_is_refused(directory: Path) -> None:
+def test_a_shard_that_became_a_fifo_after_its_header_was_read_is_rejected(directory: Path) -> None:
     checkpoint = Checkpoint.open(directory)
     shard = directory / checkpoint.tensors[NORM].file
     shard.unlink()
@@ -136,7 +136,7 @@ def test_a_dangling_link_differs_from_an_absent_file(directory: Path) -> None:
     assert "generation_config.json cannot be read: No such file" in str(error)
 
 
-def test_a_config_larger_than_any_is_refused_unread(directory: Path) -> None:
+def test_a_config_larger_than_any_is_rejected_unread(directory: Path) -> None:
     (directory / "config.json").unlink()
     with (directory / "config.json").open("wb") as stream:
         stream.truncate(1 << 40)
@@ -176,7 +176,7 @@ def test_a_tokenizer_is_loaded_from_regular_files_only(
     assert f"{text_directory / file} is a " in str(error)
 
 
-def test_a_fifo_among_more_chat_templates_or_in_the_place_of_a_vocabulary_is_refused(
+def test_a_fifo_among_chat_templates_or_as_a_vocabulary_is_rejected(
     text_directory: Path,
 ) -> None:
     (text_directory / "additional_chat_templates").mkdir()
@@ -188,7 +188,7 @@ def test_a_fifo_among_more_chat_templates_or_in_the_place_of_a_vocabulary_is_ref
     assert "tokenizer.model is a FIFO" in str(error_of(lambda: load_text_codec(text_directory)))
 
 
-def test_a_tokenizer_larger_than_any_is_refused_unread(
+def test_a_tokenizer_larger_than_any_is_rejected_unread(
     text_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (text_directory / "tokenizer.json").stat().st_size

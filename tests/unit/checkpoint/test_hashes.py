@@ -105,7 +105,7 @@ def test_without_a_cache_directory_hashes_are_still_computed(
     assert "cannot cache hashes of model.safetensors" in caplog.text
 
 
-def test_a_file_that_is_not_the_one_that_was_loaded_is_not_hashed(checkpoint: Checkpoint) -> None:
+def test_a_file_replaced_since_loading_is_not_hashed(checkpoint: Checkpoint) -> None:
     files = stat_files(checkpoint.directory, [FILE])
     assert not TensorHasher(checkpoint, [NORM], files=files).advance()
     flip_byte(checkpoint.directory / FILE, checkpoint.tensors[NORM].begin)
@@ -124,7 +124,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_noticed(checkpoint: Checkpoin
     assert not cache.load(*stat_files(checkpoint.directory, [FILE]))
 
 
-def test_a_file_that_became_shorter_is_refused(checkpoint: Checkpoint) -> None:
+def test_a_file_that_became_shorter_is_rejected(checkpoint: Checkpoint) -> None:
     os.truncate(checkpoint.directory / FILE, checkpoint.tensors[NORM].begin)
     with pytest.raises(BadHeader, match="ended at byte"):
         TensorHasher(checkpoint, [NORM]).advance()

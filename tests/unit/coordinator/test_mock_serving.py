@@ -121,7 +121,7 @@ def test_it_is_planned_as_if_it_had_weights() -> None:
         ("f16", ["a"], DType.F16),
     ],
 )
-def test_a_worker_without_bfloat16_makes_the_plan_a_float32_one_unless_told(
+def test_a_worker_without_bfloat16_makes_the_plan_float32_by_default(
     dtype: str | None, lacking: list[str], planned: DType
 ) -> None:
     config = config_of("layers=8", dtype=dtype)

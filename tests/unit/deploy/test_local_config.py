@@ -79,7 +79,7 @@ def test_no_more_memory_than_this_host_has_is_accepted(monkeypatch: pytest.Monke
         LocalClusterConfig(num_workers=2, memory_bytes=5 * 2**30)
 
 
-def test_numbers_that_do_not_match_are_refused() -> None:
+def test_numbers_that_do_not_match_are_rejected() -> None:
     with pytest.raises(ValueError, match="0 workers"):
         LocalClusterConfig(num_workers=0)
     with pytest.raises(ValueError, match="2 devices for 3 workers"):
@@ -94,5 +94,5 @@ def test_numbers_that_do_not_match_are_refused() -> None:
     ("listening", "dialled"),
     [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.7:5", "10.0.0.7:5")],
 )
-def test_a_listening_address_is_turned_into_one_to_dial(listening: str, dialled: str) -> None:
+def test_a_listening_address_is_converted_to_a_dialable_one(listening: str, dialled: str) -> None:
     assert dialled_address(listening) == dialled

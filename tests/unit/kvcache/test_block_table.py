@@ -192,7 +192,7 @@ def test_a_partial_block_belongs_to_one_sequence(tables: BlockTables) -> None:
         Promote(PartialBlock(8), 5, None, 5),
     ],
 )
-def test_a_signal_on_a_block_that_is_not_at_an_end_of_the_table_is_refused(
+def test_a_signal_on_a_block_that_is_not_at_an_end_of_the_table_is_rejected(
     tables: BlockTables, signal: Deref | Destroy | Promote
 ) -> None:
     tables.apply("a", use(1, 2, 3))
@@ -205,7 +205,7 @@ def test_a_signal_on_a_block_that_is_not_at_an_end_of_the_table_is_refused(
     tables.check_integrity()
 
 
-def test_unknown_sequences_are_refused(tables: BlockTables) -> None:
+def test_unknown_sequences_are_rejected(tables: BlockTables) -> None:
     for lookup in (tables.pages, tables.first_block, tables.valid_until, tables.drop):
         with pytest.raises(UnknownSequence, match="'x'"):
             lookup("x")
@@ -237,7 +237,7 @@ def test_integrity_check_compares_tables_with_the_pool(tables: BlockTables) -> N
         tables.check_integrity()
 
 
-def test_impossible_block_size_is_refused() -> None:
+def test_impossible_block_size_is_rejected() -> None:
     with pytest.raises(ValueError, match="block_size"):
         BlockTables(8, block_size=0)
 

@@ -30,7 +30,7 @@ def test_block_hashes_equal_those_of_nvidia_dynamo() -> None:
     assert block_hash([5, 6, 7, 8]) == 16777012769546811212
 
 
-def test_sequence_hashes_chain_the_parent_with_the_seed_1337_whatever_the_salt() -> None:
+def test_sequence_hashes_chain_the_parent_with_the_seed_1337_for_any_salt() -> None:
     assert sequence_hash(None, 14643705804678351452) == 14643705804678351452
     assert sequence_hash(14643705804678351452, 16777012769546811212) == 4945711292740353085
     assert sequence_hash(6783181932379417241, 6775162198134867605) == 4501072020146958228

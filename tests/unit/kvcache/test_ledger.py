@@ -187,7 +187,7 @@ def test_signals_of_another_owner_are_rejected() -> None:
         ledger.apply(made, Promote(PartialBlock(0), 3, None, 3))
 
 
-def test_a_sequence_of_another_block_size_is_refused() -> None:
+def test_a_sequence_of_another_block_size_is_rejected() -> None:
     made = ActiveSequence([1, 2, 3, 4], block_size=4, max_output_tokens=1, new_id=_IDS.__next__)
     with pytest.raises(ValueError, match="4-token blocks, the ledger 2-token blocks"):
         allocate(Ledger(10, block_size=2), made)

@@ -111,7 +111,7 @@ _STEP: dict[str, Any] = {"shape": (2, _HEADS, _DIM), "dtype": torch.float32, "de
         (torch.tensor([3, 4], device="meta"), {}, "on meta"),
     ],
 )
-def test_a_step_that_does_not_fit_is_refused_with_numbers(
+def test_a_step_that_does_not_fit_is_rejected_with_numbers(
     slots: torch.Tensor, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidWrite, match=message):
@@ -150,7 +150,7 @@ def test_sizes_follow_the_formula(dtype: torch.dtype) -> None:
     assert pages.num_slots == 20
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_impossible_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1\)"):
         KvPages(
             num_layers=1,

@@ -41,7 +41,7 @@ def test_a_salt_prevents_sharing() -> None:
     assert salt_of("tenant a") == salt_of("tenant a")
 
 
-def test_tokens_beyond_32_bits_are_refused_before_anything_changes() -> None:
+def test_tokens_beyond_32_bits_are_rejected_before_anything_changes() -> None:
     for token in (-1, 1 << 32):
         with pytest.raises(ValueError, match="token ids"):
             block_hash([token])
@@ -231,7 +231,7 @@ def test_a_promotion_can_be_renamed_until_the_next_push() -> None:
         made.make_private(1)
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_impossible_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match="block_size"):
         sequence(3, block_size=0)
     with pytest.raises(ValueError, match="max_output_tokens"):

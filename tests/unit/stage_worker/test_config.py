@@ -34,7 +34,7 @@ def test_numbers_and_ranges_are_listed_in_order(text: str, cpus: tuple[int, ...]
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1", "1-", "0-123456", "1 2", "\u0663"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_anything_else_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not a list of numbers and ranges such as 0-3,8"):
         parse_cpu_set(text)
 
@@ -47,7 +47,7 @@ def test_missing_cpus_are_rejected_with_the_numbers() -> None:
         check_cpu_set(())
 
 
-def test_there_is_a_thread_for_each_cpu_unless_told_otherwise() -> None:
+def test_there_is_a_thread_for_each_cpu_by_default() -> None:
     assert config(cpu_set=None).compute_threads is None
     assert config(cpu_set=tuple(ALLOWED)).compute_threads == len(ALLOWED)
     assert config(cpu_set=tuple(ALLOWED), num_threads=7).compute_threads == 7

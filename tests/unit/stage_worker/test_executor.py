@@ -99,7 +99,7 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
             assert handed_on.hidden.shape == (step.num_tokens, HIDDEN_SIZE)
 
 
-def test_more_tokens_or_sequences_than_agreed_are_refused(stage: Stage) -> None:
+def test_more_tokens_or_sequences_than_agreed_are_rejected(stage: Stage) -> None:
     part = StepSlice(SequenceKey(new_request_id(), 0), 0, (1,) * 33, Prefill(0, 33, 33))
     fault = stage.refused(Step(epoch=1, step_id=0, slices=(part,)))
     assert (fault.kind, "33 tokens" in fault.message) == (StepFaultKind.SLICE_SET, True)
@@ -110,7 +110,7 @@ def test_more_tokens_or_sequences_than_agreed_are_refused(stage: Stage) -> None:
     assert fault.request_ids == tuple(part.sequence.request_id for part in parts)
 
 
-def test_a_chunk_that_ends_inside_a_block_is_refused_unless_it_is_the_last(stage: Stage) -> None:
+def test_a_chunk_that_ends_inside_a_block_is_rejected_unless_it_is_the_last(stage: Stage) -> None:
     sequence = stage.log.add(tuple(range(10)))
     step = stage.log.step()
     part = StepSlice(sequence.key, 0, tuple(range(6)), Prefill(0, 6, 10))
@@ -118,7 +118,7 @@ def test_a_chunk_that_ends_inside_a_block_is_refused_unless_it_is_the_last(stage
     assert (fault.kind, "ends at 6" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
-def test_positions_outside_the_blocks_held_are_refused(stage: Stage) -> None:
+def test_positions_outside_the_blocks_held_are_rejected(stage: Stage) -> None:
     key = SequenceKey(new_request_id(), 0)
     start = StartRecord(key, 0, 4, (1, 2, 3, 4), GREEDY)
     part = StepSlice(key, 0, (1, 2, 3, 4), Prefill(0, 4, 4))
@@ -128,7 +128,7 @@ def test_positions_outside_the_blocks_held_are_refused(stage: Stage) -> None:
     assert "hold [0, 0)" in fault.message
 
 
-def test_a_sequence_longer_than_agreed_is_refused(stage: Stage) -> None:
+def test_a_sequence_longer_than_agreed_is_rejected(stage: Stage) -> None:
     key = SequenceKey(new_request_id(), 0)
     tokens = (1,) * 68
     start = StartRecord(key, 0, 68, tokens, GREEDY)
@@ -137,7 +137,7 @@ def test_a_sequence_longer_than_agreed_is_refused(stage: Stage) -> None:
     assert (fault.kind, "the limit is 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
-def test_a_refused_epoch_stays_refused_until_the_next_begins(stage: Stage) -> None:
+def test_a_rejected_epoch_stays_rejected_until_the_next_begins(stage: Stage) -> None:
     stage.log.add((1, 2, 3))
     step = stage.log.step()
     assert stage.refused(replace(step, step_id=1)).kind is StepFaultKind.STEP_ID
@@ -255,7 +255,7 @@ def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:
 
 
 @pytest.mark.matrix(1)
-def test_two_sequences_on_one_page_are_refused_before_anything_is_written(stage: Stage) -> None:
+def test_two_sequences_on_one_page_are_rejected_before_anything_is_written(stage: Stage) -> None:
     """Nothing that the accounting allows; the last line of defence where it is wrong all the same."""
     one, two = stage.log.add((1, 2, 3)), stage.log.add((4, 5, 6))
     stage.run(stage.log.step())

@@ -73,7 +73,7 @@ def test_cached_tokens_do_not_excuse_a_gap_or_a_repeat_later_on(first: int) -> N
 
 
 @pytest.mark.parametrize("position", [0, 9, 11])
-def test_a_decode_at_another_position_is_refused(position: int) -> None:
+def test_a_decode_at_another_position_is_rejected(position: int) -> None:
     states = started()
     take(states, chunk(0, 10))
     fault = refused(states, decode(position))
@@ -81,31 +81,31 @@ def test_a_decode_at_another_position_is_refused(position: int) -> None:
     assert "computed 10" in fault.message
 
 
-def test_a_decode_before_the_prefill_is_done_is_refused() -> None:
+def test_a_decode_before_the_prefill_is_done_is_rejected() -> None:
     states = started()
     assert refused(states, decode(0)).kind is StepFaultKind.SLICE_SET
     take(states, chunk(0, 4))
     assert refused(states, decode(4)).kind is StepFaultKind.SLICE_SET
 
 
-def test_a_chunk_of_other_tokens_is_refused() -> None:
+def test_a_chunk_of_other_tokens_is_rejected() -> None:
     states = started()
     assert refused(states, replace(chunk(0, 2), tokens=(1, 2))).kind is StepFaultKind.SLICE_SET
 
 
-def test_a_chunk_of_another_prefill_is_refused() -> None:
+def test_a_chunk_of_another_prefill_is_rejected() -> None:
     longer = StepSlice(KEY, 0, TOKENS[:4], Prefill(0, 4, 11))
     fault = refused(started(), longer)
     assert (fault.kind, "11" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
 @pytest.mark.parametrize("restart_count", [0, 2])
-def test_a_slice_of_another_restart_count_is_refused(restart_count: int) -> None:
+def test_a_slice_of_another_restart_count_is_rejected(restart_count: int) -> None:
     fault = refused(started(1), chunk(0, 4, restart_count=restart_count))
     assert fault.kind is StepFaultKind.SLICE_SET
 
 
-def test_a_slice_of_a_sequence_that_has_ended_is_refused() -> None:
+def test_a_slice_of_a_sequence_that_has_ended_is_rejected() -> None:
     states = started()
     take(states, chunk(0, 10))
     states.end(EndRecord(KEY, 0))
@@ -121,12 +121,12 @@ def test_the_choices_of_a_request_are_sequences_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("restart_count", [0, 1])
-def test_a_start_of_a_live_sequence_is_refused(restart_count: int) -> None:
+def test_a_start_of_a_live_sequence_is_rejected(restart_count: int) -> None:
     with pytest.raises(StepFault, match=r"RECORD.*restart count 0 is live"):
         started().start(start(restart_count))
 
 
-def test_a_second_start_with_a_restart_count_that_has_ended_is_refused() -> None:
+def test_a_second_start_with_a_restart_count_that_has_ended_is_rejected() -> None:
     states = started()
     states.end(EndRecord(KEY, 0))
     with pytest.raises(StepFault, match=r"RECORD.*ended already"):
@@ -157,7 +157,7 @@ def test_an_end_of_an_unknown_sequence_is_rejected(restart_count: int) -> None:
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [0, 11])
-def test_a_start_record_that_contradicts_itself_is_refused(num_prompt_tokens: int) -> None:
+def test_a_start_record_that_contradicts_itself_is_rejected(num_prompt_tokens: int) -> None:
     record = replace(start(), num_prompt_tokens=num_prompt_tokens)
     with pytest.raises(StepFault, match="RECORD"):
         StageSequences().start(record)

@@ -155,7 +155,7 @@ async def test_the_timeout_bounds_reattaching_too(unused_address: str) -> None:
             await asyncio.wait_for(drain(outputs), 5)
 
 
-async def test_the_call_that_attaches_has_what_is_left_of_the_timeout(served: Served) -> None:
+async def test_the_attaching_call_has_the_remaining_timeout(served: Served) -> None:
     outputs = served.client.generate("!endless", on_disconnect="detach", timeout_s=0.8)
     await anext(outputs)
     served.proxy.cut()
@@ -314,7 +314,7 @@ async def test_attach_repeats_output_from_the_start_or_a_given_position(
     ]
 
 
-async def test_attach_goes_on_after_a_cut(served: Served) -> None:
+async def test_attach_resumes_after_a_cut(served: Served) -> None:
     first = (await collect(served.client, n=2))[0]
     served.inference.faults.extend([Fault(after=3), Fault(after=2 * NUM_TOKENS - 3)])
     assert_whole([output async for output in served.client.attach(first.request_id)], num_choices=2)
@@ -374,7 +374,7 @@ async def test_closing_the_client_while_it_pauses_is_one_clear_error(served: Ser
         await reading
 
 
-async def test_a_stream_that_was_reset_or_dropped_is_a_lost_connection_whatever_its_status() -> None:
+async def test_a_reset_or_dropped_stream_is_a_lost_connection_for_any_status() -> None:
     for text, code in [
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 2))", grpc.StatusCode.INTERNAL),
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 8))", grpc.StatusCode.CANCELLED),

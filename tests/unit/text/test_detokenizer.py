@@ -121,7 +121,7 @@ def test_an_ignored_stop_string_in_held_back_text_is_not_found_later() -> None:
     assert not matcher.is_stopped
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 1 character"):
         StopMatcher(["a", ""])
 

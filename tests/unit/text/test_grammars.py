@@ -82,7 +82,7 @@ def test_an_exploding_regular_expression_is_rejected_immediately() -> None:
         ),
     ],
 )
-def test_a_schema_that_refers_to_itself_without_end_is_refused(
+def test_a_schema_that_refers_to_itself_without_end_is_rejected(
     compiler: GrammarCompiler, schema: object, place: str
 ) -> None:
     with pytest.raises(UnusableGrammar) as refused:
@@ -120,7 +120,7 @@ def test_a_schema_that_refers_to_itself_and_can_end_is_accepted(
         ('start: "x" | bad{2,3}\nbad: "a" worse -> alias\nworse: "b" bad | bad', "bad"),
     ],
 )
-def test_a_grammar_with_an_endless_rule_is_refused(
+def test_a_grammar_with_an_endless_rule_is_rejected(
     compiler: GrammarCompiler, grammar: str, rule: str
 ) -> None:
     with pytest.raises(UnusableGrammar, match=f"^grammar: rule '{rule}' goes on without end: no finite text"):
@@ -205,7 +205,7 @@ def test_choices_are_matched_literally(tmp_path: Path) -> None:
         assert not accepts(directory, GrammarKind.CHOICE, choices, text + "!")
 
 
-def test_white_space_between_json_tokens_is_bounded_unless_the_schema_says_otherwise(tmp_path: Path) -> None:
+def test_white_space_between_json_tokens_is_bounded_by_default(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path, byte_level())
     narrow = '{"type": "array", "x-guidance": {"whitespace_flexible": false}}'
     wide = '{"type": "array"}'
@@ -287,7 +287,7 @@ def test_an_invalid_grammar_is_rejected_in_one_line_with_the_field(
         ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}, "prefixItems"),
     ],
 )
-def test_a_keyword_that_would_be_ignored_is_refused(
+def test_a_keyword_that_would_be_ignored_is_rejected(
     schema: dict[str, object], keyword: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(UnusableGrammar, match=f'^json_schema: keyword "{keyword}" would have no effect: '):

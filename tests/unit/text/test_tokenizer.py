@@ -91,7 +91,7 @@ def test_a_template_in_its_own_file_is_found(tmp_path: Path) -> None:
     assert load(tmp_path, byte_level()).has_chat_template
 
 
-def test_a_conversation_without_template_is_refused(tmp_path: Path) -> None:
+def test_a_conversation_without_template_is_rejected(tmp_path: Path) -> None:
     codec = load(tmp_path, byte_level())
     assert not codec.has_chat_template
     with pytest.raises(NoChatTemplate):
@@ -114,7 +114,7 @@ def test_errors_of_the_template_reach_the_caller(template: str, words: str, tmp_
         codec.encode_conversation([ChatMessage(role="robot", content="hello")])
 
 
-def test_an_empty_conversation_is_refused(tmp_path: Path) -> None:
+def test_an_empty_conversation_is_rejected(tmp_path: Path) -> None:
     codec = load(tmp_path, byte_level(), chat_template=CHAT_TEMPLATE)
     with pytest.raises(BadConversation, match="no messages"):
         codec.encode_conversation([])

@@ -209,14 +209,14 @@ def test_a_frame_that_starts_inside_another_is_undecodable(hidden: TensorView | 
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_frame_without_its_first_chunk_is_refused() -> None:
+def test_a_frame_without_its_first_chunk_is_rejected() -> None:
     chunks = chunks_of(example_step(), hidden_states(3, 9))
     assert len(chunks) == 2
     assert refusal(chunks[1:]).kind is StepFaultKind.CHECKSUM
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_an_oversized_frame_is_refused_before_it_is_complete() -> None:
+def test_an_oversized_frame_is_rejected_before_it_is_complete() -> None:
     hidden = hidden_states(10, SMALL_CHUNK)
     chunks = chunks_of(example_step(), hidden)
     fault = refusal(chunks[:3], max_payload_bytes=2 * SMALL_CHUNK)
@@ -226,7 +226,7 @@ def test_an_oversized_frame_is_refused_before_it_is_complete() -> None:
     assert len(assemble(chunks, max_payload_bytes=hidden.size_bytes)) == 1
 
 
-def test_a_truncated_payload_is_refused() -> None:
+def test_a_truncated_payload_is_rejected() -> None:
     (chunk,) = chunks_of(example_step(), hidden_states(3, 9))
     chunk.payload = chunk.payload[:-4]
     assert refusal([chunk]).kind is StepFaultKind.CHECKSUM
@@ -261,7 +261,7 @@ def test_an_inconsistent_header_is_rejected(
     assert fault.request_ids == example_step().request_ids
 
 
-def test_hidden_states_of_another_step_are_refused() -> None:
+def test_hidden_states_of_another_step_are_rejected() -> None:
     """Same step id and shape, other slices: a stale buffer."""
     (present,) = chunks_of(example_step(), hidden_states(3, 4))
     (other,) = chunks_of(example_step(num_tokens=3), hidden_states(3, 4))
@@ -271,7 +271,7 @@ def test_hidden_states_of_another_step_are_refused() -> None:
     assert "hidden states of step 7" in fault.message
 
 
-def test_a_payload_without_a_header_is_refused() -> None:
+def test_a_payload_without_a_header_is_rejected() -> None:
     (chunk,) = chunks_of(example_step(), None)
     chunk.payload = b"1234"
     fault = refusal([resealed(chunk)])

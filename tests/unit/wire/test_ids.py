@@ -42,7 +42,7 @@ def test_an_id_round_trips_through_text() -> None:
     ],
     ids=["version 4", "version 1", "nil", "empty", "text", "a digit short"],
 )
-def test_anything_but_a_uuid7_is_refused(text: str, reason: str) -> None:
+def test_anything_but_a_uuid7_is_rejected(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         parse_request_id(text)
     assert repr(text) in str(caught.value)

@@ -237,7 +237,7 @@ async def test_undecodable_bytes_are_rejected_with_a_reason() -> None:
         await server.stop(None)
 
 
-async def test_the_health_of_an_unknown_service_is_refused_with_a_reason() -> None:
+async def test_the_health_of_an_unknown_service_is_rejected_with_a_reason() -> None:
     server = new_server()
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
     port = bind(server, "127.0.0.1:0")
@@ -255,7 +255,7 @@ async def test_the_health_of_an_unknown_service_is_refused_with_a_reason() -> No
         await server.stop(None)
 
 
-async def test_a_port_in_use_is_refused_in_one_line() -> None:
+async def test_a_port_in_use_is_rejected_in_one_line() -> None:
     first, second = new_server(), new_server()
     port = bind(first, "127.0.0.1:0")
     assert port > 0

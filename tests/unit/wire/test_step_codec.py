@@ -158,7 +158,7 @@ def test_token_zero_is_an_outcome() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 999])
-def test_a_fault_of_unknown_kind_is_refused(number: int) -> None:
+def test_a_fault_of_unknown_kind_is_rejected(number: int) -> None:
     with pytest.raises(ValueError, match=str(number)):
         decode_fault(join_pb2.StepFault(kind=number))  # type: ignore[arg-type]
 
@@ -272,7 +272,7 @@ def _more_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
         lambda columns: columns.ClearField("positions"),
     ],
 )
-def test_decode_columns_of_different_lengths_are_refused(
+def test_decode_columns_of_different_lengths_are_rejected(
     change: Callable[[step_pb2.DecodeColumns], object],
 ) -> None:
     message = step_message(*DECODES)
@@ -284,7 +284,7 @@ def test_decode_columns_of_different_lengths_are_refused(
 
 
 @pytest.mark.parametrize("name", ["choices", "restart_counts", "tokens"])
-def test_token_columns_of_different_lengths_are_refused(name: str) -> None:
+def test_token_columns_of_different_lengths_are_rejected(name: str) -> None:
     message = encode_result(StepResult(1, 7, TOKENS))
     getattr(message.tokens, name).append(1)
     with pytest.raises(StepFault, match="columns have") as caught:

@@ -59,7 +59,7 @@ def test_a_scaled_row_takes_a_byte_per_element_and_a_scale() -> None:
 
 @pytest.mark.parametrize("dtype", ScaledDType)
 @pytest.mark.parametrize("size", [0, 15, 26, 28, 30])
-def test_scaled_hidden_states_of_another_size_are_refused(dtype: ScaledDType, size: int) -> None:
+def test_scaled_hidden_states_of_another_size_are_rejected(dtype: ScaledDType, size: int) -> None:
     with pytest.raises(ValueError, match=f"has 27 bytes, got {size}"):
         TensorView(dtype, (3, 5), bytes(size))
     header = encode_header(TensorView(dtype, (3, 5), bytes(27)), step_id=0, step_checksum=0)

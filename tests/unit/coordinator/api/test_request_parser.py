@@ -113,7 +113,7 @@ IN_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "value", "range_text"), OUT_OF_RANGE)
-def test_a_number_out_of_range_is_refused_by_name(name: str, value: float, range_text: str) -> None:
+def test_a_number_out_of_range_is_rejected_by_name(name: str, value: float, range_text: str) -> None:
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     assert refusal(ask(**{name: value})) == f"{name} is {shown}, must be in {range_text}"
 
@@ -134,14 +134,14 @@ def test_absent_parameters_have_no_effect_and_a_seed_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
-def test_a_token_outside_the_vocabulary_is_refused(name: str) -> None:
+def test_a_token_outside_the_vocabulary_is_rejected(name: str) -> None:
     text = refusal(ask(**{name: [1, VOCAB_SIZE]}))
     assert text == f"{name} has token id {VOCAB_SIZE}, must be in [0, {VOCAB_SIZE - 1}]"
     accept(ask(**{name: [0, VOCAB_SIZE - 1]}))
 
 
 @pytest.mark.parametrize("value", [*NOT_FINITE, -100.5, 100.5])
-def test_a_bias_out_of_range_is_refused_by_its_token(value: float) -> None:
+def test_a_bias_out_of_range_is_rejected_by_its_token(value: float) -> None:
     text = refusal(ask(logit_bias={3: 1.0, 4: value}))
     assert text == f"logit_bias of token 4 is {value:g}, must be in [-100, 100]"
 
@@ -191,7 +191,7 @@ def test_bad_words_are_spelled_with_and_without_a_space_before() -> None:
 
 
 @pytest.mark.parametrize("word", ["", " ", "\n\t"])
-def test_a_bad_word_without_a_character_is_refused(word: str) -> None:
+def test_a_bad_word_without_a_character_is_rejected(word: str) -> None:
     assert "bad_words has an empty word" in refusal(ask(bad_words=["a", word]))
 
 
@@ -233,7 +233,7 @@ def test_stop_strings_are_bounded_in_number_and_length() -> None:
         ),
     ],
 )
-def test_without_a_tokenizer_words_are_refused(sampling: dict[str, Any], text: str) -> None:
+def test_without_a_tokenizer_words_are_rejected(sampling: dict[str, Any], text: str) -> None:
     assert refusal(ask(**sampling), served_model(has_tokenizer=False)) == text
 
 
@@ -316,7 +316,7 @@ def test_structured_output_is_rejected_where_no_grammar_is_served(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_structured_output_does_not_go_with_ignored_eos(kind: str) -> None:
+def test_structured_output_with_ignored_eos_is_rejected(kind: str) -> None:
     text = refusal(ask(ignore_eos=True, **{kind: STRUCTURES[kind]}))
     assert text == f"ignore_eos with {kind}: structured output ends with an end-of-sequence token"
 
@@ -411,7 +411,7 @@ def changed(path: str, value: Any) -> inference_pb2.GenerateRequest:
         *((name, OTHER_REQUESTS) for name in inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name),
     ],
 )
-def test_every_field_of_the_contract_has_an_effect_or_is_refused(path: str, values: dict[str, Any]) -> None:
+def test_every_field_of_the_contract_has_an_effect_or_is_rejected(path: str, values: dict[str, Any]) -> None:
     name = path.rpartition(".")[2]
     assert name in values, f"{path} is new: say here what another value of it looks like"
     message = changed(path, values[name])
@@ -455,18 +455,18 @@ def test_a_prompt_is_needed() -> None:
 @pytest.mark.parametrize(
     "request_", [request_of(), inference_pb2.GenerateRequest(text="")], ids=["token ids", "text"]
 )
-def test_an_empty_prompt_is_refused(request_: inference_pb2.GenerateRequest) -> None:
+def test_an_empty_prompt_is_rejected(request_: inference_pb2.GenerateRequest) -> None:
     assert refusal(request_) == "the prompt has no tokens; at least 1 is needed"
 
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**32 - 1])
-def test_a_token_outside_the_vocabulary_is_refused_intake(token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_rejected_intake(token: int) -> None:
     text = refusal(request_of(1, token, 2))
     assert text == f"prompt token id {token} is outside the vocabulary [0, {VOCAB_SIZE})"
     assert accept(request_of(0, VOCAB_SIZE - 1)).all_tokens == (0, VOCAB_SIZE - 1)
 
 
-def test_text_and_conversations_go_through_the_tokenizer() -> None:
+def test_text_and_conversations_are_tokenized() -> None:
     assert accept(inference_pb2.GenerateRequest(text="abc")).all_tokens == (0, 1, 2)
     message = inference_pb2.ChatMessage(role="user", content="ba")
     conversation = inference_pb2.Conversation(messages=[message])
@@ -499,7 +499,7 @@ def conversation_of(text: str) -> inference_pb2.GenerateRequest:
 @pytest.mark.parametrize(
     "request_with", [lambda text: inference_pb2.GenerateRequest(text=text), conversation_of]
 )
-def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(
+def test_a_text_that_can_never_fit_is_rejected_before_it_is_tokenized(
     request_with: Callable[[str], inference_pb2.GenerateRequest],
 ) -> None:
     most = TEXT_SLACK * MODEL_LIMIT
@@ -512,7 +512,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(
     ("num_prompt_tokens", "max_tokens"),
     [(1, 2**32 - 1), (1, KV_LIMIT), (KV_LIMIT, 1), (KV_LIMIT + 88, 1), (100_000, 1)],
 )
-def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers(
+def test_a_sequence_that_can_never_fit_is_rejected_with_the_numbers(
     num_prompt_tokens: int, max_tokens: int
 ) -> None:
     text = refusal(request_of(*[1] * num_prompt_tokens, max_tokens=max_tokens))
@@ -521,7 +521,7 @@ def test_a_sequence_that_can_never_fit_is_refused_with_the_numbers(
     assert f"KV cache: {KV_LIMIT} = 32 blocks of 16" in text
 
 
-def test_a_prompt_beyond_the_limit_is_refused_without_max_tokens_too() -> None:
+def test_a_prompt_beyond_the_limit_is_rejected_without_max_tokens_too() -> None:
     assert str(KV_LIMIT + 2) in refusal(request_of(*[1] * (KV_LIMIT + 1)))
     assert str(KV_LIMIT + 1) in refusal(request_of(*[1] * KV_LIMIT))
 
@@ -546,7 +546,7 @@ def test_max_tokens_defaults_to_256_or_the_remaining_context(num_prompt_tokens: 
 
 
 @given(st.integers(1, KV_LIMIT + 5), st.integers(0, KV_LIMIT + 5))
-def test_exactly_what_fits_is_accepted(num_prompt_tokens: int, max_tokens: int) -> None:
+def test_a_sequence_of_the_exact_limit_is_accepted(num_prompt_tokens: int, max_tokens: int) -> None:
     request = request_of(*[1] * num_prompt_tokens, max_tokens=max_tokens)
     if num_prompt_tokens + max_tokens > KV_LIMIT:
         refusal(request)
@@ -614,13 +614,13 @@ def test_output_is_kept_only_where_requested(policy: OnDisconnect | None, keep_s
 
 
 @pytest.mark.parametrize("keep_s", [0.0, -1.0, MAX_KEEP_S + 1, 1e9, -1e9])
-def test_a_time_to_keep_out_of_range_is_refused(keep_s: float) -> None:
+def test_a_time_to_keep_out_of_range_is_rejected(keep_s: float) -> None:
     policy = OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(keep_s))
     assert refusal(request_of(1, on_disconnect=policy)) == f"keep_for is {keep_s:g} s, must be in (0, 3600]"
 
 
 @pytest.mark.parametrize("action", [OnDisconnect.ACTION_UNSPECIFIED, OnDisconnect.ACTION_CANCEL])
-def test_a_time_to_keep_that_would_be_ignored_is_refused(action: OnDisconnect.Action.ValueType) -> None:
+def test_a_time_to_keep_that_would_be_ignored_is_rejected(action: OnDisconnect.Action.ValueType) -> None:
     policy = OnDisconnect(action=action, keep_for=duration(5))
     assert (
         refusal(request_of(1, on_disconnect=policy)) == "on_disconnect has keep_for, which only DETACH takes"

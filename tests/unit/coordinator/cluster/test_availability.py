@@ -103,7 +103,7 @@ def test_a_part_of_a_prompt_ends_the_wait_only_after_a_while(waiting: Waiting) -
     assert request.error is not None
 
 
-def test_an_epoch_that_serves_is_given_time(waiting: Waiting) -> None:
+def test_a_serving_epoch_gets_time_for_progress(waiting: Waiting) -> None:
     """A long step does not fail requests: its result arrives or is overdue."""
     request = waiting.submit()
     waiting.break_epoch()

@@ -62,7 +62,7 @@ def test_a_new_plan_is_checked() -> None:
     assert [type(action) for action in cluster.get_ready()] == [CheckPlan]
 
 
-def test_an_epoch_that_ends_while_it_is_checked_is_followed_by_one_that_is() -> None:
+def test_a_check_interrupted_by_the_end_of_its_epoch_is_repeated() -> None:
     cluster = checking()
     stop, begin = cluster.state.epoch_failed(1, "a stream broke")
     assert isinstance(stop, StopServing) and isinstance(begin, BeginEpoch)
@@ -115,7 +115,7 @@ def test_a_rejected_plan_is_repeated_when_one_of_its_workers_restarted(name: str
     assert [type(action) for action in cluster.get_ready()] == [CheckPlan]
 
 
-def test_other_workers_may_take_the_layers_of_a_refused_plan() -> None:
+def test_other_workers_may_take_the_layers_of_a_rejected_plan() -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers")
     cluster.lose("b")
@@ -213,14 +213,14 @@ def test_the_remaining_workers_replace_a_bad_spare() -> None:
 
 
 @pytest.mark.parametrize("bad", "abc")
-def test_of_workers_that_are_all_new_the_bad_one_is_found(bad: str) -> None:
+def test_the_bad_worker_is_found_among_new_workers(bad: str) -> None:
     checks = Checks(num_stages=3, bad=everywhere(bad)).join("a", "b", "c", "d")
     assert checks.state.phase is ClusterPhase.SERVING
     assert set(checks.quarantined()) == {bad}
     assert bad not in checks.cluster.stage_names
 
 
-def test_two_bad_ones_among_many_are_found() -> None:
+def test_two_bad_workers_among_many_are_found() -> None:
     checks = Checks(num_stages=3, bad=everywhere("b", "d")).join("a", "b", "c", "d", "e")
     assert sorted(checks.cluster.stage_names) == ["a", "c", "e"]
     checks.lose("e")

@@ -107,7 +107,7 @@ def test_no_cluster_begins_with_less_than_all() -> None:
     assert cluster.state.plan is None
 
 
-def test_survivors_that_are_too_small_wait_and_say_what_is_missing() -> None:
+def test_survivors_that_are_too_small_wait_and_report_the_shortage() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     cluster.lose("b")
     assert cluster.shrink() == []
@@ -116,7 +116,7 @@ def test_survivors_that_are_too_small_wait_and_say_what_is_missing() -> None:
     assert kinds(cluster.join("new")) == [AssignStage] * 2
 
 
-def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
+def test_survivors_retry_after_one_failed_load() -> None:
     """Without other workers, no timer would start a plan."""
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("c")

@@ -217,7 +217,7 @@ def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
 
 
 @pytest.mark.parametrize("newcomer", ["b", "zz", "0"])
-def test_a_newcomer_takes_the_place_of_the_lost_one(newcomer: str) -> None:
+def test_a_new_worker_replaces_the_lost_one(newcomer: str) -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("b")
     actions = cluster.join(newcomer)
@@ -351,7 +351,7 @@ def test_another_worker_takes_the_place_of_one_that_could_not_load() -> None:
     assert cluster.state.workers["a"].state is WorkerState.SPARE
 
 
-def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> None:
+def test_when_the_worker_that_failed_to_load_leaves_the_others_wait() -> None:
     cluster = ClusterDriver(num_stages=1)
     cluster.join("b")
     cluster.fail_load("b")

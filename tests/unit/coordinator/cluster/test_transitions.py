@@ -53,7 +53,7 @@ def test_an_event_without_a_row_does_not_reach_its_handler() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
-def test_the_documented_table_is_the_one_in_the_code() -> None:
+def test_the_documented_table_equals_the_code() -> None:
     text = DOCUMENT.read_text()
     assert text.split(BEGIN)[1].split(END)[0] == f"\n{documented()}\n"
 

@@ -154,7 +154,7 @@ async def error_of(response: ClientResponse) -> str:
     return cast(str, (await response.json())["error"])
 
 
-async def test_the_page_comes_with_all_that_it_refers_to(http: Http) -> None:
+async def test_the_page_is_served_with_its_resources(http: Http) -> None:
     page = await http.get("/")
     assert page.status == 200
     text = await page.text()
@@ -276,7 +276,7 @@ async def test_the_number_of_listed_traces_is_bounded(
     assert limits == {"": [100], "?limit=512": [512]}.get(query, [])
 
 
-async def test_metrics_come_in_the_form_that_is_accepted(http: Http) -> None:
+async def test_metrics_are_served_in_the_accepted_format(http: Http) -> None:
     response = await http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert await response.text() == "# accepts application/openmetrics-text\n"
     assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -395,7 +395,7 @@ async def test_slow_operations_are_answered_with_a_timeout(
     assert (await http.get("/api/traces")).status == 504
 
 
-async def test_a_port_that_is_taken_is_one_clear_line(coordinator: Coordinator) -> None:
+async def test_a_port_in_use_is_one_clear_line(coordinator: Coordinator) -> None:
     first = DashboardServer(coordinator.sources, listen="127.0.0.1:0", token=None)
     await first.start()
     try:

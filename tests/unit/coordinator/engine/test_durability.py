@@ -218,7 +218,7 @@ def test_a_restart_is_counted_and_cached_tokens_are_kept(
     assert sequence.num_restarts == 2
 
 
-def test_readers_are_told_to_reattach_when_the_coordinator_stops(coordinators: Coordinators) -> None:
+def test_readers_get_a_reattach_hint_when_the_coordinator_stops(coordinators: Coordinators) -> None:
     wish = Wish(max_tokens=9)
     call = coordinators.submit(wish)
     for _ in range(3):

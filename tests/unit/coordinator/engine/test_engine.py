@@ -177,7 +177,7 @@ def test_a_stop_string_in_the_token_that_also_ends_the_sequence_ends_it_once(new
     assert (call.tokens(), call.text()) == (plain.tokens, plain.text[:-2])
 
 
-def test_a_beginning_of_a_stop_string_comes_with_the_end(new_model: NewModel) -> None:
+def test_a_partial_stop_string_is_delivered_at_the_end(new_model: NewModel) -> None:
     plain = solo(Wish(max_tokens=6))
     wish = Wish(max_tokens=6, stops=(plain.text[-2:] + "z",))
     _, request, call = stopped_by(new_model, wish)
@@ -209,7 +209,7 @@ def test_the_id_of_a_live_or_kept_request_is_taken_until_it_is_forgotten(new_mod
     model.check_idle()
 
 
-def test_a_full_queue_takes_nothing_and_leaves_nothing_behind(new_model: NewModel) -> None:
+def test_a_full_queue_rejects_without_leftovers(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=1))
     model.stop()
     model.submit(Wish(max_tokens=1).request())
@@ -333,7 +333,7 @@ def test_the_third_faulty_step_fails_a_request_and_not_its_successors(new_model:
     model.check_idle()
 
 
-def test_when_there_is_no_pipeline_in_time_all_fail(new_model: NewModel) -> None:
+def test_all_requests_fail_without_a_pipeline_in_time(new_model: NewModel) -> None:
     model = new_model()
     requests = [Wish(max_tokens=9, n=2).request(arrival=number) for number in range(3)]
     calls = [model.submit(request) for request in requests]

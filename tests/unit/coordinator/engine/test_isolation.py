@@ -315,7 +315,7 @@ def test_devices_of_all_stages_may_fail_under_one_request_that_runs_alone(new_mo
     model.check_idle()
 
 
-def test_a_request_under_which_more_devices_fail_than_there_are_stages_fails_alone(
+def test_a_request_with_more_device_failures_than_stages_fails_alone(
     new_model: NewModel,
 ) -> None:
     model = new_model(num_stages=1)

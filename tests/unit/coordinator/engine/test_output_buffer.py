@@ -108,7 +108,9 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it(codecs: Codecs, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_held_back_text_comes_with_the_last_piece_when_length_ends_it(codecs: Codecs, kind: str) -> None:
+def test_held_back_text_is_delivered_with_the_last_piece_at_the_length_limit(
+    codecs: Codecs, kind: str
+) -> None:
     codec = codecs[kind]
     buffer = OutputBuffer(IncrementalDetokenizer(codec, ()), stops=["fox!!"])
     tokens = codec.encode("a fox")
@@ -155,7 +157,7 @@ def test_stop_strings_in_an_echoed_prompt_are_text(codecs: Codecs, kind: str) ->
     assert script.run(codec).read(0, max_tokens=ALL).text == "a fox, a "
 
 
-def test_an_echo_with_logprobs_waits_for_those_of_the_prompt(codecs: Codecs) -> None:
+def test_an_echo_with_logprobs_waits_for_prompt_logprobs(codecs: Codecs) -> None:
     codec = codecs["byte level"]
     prompt = tuple(codec.encode("Once upon a"))
     buffer = OutputBuffer(IncrementalDetokenizer(codec, ()), prompt=prompt, has_logprobs=True)
@@ -180,7 +182,7 @@ def test_scoring_generates_nothing_and_reads_the_prompt(codecs: Codecs) -> None:
     assert buffer.read(0, max_tokens=ALL).text == "fox \ufffd"
 
 
-def test_without_a_tokenizer_there_are_tokens_only() -> None:
+def test_without_a_tokenizer_output_has_tokens_only() -> None:
     buffer = OutputBuffer(None, prompt=(7, 8), has_logprobs=False)
     buffer.append(9)
     buffer.finish(FinishReason.LENGTH)

@@ -88,7 +88,7 @@ def test_an_error_wakes_a_reader_that_waits(new_model: NewModel) -> None:
     assert isinstance(call.error, RequestCancelled)
 
 
-def test_long_outputs_come_in_messages_of_a_bounded_size(new_model: NewModel) -> None:
+def test_long_outputs_are_split_into_bounded_messages(new_model: NewModel) -> None:
     model = new_model(
         num_blocks=2000,
         limits=SchedulerLimits(max_step_tokens=4000, max_step_sequences=4, max_steps_in_flight=1),
@@ -153,7 +153,7 @@ def test_a_call_superseded_after_the_end_gets_no_more_output(new_model: NewModel
 
 @pytest.mark.parametrize("from_token", range(8))
 @pytest.mark.parametrize("is_live", [True, False])
-def test_an_attached_call_begins_with_the_token_it_asks_for(
+def test_an_attached_call_begins_with_the_requested_token(
     new_model: NewModel, from_token: int, is_live: bool
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
@@ -197,7 +197,7 @@ def test_each_choice_is_read_from_its_own_position(new_model: NewModel) -> None:
         ({"prompt_token": 4}, "from_prompt_token is 4, the prompt has 3 tokens"),
     ],
 )
-def test_positions_that_do_not_exist_are_refused_and_the_reader_stays(
+def test_positions_that_do_not_exist_are_rejected_and_the_reader_stays(
     new_model: NewModel, positions: dict[str, object], text: str
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
@@ -312,7 +312,7 @@ def test_an_echo_with_logprobs_waits_for_the_whole_prompt(new_model: NewModel) -
     assert prompt_logprobs(call) == ()
 
 
-def test_an_echo_without_logprobs_is_there_at_once(new_model: NewModel) -> None:
+def test_an_echo_without_logprobs_is_delivered_at_once(new_model: NewModel) -> None:
     model = new_model()
     call = model.submit(Wish(prompt=LONG, max_tokens=2, echo=True).request())
     call.read_all()

@@ -110,7 +110,7 @@ def test_a_request_ends_once_and_not_before_its_choices() -> None:
         request.end(0.0)
 
 
-def test_the_choices_of_a_request_are_its_own_and_all_there() -> None:
+def test_the_choices_of_a_request_are_complete_and_its_own() -> None:
     one, two = Wish(n=2).request(), Wish(n=2).request()
     for choices in ((one.choices[1],), (one.choices[0], two.choices[1]), one.choices[::-1]):
         with pytest.raises(InvariantBroken):

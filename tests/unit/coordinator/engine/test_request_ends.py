@@ -68,7 +68,7 @@ def test_a_cancel_after_the_finish_finds_nothing(new_model: NewModel) -> None:
 
 @pytest.mark.parametrize("keep_s", [None, 60.0])
 @pytest.mark.parametrize("is_serving", [True, False])
-def test_an_explicit_cancel_ends_it_once_whatever_a_disconnect_would_do(
+def test_an_explicit_cancel_ends_a_request_once_under_any_disconnect_policy(
     new_model: NewModel, keep_s: float | None, is_serving: bool
 ) -> None:
     model = new_model()
@@ -245,7 +245,7 @@ def test_an_orphaned_request_is_counted_and_ended(
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_a_sequence_without_a_request_is_counted_and_its_pages_come_back(
+def test_a_sequence_without_a_request_is_counted_and_its_pages_are_freed(
     new_model: NewModel, is_running: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = new_model()

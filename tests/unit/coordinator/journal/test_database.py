@@ -63,7 +63,7 @@ def test_the_file_is_private_before_the_first_write(tmp_path: Path, monkeypatch:
     assert seen[0] == (0o600, 0)
 
 
-def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so(
+def test_an_existing_file_readable_by_others_is_restricted_with_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "x.db"
@@ -91,7 +91,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
 
 
-def test_a_file_of_something_else_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_rejected_and_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE somebodys (thing)")

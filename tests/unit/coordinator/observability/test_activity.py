@@ -112,7 +112,7 @@ def test_tokens_and_requests_are_counted_in_their_seconds() -> None:
     assert rates.generated_tokens == pytest.approx(15 / 4)
 
 
-def test_the_rates_forget_what_is_older_than_ten_seconds() -> None:
+def test_rates_cover_the_last_ten_seconds() -> None:
     story = Story()
     request = story.accept(1000.0)
     story.prefill(request, sent_s=1000.2, answered_s=1000.4)
@@ -221,7 +221,7 @@ def test_only_the_last_of_many_requests_are_kept() -> None:
     assert newest.arrived_s == 1000.0 + MAX_ENDED + 49
 
 
-def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
+def test_a_stopped_epoch_voids_steps_in_flight() -> None:
     story = Story()
     story.facts.epoch_started(3, 1000.0)
     story.facts.step_sent(step(0), 1000.1)

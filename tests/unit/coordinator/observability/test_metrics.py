@@ -76,7 +76,7 @@ def test_only_time_with_steps_in_flight_is_active() -> None:
     assert watched.value(definitions.ACTIVE_TIME) == 1.0
 
 
-def test_the_bubble_is_what_the_mean_stage_does_not_compute() -> None:
+def test_the_bubble_is_the_idle_share_of_the_mean_stage() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
     assert watched.value(definitions.BUBBLE) == 0  # no result yet

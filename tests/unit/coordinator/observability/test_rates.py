@@ -33,7 +33,7 @@ def test_without_durations_there_are_no_quantiles() -> None:
     assert LatencySketch().quantile(0.5) is None
 
 
-def test_merged_sketches_hold_what_each_has_held() -> None:
+def test_merged_sketches_hold_all_durations() -> None:
     first, second = LatencySketch(), LatencySketch()
     first.add(0.1, 3)
     second.add(0.1, 2)

@@ -59,7 +59,7 @@ def test_only_our_own_failures_are_logged_above_debug(
     assert error is None or str(error) in line.getMessage()
 
 
-def test_without_a_trace_there_is_no_trace_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_trace_the_line_has_no_trace_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="coordinator")
     RequestLog().request_accepted(RequestRecord(Wish().request(), 0.0, 0.0, False))
     assert "trace_id" not in vars(caplog.records[0])

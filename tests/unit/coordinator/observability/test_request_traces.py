@@ -99,7 +99,7 @@ def test_unsampled_requests_are_neither_sent_to_stages_nor_recorded(new_traced: 
     assert traced.sink.spans == []
 
 
-def test_an_interruption_is_recorded_with_what_came_before_it(new_traced: NewTraced) -> None:
+def test_an_interruption_is_recorded_with_the_work_before_it(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
     traced.model.submit(Wish(max_tokens=9).request())
     traced.run(3)
@@ -154,7 +154,7 @@ def test_requeueing_for_suspects_is_not_a_preemption(new_traced: NewTraced) -> N
     assert [(root[Attr.NUM_PREEMPTIONS], root[Attr.NUM_RECOVERIES]) for root in roots] == [(0, 1)] * 2
 
 
-def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
+def test_an_error_is_recorded_with_its_reason(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
     request = Wish(max_tokens=9).request()
     traced.model.submit(request)

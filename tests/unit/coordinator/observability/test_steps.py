@@ -124,7 +124,7 @@ def test_busy_is_a_share_of_all_time() -> None:
     assert [stage_load.compute_s for stage_load in loads] == pytest.approx([0.02, 0.04, 0.02])
 
 
-def test_what_was_computed_before_the_window_does_not_count() -> None:
+def test_computation_before_the_window_does_not_count() -> None:
     history = Watched()
     history.send(step(0, decodes=[SEQUENCE]), 95.0)
     history.answer(result(0, 10_000), 105.0)

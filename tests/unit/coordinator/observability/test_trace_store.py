@@ -44,7 +44,7 @@ def test_a_request_is_found_with_all_its_spans() -> None:
     assert store.counts.taken == 2 * NUM_SPANS
 
 
-def test_spans_may_come_in_any_order_and_late() -> None:
+def test_spans_may_arrive_late_and_in_any_order() -> None:
     spans = batch(1)
     random.Random(3).shuffle(spans)
     store = TraceStore()
@@ -121,14 +121,14 @@ def test_a_span_that_is_larger_than_a_trace_may_be_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("trace_size", "span_size"), [(0, 8), (15, 8), (16, 0), (16, 7)])
-def test_spans_without_valid_ids_are_refused(trace_size: int, span_size: int) -> None:
+def test_spans_without_valid_ids_are_rejected(trace_size: int, span_size: int) -> None:
     store = TraceStore()
     span = Span(trace_id=b"t" * trace_size, span_id=b"s" * span_size)
     assert store.add([of_scope(span)]).num_refused == 1
     assert (store.counts.refused, store.num_traces) == (1, 0)
 
 
-def test_requests_of_one_trace_are_told_apart() -> None:
+def test_requests_of_one_trace_are_separated() -> None:
     store = TraceStore()
     makers = [
         served((0.1, number / 10), request_id=request_id(number), first_span=100 * number)
@@ -155,7 +155,7 @@ def test_a_request_is_found_by_a_part_of_its_id_and_by_its_trace(wanted: str) ->
     assert store.find(wanted).request_id == request_id(0xAB1)
 
 
-def test_a_part_that_several_ids_have_is_refused_with_them() -> None:
+def test_a_part_that_several_ids_have_is_rejected_with_them() -> None:
     store = filled(1, 2)
     with pytest.raises(InvalidRequest, match=f"01890a5d matches 2 requests: {request_id(1)}, "):
         store.find("01890a5d")
@@ -168,7 +168,7 @@ def test_a_text_outside_every_id_is_not_found(wanted: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["", " ", "0", " 018 ", "001"])
-def test_a_part_that_is_too_short_is_refused(wanted: str) -> None:
+def test_a_part_that_is_too_short_is_rejected(wanted: str) -> None:
     with pytest.raises(InvalidRequest, match="is too short: at least 4 characters"):
         filled(1).find(wanted)
 
@@ -250,7 +250,7 @@ def test_traces_without_a_root_have_a_quarter_of_the_bytes() -> None:
     assert store.size_bytes <= 8 * one_bytes
 
 
-def test_requests_that_were_refused_have_a_quarter_when_room_is_needed() -> None:
+def test_requests_that_were_rejected_have_a_quarter_when_room_is_needed() -> None:
     store = filled(*range(1, 9), num_traces=8)
     for number in range(100, 140):
         store.add(_refused(number))
@@ -259,7 +259,7 @@ def test_requests_that_were_refused_have_a_quarter_when_room_is_needed() -> None
     assert kept(store) == [request_id(number) for number in (200, 139, 138, 8, 7, 6, 5, 4)]
 
 
-def test_an_empty_store_keeps_refused_requests_until_room_is_needed() -> None:
+def test_an_empty_store_keeps_rejected_requests_until_room_is_needed() -> None:
     store = TraceStore(StoreLimits(num_traces=8))
     for number in range(1, 9):
         store.add(_refused(number))

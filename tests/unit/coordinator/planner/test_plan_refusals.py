@@ -27,7 +27,7 @@ from tests.unit.coordinator.planner.small_models import (
         ((), "layers (none) are for 0 stages, got 3 workers"),
     ],
 )
-def test_given_layers_that_contradict_the_model_are_refused(layers: tuple[int, ...], message: str) -> None:
+def test_given_layers_that_contradict_the_model_are_rejected(layers: tuple[int, ...], message: str) -> None:
     with pytest.raises(PlanImpossible) as refused:
         make_plan(
             llama(),
@@ -40,7 +40,7 @@ def test_given_layers_that_contradict_the_model_are_refused(layers: tuple[int, .
     assert str(refused.value) == message
 
 
-def test_a_stage_that_does_not_fit_is_refused_with_its_numbers() -> None:
+def test_a_stage_that_does_not_fit_is_rejected_with_its_numbers() -> None:
     with pytest.raises(PlanImpossible) as refused:
         make_plan(
             llama_8b(),
@@ -55,7 +55,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_its_numbers() -> None:
     assert "The model needs 15.8 GiB in total on 3 stages, the workers have 56.0 GiB" in str(refused.value)
 
 
-def test_a_model_that_is_too_large_is_refused_with_its_numbers() -> None:
+def test_a_model_that_is_too_large_is_rejected_with_its_numbers() -> None:
     with pytest.raises(PlanImpossible) as refused:
         make_plan(
             llama_8b(),
@@ -89,7 +89,7 @@ def test_unusable_workers_are_rejected(names: tuple[str, ...], message: str) -> 
     assert str(refused.value) == message
 
 
-def test_less_kv_than_a_block_is_refused() -> None:
+def test_less_kv_than_a_block_is_rejected() -> None:
     with pytest.raises(PlanImpossible, match="max_kv_tokens is 3, the minimum is one block of 4 tokens"):
         make_plan(llama(), DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=4, max_kv_tokens=3)
 

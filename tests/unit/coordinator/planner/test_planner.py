@@ -148,7 +148,7 @@ def test_a_small_first_worker_moves_to_where_it_fits() -> None:
     assert plan.stages[1].num_layers == 1
 
 
-def test_kv_is_capped_by_what_the_sequences_in_flight_can_hold_and_by_the_caller() -> None:
+def test_kv_is_capped_by_the_sequences_in_flight_and_by_the_caller() -> None:
     config = llama()
     most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens
     assert small_plan(config, workers(GIB)).num_kv_tokens == 2 * most
@@ -189,7 +189,7 @@ def test_the_cache_bounds_no_sequence_whose_window_fits_into_it(
     assert plan.max_sequence_tokens == longest
 
 
-def test_given_layers_are_used_as_they_are() -> None:
+def test_given_layers_are_used_unchanged() -> None:
     plan = make_plan(
         llama_8b(),
         DType.BF16,

@@ -18,12 +18,12 @@ def test_the_defaults_are_valid() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
-def test_a_wait_that_is_not_positive_and_finite_is_refused_by_name(name: str, value: float) -> None:
+def test_a_wait_that_is_not_positive_and_finite_is_rejected_by_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value}"):
         RecoveryPolicy(**{name: value})
 
 
-def test_a_lease_shorter_than_two_heartbeats_is_refused_with_both() -> None:
+def test_a_lease_shorter_than_two_heartbeats_is_rejected_with_both() -> None:
     RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=1.0)
     with pytest.raises(ValueError, match=r"lease of 0\.9 s is less than two heartbeats of 0\.5 s"):
         RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=0.9)

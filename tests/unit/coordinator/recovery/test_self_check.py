@@ -615,7 +615,7 @@ class Running:
         return verdict
 
 
-async def test_the_last_verdict_is_told_with_its_time() -> None:
+async def test_the_last_verdict_is_reported_with_its_time() -> None:
     running = Running()
     assert running.check.verdict.text == "not run yet"
     verdict = await running.run()
@@ -624,7 +624,7 @@ async def test_the_last_verdict_is_told_with_its_time() -> None:
     assert running.references.confirmed == 1
 
 
-async def test_an_answer_that_does_not_come_ends_the_check() -> None:
+async def test_a_missing_result_ends_the_check() -> None:
     running = Running()
     running.results.pop()
     with pytest.raises(TimeoutError):
@@ -670,7 +670,7 @@ async def test_a_check_is_due_after_the_interval(monkeypatch: pytest.MonkeyPatch
     assert not off.check.is_due()
 
 
-async def test_a_check_is_due_when_its_reference_has_come() -> None:
+async def test_a_check_is_due_when_its_reference_is_available() -> None:
     running = Running()
     running.references.known = None
     assert (await running.run()).outcome is CheckOutcome.FINITE_ONLY
@@ -709,7 +709,7 @@ def config(**settings: Any) -> CoordinatorConfig:
         ({"mock_model": "layers=4"}, False),
     ],
 )
-def test_every_model_with_weights_is_checked_unless_told(settings: dict[str, Any], expected: bool) -> None:
+def test_every_model_with_weights_is_checked_by_default(settings: dict[str, Any], expected: bool) -> None:
     assert config(**settings).wants_self_check is expected
 
 
@@ -719,6 +719,6 @@ def test_a_mock_model_cannot_be_checked() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [-1.0, math.inf, math.nan])
-def test_an_impossible_interval_is_refused(interval_s: float) -> None:
+def test_an_impossible_interval_is_rejected(interval_s: float) -> None:
     with pytest.raises(ValueError, match="self_check_interval_s is"):
         config(self_check_interval_s=interval_s)

@@ -65,7 +65,7 @@ def feed(log: KvCacheManager) -> Iterator[KvEventPublisher]:
     assert len(feed._subscriptions) == 0
 
 
-async def test_a_snapshot_has_what_is_cached_and_the_changes_go_on_from_there(
+async def test_a_snapshot_has_the_cached_blocks_and_changes_continue_from_it(
     log: KvCacheManager, feed: KvEventPublisher
 ) -> None:
     serve(log, (1, 2, 3, 4))
@@ -90,7 +90,7 @@ async def test_a_snapshot_has_what_is_cached_and_the_changes_go_on_from_there(
     subscription.close()
 
 
-async def test_an_epoch_that_ends_or_begins_clears_and_ids_go_on(
+async def test_a_new_epoch_clears_the_cache_and_continues_the_ids(
     log: KvCacheManager, feed: KvEventPublisher
 ) -> None:
     serve(log, (1, 2))
@@ -137,7 +137,7 @@ async def test_the_end_of_the_coordinator_ends_every_subscription(feed: KvEventP
         await read(subscription, 1)
 
 
-def test_blocks_of_a_salt_are_told_with_their_own_hashes(log: KvCacheManager) -> None:
+def test_blocks_of_a_salt_are_announced_with_their_own_hashes(log: KvCacheManager) -> None:
     serve(log, (1, 2), cache_salt="tenant")
     (block,) = log.cached_blocks()
     assert block.block_hash == block_hash([1, 2], salt_of("tenant")) != block_hash([1, 2])
@@ -169,7 +169,7 @@ def test_private_blocks_after_a_collision_are_not_announced(
     assert (log.num_inactive, log.num_free) == (1, 2)
 
 
-async def test_a_large_snapshot_comes_in_parts_and_an_empty_one_in_one(
+async def test_a_large_snapshot_is_sent_in_parts_and_an_empty_one_in_one(
     log: KvCacheManager, feed: KvEventPublisher
 ) -> None:
     subscription = feed.subscribe()
@@ -220,7 +220,7 @@ async def test_token_ids_are_sent_on_request(log: KvCacheManager, feed: KvEventP
     subscription.close()
 
 
-async def test_a_snapshot_with_token_ids_comes_in_parts_of_bounded_size(feed: KvEventPublisher) -> None:
+async def test_a_snapshot_with_token_ids_is_sent_in_parts_of_bounded_size(feed: KvEventPublisher) -> None:
     block_size = TOKENS_PER_MESSAGE // 4
     large = [CachedBlock(index, index, None, pack_tokens([2**32 - 1] * block_size)) for index in range(5)]
     feed.begin_epoch(5, block_size=block_size, cached_blocks=lambda: large)

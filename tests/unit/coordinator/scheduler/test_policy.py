@@ -81,7 +81,7 @@ def test_steps_that_cost_the_same_at_any_size_are_as_many_as_stages(num_stages: 
     assert policy.steps_in_flight(load_of(48)) == num_stages
 
 
-def test_steps_that_are_full_anyway_are_one_more_so_that_no_stage_waits_for_a_transfer() -> None:
+def test_full_steps_are_one_more_than_stages_to_hide_transfers() -> None:
     policy = policy_of(Stages(slowness=(1.0, 1.0), transfer_us=2_000), max_step_sequences=4)
     assert policy.steps_in_flight(load_of(64)) == 3
 
@@ -151,9 +151,7 @@ def test_chunks_stay_full_where_the_context_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "num_tokens"), [(2, 2048), (4, 2048), (4, 8192), (8, 20_000)])
-def test_a_burst_of_prompts_goes_in_steps_that_bring_it_through_soonest(
-    num_stages: int, num_tokens: int
-) -> None:
+def test_a_burst_of_prompts_is_split_for_the_earliest_completion(num_stages: int, num_tokens: int) -> None:
     stages = Stages(slowness=(1.0,) * num_stages)
     policy = policy_of(stages, max_step_tokens=4096)
 
@@ -231,6 +229,6 @@ def test_chunks_that_cost_nothing_are_full() -> None:
         {"max_step_tokens": 0},
     ],
 )
-def test_impossible_limits_are_refused(values: dict[str, Any]) -> None:
+def test_impossible_limits_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         SchedulerLimits(**{"max_step_tokens": 8, "max_step_sequences": 8, "max_steps_in_flight": 8, **values})

@@ -313,7 +313,7 @@ def test_sequences_that_arrived_together_spread_out_over_the_steps(num_requests:
     model.check_all_ended()
 
 
-def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+def test_decodes_continue_while_a_long_prompt_is_computed() -> None:
     model = model_of(max_step_tokens=8, max_steps_in_flight=2)
     model.submit([1], max_tokens=20)
     model.run_step()
@@ -429,7 +429,7 @@ def test_a_failed_request_has_stage_and_reason(kind: int, error: type[ServingErr
     ],
     ids=["epoch", "step", "too few", "none", "order", "too many", "another sequence", "restart_count"],
 )
-def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
+def test_a_result_that_does_not_fit_is_rejected_and_changes_nothing(
     epoch: int, step_id: int, keys: list[int], restart_count: int
 ) -> None:
     model = model_of()
@@ -458,7 +458,7 @@ def test_a_token_with_unrequested_log_probabilities_is_rejected() -> None:
     assert sequence.generated_tokens == ()
 
 
-def test_a_result_without_a_step_is_refused() -> None:
+def test_a_result_without_a_step_is_rejected() -> None:
     model = model_of()
     with pytest.raises(ResultMismatch, match="expected no result"):
         model.scheduler.complete(StepResult(1, 0, ()), 0.0)
@@ -512,7 +512,7 @@ def test_an_epoch_number_is_used_once() -> None:
         model.scheduler.begin_epoch(1, KvCacheManager(num_blocks=1, block_size=1), model.limits)
 
 
-def test_the_sequences_of_a_step_are_those_it_computes_now() -> None:
+def test_the_sequences_of_a_step_are_its_computed_ones() -> None:
     model = model_of(max_steps_in_flight=2, max_step_tokens=4)
     first, second = model.submit(range(8), max_tokens=2), model.submit([9], max_tokens=2)
     scheduler = model.scheduler
@@ -542,13 +542,13 @@ def test_a_restarted_sequence_is_not_part_of_its_old_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_step_sequences", "max_steps_in_flight"])
-def test_limits_below_one_are_refused(name: str) -> None:
+def test_limits_below_one_are_rejected(name: str) -> None:
     values = {"max_step_tokens": 1, "max_step_sequences": 1, "max_steps_in_flight": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         SchedulerLimits(**values)
 
 
-def test_a_step_that_holds_less_than_a_block_is_refused() -> None:
+def test_a_step_that_holds_less_than_a_block_is_rejected() -> None:
     """A long prompt could never begin."""
     limits = SchedulerLimits(max_step_tokens=3, max_step_sequences=1, max_steps_in_flight=1)
     with pytest.raises(ValueError, match="max_step_tokens 3 is less than one block of 4 tokens"):
@@ -581,7 +581,7 @@ def test_an_epoch_is_lent_only_while_idle() -> None:
     assert model.scheduler.lend_epoch() is None, "it is lent already"
 
 
-def test_requests_wait_while_an_epoch_is_lent_and_steps_go_on_after_it() -> None:
+def test_requests_wait_while_an_epoch_is_lent_and_run_after_it() -> None:
     model = model_of()
     lent = model.scheduler.lend_epoch()
     assert lent is not None

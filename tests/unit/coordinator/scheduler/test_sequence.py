@@ -202,7 +202,7 @@ def prefill(sequence: Sequence) -> None:
         ((1,), -1, "must not be negative, got -1"),
     ],
 )
-def test_a_sequence_without_prompt_or_with_less_than_no_tokens_is_refused(
+def test_a_sequence_without_prompt_or_with_less_than_no_tokens_is_rejected(
     prompt: tuple[int, ...], max_tokens: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):

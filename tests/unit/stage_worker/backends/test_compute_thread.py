@@ -89,7 +89,7 @@ async def test_work_cancelled_while_queued_is_skipped(compute: ComputeThread) ->
     assert ran == ["held", "following"]
 
 
-async def test_a_busy_thread_is_told_apart_from_one_that_has_ended() -> None:
+async def test_a_busy_thread_differs_from_an_ended_one() -> None:
     thread, gate, entered = ComputeThread(), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -42,7 +42,7 @@ def test_a_step_begins_after_its_arrival_and_the_previous_end(
         ended_s = expected + work_s
 
 
-def test_steps_that_wait_take_no_longer_however_late_they_are_asked_for() -> None:
+def test_waiting_steps_take_no_longer_when_polled_late() -> None:
     clock = DeadlineClock()
     ends = [clock.serve(arrived_s, 0.02)[1] for arrived_s in (0.0, 0.0201, 0.0407, 0.0555)]
     assert ends == pytest.approx([0.02, 0.0401, 0.0607, 0.0807])
@@ -169,7 +169,7 @@ async def test_a_step_that_came_while_another_was_computed_begins_when_that_ends
     assert second.ended_s == first.ended_s + SHORT.step
 
 
-async def test_busy_time_is_what_steps_take_and_idle_time_is_not(bench: Bench) -> None:
+async def test_busy_time_counts_steps_only(bench: Bench) -> None:
     came_s = time.monotonic()
     async with asyncio.timeout(DEADLINE_S):
         for number in range(3):
@@ -190,7 +190,7 @@ async def test_a_step_without_slices_is_done_at_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("bench", [LONG], indirect=True)
-async def test_a_fault_comes_through_the_future_and_does_not_wait(bench: Bench) -> None:
+async def test_a_fault_is_set_on_the_future_at_once(bench: Bench) -> None:
     done = bench.submit(replace(bench.log.step(), step_id=5))
     with pytest.raises(StepFault) as fault:
         await done

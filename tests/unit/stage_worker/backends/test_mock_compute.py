@@ -131,7 +131,7 @@ def test_tokens_are_known_and_never_end_a_sequence() -> None:
     assert mock_token(5, 9, vocab_size=20) == mock_token(5, 9, vocab_size=20)
 
 
-def test_a_vocabulary_of_nothing_but_ends_is_refused() -> None:
+def test_a_vocabulary_of_nothing_but_ends_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 tokens"):
         mock_token(0, 0, vocab_size=2, eos_token_ids=(0, 1))
 
@@ -145,7 +145,7 @@ def test_first_produces_zeros_and_middle_forwards_its_input() -> None:
     assert MockCompute(MIDDLE).compute(frame_of(part, hidden=came), []) is came
 
 
-def test_last_answers_what_is_sampled_with_known_tokens() -> None:
+def test_last_answers_sampled_slices_with_known_tokens() -> None:
     unfinished = StepSlice(key_of(0), 0, (1, 2), Prefill(0, 2, 4))
     finished = StepSlice(key_of(1), 3, (4, 5), Prefill(6, 2, 8))
     decoded = StepSlice(key_of(2), 1, (9,), Decode(11))

@@ -44,7 +44,7 @@ def test_tokens_are_in_the_vocabulary_and_never_end(data: st.DataObject) -> None
     assert following == mock_token(token, position, vocab_size=vocab_size, eos_token_ids=tuple(eos))
 
 
-def test_what_follows_depends_on_the_token_and_on_its_position() -> None:
+def test_the_next_token_depends_on_the_token_and_its_position() -> None:
     tokens = [mock_token(token, 5, vocab_size=1000) for token in range(50)]
     positions = [mock_token(5, position, vocab_size=1000) for position in range(50)]
     assert len(set(tokens)) == len(set(positions)) == 50
@@ -174,7 +174,7 @@ def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
 
 
 @pytest.mark.parametrize(("hidden_size", "vocab_size"), [(0, 50), (6, 0), (0, 0)])
-def test_a_model_whose_sizes_are_not_told_is_refused(hidden_size: int, vocab_size: int) -> None:
+def test_a_model_whose_sizes_are_not_told_is_rejected(hidden_size: int, vocab_size: int) -> None:
     shape = ModelShape(hidden_size=hidden_size, vocab_size=vocab_size)
     with pytest.raises(ValueError, match=f"got {hidden_size} and {vocab_size}"):
         MockCompute(mock_assignment(stage=0, model_shape=shape))

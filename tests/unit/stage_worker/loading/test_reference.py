@@ -124,7 +124,7 @@ def check_against(directory: Path, dtype: DType, reference: Reference) -> None:
     assert reference.logit_spread == pytest.approx(spread, rel=1e-4)
 
 
-def test_projections_are_those_of_the_contract() -> None:
+def test_projections_equal_those_of_the_contract() -> None:
     """The bits of a hash, recomputed from its definition."""
 
     def hashed(value: int) -> int:
@@ -191,7 +191,7 @@ def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.M
     assert max(sizes) == 64 * 7
 
 
-def test_memory_is_bounded_and_refused_with_the_numbers(llama: Path) -> None:
+def test_memory_is_bounded_and_rejected_with_the_numbers(llama: Path) -> None:
     needed = StreamedModel.memory_bytes(Checkpoint.open(llama), DType.F32, [len(text) for text in TEXTS])
     assert reference_of(llama, free_bytes=needed).texts
     with pytest.raises(Overloaded, match=f"needs {needed} bytes of memory, {needed - 1} are free"):
@@ -205,7 +205,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path, llama: Path) -> No
     assert len(sizes) == 1
 
 
-def test_another_checkpoint_is_refused(llama: Path) -> None:
+def test_another_checkpoint_is_rejected(llama: Path) -> None:
     with pytest.raises(HandshakeMismatch, match=r"it has the fingerprint [0-9a-f-]+, expected 0123: copy"):
         reference_of(llama, fingerprint="0123")
 
@@ -215,7 +215,7 @@ def test_a_missing_checkpoint_is_rejected(tmp_path: Path) -> None:
         reference_of(tmp_path / "nothing", fingerprint="0123")
 
 
-def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_weights_that_the_dtype_cannot_hold_are_rejected(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "wide", "llama", num_layers=1)
     weights = load_file(directory / "model.safetensors")
     weights["model.norm.weight"][3] = 1e5
@@ -232,7 +232,7 @@ def test_non_finite_logits_give_no_reference(llama: Path, monkeypatch: pytest.Mo
         reference_of(llama)
 
 
-def test_a_token_outside_the_vocabulary_is_refused(llama: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_rejected(llama: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"token 128 is outside the vocabulary \[0, 128\)"):
         reference_of(llama, texts=((1,), (5, 128)))
 

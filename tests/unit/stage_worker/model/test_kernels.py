@@ -109,7 +109,7 @@ def test_every_choice_is_as_near_to_float32_as_bfloat16_allows(
     assert float(error.square().mean(dim=1).sqrt().max()) < 3 * RMS_ERROR  # no single token is far off
 
 
-def test_a_token_that_is_off_by_one_position_is_far_outside_of_that(
+def test_a_position_off_by_one_exceeds_the_tolerance(
     checkpoints: dict[str, Checkpoint], exact: dict[str, Tensor]
 ) -> None:
     runner = Runner(checkpoints["llama"], DType.BF16, PLAIN)

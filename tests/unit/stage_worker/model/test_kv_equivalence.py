@@ -43,7 +43,7 @@ def test_prefill_and_decode_equal_a_full_forward(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_position_off_by_one_is_far_outside_of_that(family: str, tmp_path: Path) -> None:
+def test_a_position_off_by_one_exceeds_the_tolerance(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, family, **MODELS[family]))
     wrong = prefill_and_decode(checkpoint, shift=1)
     errors = (wrong - full_forward(checkpoint)).abs().amax(dim=1)

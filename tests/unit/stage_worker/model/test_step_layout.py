@@ -114,7 +114,7 @@ def test_nan_of_a_failed_sequence_reaches_neither_batch_mates_nor_later_owners(
     torch.testing.assert_close(reused[0], expected, atol=1e-5, rtol=0)
 
 
-def test_positions_that_no_page_holds_are_refused_with_the_numbers(
+def test_positions_that_no_page_holds_are_rejected_with_the_numbers(
     checkpoint: Checkpoint, windowed: Checkpoint
 ) -> None:
     with pytest.raises(ValueError, match="pages hold positions below 4, the slice ends at 5"):
@@ -168,7 +168,7 @@ def test_sequences_of_different_groups_compute_what_each_does_alone(checkpoint: 
     torch.testing.assert_close(run(stage, pages, [6, 6], slices), torch.cat(alone), atol=1e-5, rtol=0)
 
 
-def test_wrong_hidden_states_and_token_ids_are_refused_with_the_numbers(checkpoint: Checkpoint) -> None:
+def test_wrong_hidden_states_and_token_ids_are_rejected_with_the_numbers(checkpoint: Checkpoint) -> None:
     stage, pages = make_stage(checkpoint), make_pages()
     step = stage.layout([prefill(3, 0)], block_size=BLOCK)
     for wrong in (torch.zeros(2, 64), torch.zeros(3, 63), torch.zeros(3, 64, dtype=torch.bfloat16)):

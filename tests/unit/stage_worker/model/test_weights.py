@@ -90,7 +90,7 @@ def test_a_stage_opens_only_the_files_that_hold_its_tensors(tmp_path: Path) -> N
         make_stage(checkpoint, 1, 2).load(checkpoint)
 
 
-def test_a_file_that_shrank_since_its_header_was_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_shrank_since_its_header_was_read_is_rejected(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=1))
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as stream:
@@ -99,7 +99,7 @@ def test_a_file_that_shrank_since_its_header_was_read_is_refused(tmp_path: Path)
         make_stage(checkpoint, 0, 1).load(checkpoint)
 
 
-def test_a_weight_beyond_the_range_of_float16_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_weight_beyond_the_range_of_float16_is_rejected_by_name(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", num_layers=1)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -111,7 +111,7 @@ def test_a_weight_beyond_the_range_of_float16_is_refused_by_name(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen3", True)])
-def test_weight_bytes_is_what_is_allocated(family: str, tied: bool, tmp_path: Path) -> None:
+def test_weight_bytes_equals_the_allocated_memory(family: str, tied: bool, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, family, num_layers=3, tie_word_embeddings=tied)
     checkpoint = Checkpoint.open(directory)
     for begin, end in [(0, 3), (0, 1), (1, 2), (2, 3)]:

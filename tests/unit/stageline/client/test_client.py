@@ -144,7 +144,7 @@ async def test_values_outside_the_message_range_are_rejected_with_limits(
     assert served.inference.requests == []
 
 
-async def test_a_prompt_too_large_for_a_message_is_refused_with_its_size(served: Served) -> None:
+async def test_a_prompt_too_large_for_a_message_is_rejected_with_its_size(served: Served) -> None:
     with pytest.raises(
         stageline.InvalidRequest, match=r"has 16777\d+ bytes with its prompt, a message has at"
     ):
@@ -152,7 +152,7 @@ async def test_a_prompt_too_large_for_a_message_is_refused_with_its_size(served:
     assert served.inference.requests == []
 
 
-async def test_an_unknown_argument_is_refused(served: Served) -> None:
+async def test_an_unknown_argument_is_rejected(served: Served) -> None:
     with pytest.raises(TypeError, match="temprature"):
         served.client.generate("x", temprature=0.5)  # type: ignore[call-arg]
 
@@ -234,7 +234,7 @@ async def test_a_stream_that_leaves_a_choice_unfinished_is_an_error(served: Serv
             pass
 
 
-async def test_log_probabilities_come_with_their_tokens(served: Served) -> None:
+async def test_log_probabilities_arrive_with_their_tokens(served: Served) -> None:
     outputs = [
         output async for output in served.client.generate("a b", max_tokens=2, logprobs=2, prompt_logprobs=1)
     ]
@@ -369,7 +369,7 @@ async def test_a_closed_client_raises_a_clear_error() -> None:
         await Client("127.0.0.1:1").model()
 
 
-def test_a_wrong_address_is_refused_at_once() -> None:
+def test_a_wrong_address_is_rejected_at_once() -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT"):
         Client("localhost")
 

@@ -74,7 +74,7 @@ async def drive(driver: Driver, plan: Sequence[PlannedRequest]) -> LoadRun:
         return await driver.run(plan)
 
 
-async def test_a_request_that_hangs_holds_up_none_that_is_due_later() -> None:
+async def test_a_hanging_request_does_not_delay_later_ones() -> None:
     cluster = FakeCluster()
     cluster.release(1, 2)
     driver = Driver(cluster.prepare)

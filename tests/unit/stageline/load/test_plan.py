@@ -92,7 +92,7 @@ def test_token_ids_are_all_of_the_vocabulary() -> None:
     assert seen == set(range(7))
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_a_plan_that_does_not_fit_is_rejected_with_the_numbers() -> None:
     plan = make_plan(SPEC)
     longest = max(request.num_tokens for request in plan)
     check_fits(plan, longest)
@@ -184,7 +184,7 @@ def test_an_invalid_burstiness_is_rejected(burstiness: float) -> None:
         Arrivals(rate_per_s=1, burstiness=burstiness)
 
 
-def test_a_duration_with_endlessly_many_requests_is_refused() -> None:
+def test_a_duration_with_endlessly_many_requests_is_rejected() -> None:
     with pytest.raises(ValueError, match="needs a number of requests"):
         Arrivals(rate_per_s=math.inf).within(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="more than 1000000 requests"):
@@ -255,6 +255,6 @@ def test_an_empty_range_is_rejected_with_its_numbers(text: str) -> None:
         parse_lengths(text)
 
 
-def test_a_mean_below_a_token_is_refused() -> None:
+def test_a_mean_below_a_token_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"mean of 0.5 tokens"):
         parse_lengths("lognormal:0.5,1")

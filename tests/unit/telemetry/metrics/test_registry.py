@@ -75,7 +75,7 @@ def test_excess_series_are_merged_and_counted() -> None:
     assert values_of(snapshot, definitions.SERIES_OVERFLOWS) == {(): 3}
 
 
-def test_labels_that_are_not_defined_are_refused() -> None:
+def test_labels_that_are_not_defined_are_rejected() -> None:
     family = Registry(start_ns=START_NS).number(metric(Kind.COUNTER, STATE))
     with pytest.raises(ValueError, match=r"'c' is no state of stageline\.test"):
         family.of("c")

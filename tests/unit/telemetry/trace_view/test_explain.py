@@ -87,7 +87,7 @@ def test_a_slow_hop_is_named() -> None:
     )
 
 
-def test_the_way_back_to_the_coordinator_is_named() -> None:
+def test_the_link_back_to_the_coordinator_is_named() -> None:
     assert explain(decoded(Times(0.2), Times(0.2, hop=0.1), result=0.5).trace()) == (
         "1.00 s: 50 % in transit from the last stage back to the coordinator; 10 % in transit between "
         "stages; 40 % computing, spread evenly over 2 stages."
@@ -187,7 +187,7 @@ def test_long_prefills_do_not_hide_that_decode_steps_are_missing() -> None:
     assert slow.ratio == pytest.approx(1.0)
 
 
-def test_the_other_stages_are_those_of_one_epoch() -> None:
+def test_other_stages_are_compared_within_one_epoch() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [Times(0.1), Times(0.2)], workers=("a", "b"))
     maker.decode(1.0, 2.0, [Times(0.1), Times(0.2)], workers=("c", "b"), epoch=2)

@@ -91,7 +91,7 @@ def test_attributes_with_several_values_are_left_out() -> None:
     assert span.attributes["flag"] is True
 
 
-def test_a_request_without_its_root_is_refused() -> None:
+def test_a_request_without_its_root_is_rejected() -> None:
     with pytest.raises(ValueError, match="none of 10 spans is the root of request other"):
         request_trace(read_spans(served().spans), "other")
 

@@ -70,11 +70,11 @@ def test_rows_grow_longer_in_the_last_steps() -> None:
     assert [settings.row_length(step) for step in range(4)] == [32, 32, 64, 64]
 
 
-def test_a_batch_of_broken_rows_is_refused() -> None:
+def test_a_batch_of_broken_rows_is_rejected() -> None:
     with pytest.raises(ValueError, match="1000 tokens in rows of 256"):
         TrainingSettings(batch_tokens=1000)
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+def test_heads_that_do_not_divide_the_width_are_rejected() -> None:
     with pytest.raises(ValueError, match="width 100 does not divide into 8 heads"):
         ModelShape(hidden_size=100, num_heads=8)
