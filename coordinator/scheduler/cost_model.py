@@ -199,6 +199,7 @@ class CostModel:
     def __init__(self) -> None:
         self.slowest = StepTimeModel()
         self.total = StepTimeModel()
+        self.num_stages = 1
         self._decode_transfer = RecentMedian()
         self._chunk_transfer = RecentMedian()
 
@@ -207,6 +208,7 @@ class CostModel:
         if cost.is_empty or not stage_times:
             return
         computing = [stage_time.compute_us for stage_time in stage_times]
+        self.num_stages = len(computing)
         self.slowest.observe(cost, max(computing))
         self.total.observe(cost, sum(computing))
         transfer_us = elapsed_us - sum(computing) - sum(stage_time.wait_us for stage_time in stage_times)

@@ -176,7 +176,7 @@ class BatchingPolicy:
         large steps pay their fixed cost less often.
         """
         max_tokens, slowest = self._limits.max_step_tokens, self._cost_model.slowest
-        num_stages = self._limits.min_in_flight
+        num_stages = self._cost_model.num_stages
         base_us, token_us = slowest.decode_us(0), slowest.chunk_us(1, 0)
         if num_stages == 1 or base_us <= 0 or token_us <= 0:
             return max_tokens

@@ -165,6 +165,16 @@ def test_a_burst_of_prompts_is_split_for_the_earliest_completion(num_stages: int
     assert rest == size - size // 2
 
 
+def test_the_chunk_size_does_not_depend_on_a_fixed_number_of_steps() -> None:
+    stages = Stages(slowness=(1.0, 1.0))
+    fixed = pace_of(stages, max_step_tokens=4096, max_steps_in_flight=8, min_steps_in_flight=8)
+    free = pace_of(stages, max_step_tokens=4096)
+    sizes = {
+        policy.chunk_tokens(NO_DECODES, PrefillLoad(8192), start=0, end=10**9) for policy in (fixed, free)
+    }
+    assert len(sizes) == 1
+
+
 def test_a_step_of_prefill_ends_with_a_prompt_where_it_can() -> None:
     policy = policy_of(Stages(), max_step_tokens=4096)
     burst = PrefillLoad(8192)
