@@ -50,7 +50,7 @@ class RetryPolicy:
         """Count a failed call. Returns the pause before the next one: 0 at first, then growing."""
         if self._outage_ends_s is None:
             self._outage_ends_s = now_s + self._outage_s
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1))
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 10))
         self._num_failures += 1
         return 0.0 if self._num_failures == 1 else pause_s
 

@@ -67,6 +67,12 @@ def test_pauses_grow_to_two_seconds_and_reset_after_an_outage() -> None:
     assert patience.fail(0) == 0
 
 
+def test_the_pause_stays_at_two_seconds_however_long_the_outage() -> None:
+    policy = RetryPolicy(outage_s=1e6, timeout_s=None, now_s=0)
+    pauses_s = [policy.fail(0) for _ in range(2000)]
+    assert set(pauses_s[6:]) == {2.0}
+
+
 def test_an_outage_is_counted_from_its_first_failure() -> None:
     patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
     assert patience.time_left_s(1e6) is None
