@@ -24,7 +24,8 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import StepSampling, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import TokenLogprobs
 
 SCORES = TokenLogprobs(12345, -1.2345678806304932, 1, tuple((rank, -1.0 - rank / 7) for rank in range(5)))
 SWEEP_EVERY = 50

@@ -24,7 +24,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from kvcache.pages import KvPages
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 BLOCK_SIZE = 64
 NUM_SEQUENCES = 256

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from stage_worker.sampling import Sampler
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Prefill, SliceError, StartRecord, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Prefill, SliceError, StartRecord, StepSlice
 
 HISTORY_TOKENS = 1000
 VOCAB_SIZES = (32_000, 152_064)

@@ -21,7 +21,8 @@ from coordinator.observability.facts import FactRecorder
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, StageTime, Step, StepResult, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, StageTime, Step, StepResult, StepSlice
 
 NUM_STAGES = 8
 NUM_IN_FLIGHT = 4

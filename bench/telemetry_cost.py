@@ -46,6 +46,7 @@ from telemetry.span_sinks import SpanSink
 from wire.clock import ClusterClock
 from wire.frames import Frame
 from wire.ids import SequenceKey, StageRole, new_request_id
+from wire.sampling import StepSampling
 from wire.steps import (
     Decode,
     Prefill,
@@ -54,7 +55,6 @@ from wire.steps import (
     StartRecord,
     Step,
     StepResult,
-    StepSampling,
     StepSlice,
 )
 from wire.tensors import TensorView

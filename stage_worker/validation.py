@@ -12,7 +12,8 @@ from stage_worker.assignment import Assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import EndRecord, Prefill, StartRecord, Step, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import EndRecord, Prefill, StartRecord, Step, StepSlice
 from wire.tensors import WireDType, can_carry, payload_bytes
 
 

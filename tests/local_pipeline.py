@@ -34,8 +34,9 @@ from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame, FrameAssembler, encode_frame
 from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.reference import decode_states
+from wire.sampling import StepSampling
 from wire.step_codec import encode_step
-from wire.steps import Prefill, Step, StepResult, StepSampling
+from wire.steps import Prefill, Step, StepResult
 from wire.tensors import TensorView
 
 GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

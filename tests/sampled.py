@@ -25,7 +25,8 @@ from transformers import (
 from stage_worker.sampling import Sampler, random_choice
 from stage_worker.sampling.random_choice import Draw
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, SliceError, SliceResult, StartRecord, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, Prefill, SliceError, SliceResult, StartRecord, StepSlice
 
 STAGE = 2
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, regex_to_lark
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import GrammarError, GrammarMatcher, GrammarTokenizer, one_line
 from text.endless import check_lark, check_schema
-from wire.steps import GrammarSpec
+from wire.sampling import GrammarSpec
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 _SINCE = {

@@ -164,9 +164,9 @@ def check_limits(config: object) -> None:
         low, high = setting.flag.min, setting.flag.max
         value = setting.value_in(config)
         if value is not None and low is not None and value < low:
-            raise ValueError(f"{setting.attribute} is {value}, the minimum is {low}")
+            raise ValueError(f"{setting.flag.name} is {value}, the minimum is {low}")
         if value is not None and high is not None and value > high:
-            raise ValueError(f"{setting.attribute} is {value}, the limit is {high}")
+            raise ValueError(f"{setting.flag.name} is {value}, the limit is {high}")
 
 
 def check_positive(name: str, value: float) -> None:

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from checkpoint import DType
 from checkpoint.files import replace_file
 from stageline_rpc.internal.v1 import forward_pb2
-from wire.sampling_codec import decode_logprobs, encode_logprobs
+from wire.step_codec import decode_logprobs, encode_logprobs
 from wire.steps import TokenLogprobs
 from wire.tensors import WireDType
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvcache import Signal
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
+from wire.sampling import StepSampling
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -66,46 +67,6 @@ class StepSlice:
     def is_answered(self) -> bool:
         """The step's result has an entry for this slice."""
         return self.is_sampled or self.is_scored
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarSpec:
-    """Grammar that the generated text must match, in llguidance's serialised form.
-
-    `tokenizer_checksum` is the XXH3-64 of the tokenizer.json with which the coordinator checked it.
-    """
-
-    definition: str
-    tokenizer_checksum: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSampling:
-    """Resolved sampling parameters; the defaults have no effect.
-
-    `min_tokens_hold_back` are tokens not sampled before `min_tokens` generated tokens. `logprobs` is the
-    number of most likely tokens reported beside the sampled one (None: report neither), `prompt_logprobs` the
-    number per position of scored chunks. `encoded` is the encoded message where it was encoded ahead.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
-    min_tokens_hold_back: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int = 0
-    grammar: GrammarSpec | None = None
-    encoded: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey, new_request_id
+from wire.sampling import StepSampling
 from wire.step_codec import decode_result, encode_result, encode_step
-from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
+from wire.steps import SliceResult, StageTime, Step, StepResult
 
 NUM_SEQUENCES = 256
 BLOCK_SIZE = 16

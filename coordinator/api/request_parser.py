@@ -1,10 +1,9 @@
 """Validates a client's message and converts it to a request; errors name field, value and limit."""
 
-import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
@@ -17,14 +16,17 @@ from text.grammars import GrammarKind, UnusableGrammar
 from text.tokenizer import ChatMessage, TextCodec, TokenizerError
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
-from wire.sampling_codec import encoded_ahead
-from wire.steps import GrammarSpec, StepSampling
+from wire.sampling import (
+    BIAS_RANGE,
+    MAX_TOP_LOGPROBS,
+    SAMPLING_NUMBERS,
+    GrammarSpec,
+    Range,
+    SamplingNumber,
+    StepSampling,
+)
+from wire.step_codec import encoded_ahead
 
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_BIAS = 100.0
-MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -78,16 +80,11 @@ def resolve_sampling(
 ) -> ResolvedSampling:
     """`bad_words` and `grammar` are the tokenizer's results for the message. Raises InvalidRequest."""
     stop_token_ids = _stop_token_ids(message, vocabulary)
+    numbers: dict[str, Any] = {number.name: _number(message, number) for number in SAMPLING_NUMBERS}
     sampling = StepSampling(
-        temperature=_within("temperature", message.temperature, 0, MAX_TEMPERATURE),
+        **numbers,
         top_k=_count("top_k", message.top_k, vocabulary.size),
-        top_p=_share("top_p", message.top_p) if message.HasField("top_p") else 1.0,
         seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
-        min_p=_within("min_p", message.min_p, 0, 1),
-        typical_p=_share("typical_p", message.typical_p) if message.HasField("typical_p") else 1.0,
-        repetition_penalty=_repetition_penalty(message),
-        frequency_penalty=_within("frequency_penalty", message.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-        presence_penalty=_within("presence_penalty", message.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(message, vocabulary),
         allowed_token_ids=_allowed_token_ids(message, vocabulary),
         bad_words=_bad_words(message, bad_words, vocabulary),
@@ -155,15 +152,15 @@ def refuse_unmockable(message: inference_pb2.SamplingParameters) -> None:
         )
 
 
-def _within(name: str, value: float, low: float, high: float) -> float:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(f"{name} is {value:g}, must be in [{low:g}, {high:g}]")
-    return value
+def _number(message: inference_pb2.SamplingParameters, number: SamplingNumber) -> float:
+    if not message.HasField(number.name):  # type: ignore[arg-type]
+        return number.default
+    return _within(number.name, getattr(message, number.name), number.range)
 
 
-def _share(name: str, value: float) -> float:
-    if not 0 < value <= 1:
-        raise InvalidRequest(f"{name} is {value:g}, must be in (0, 1]")
+def _within(name: str, value: float, valid: Range) -> float:
+    if value not in valid:
+        raise InvalidRequest(f"{name} is {value:g}, must be in {valid}")
     return value
 
 
@@ -173,19 +170,12 @@ def _count(name: str, value: int, most: int) -> int:
     return value
 
 
-def _repetition_penalty(message: inference_pb2.SamplingParameters) -> float:
-    value = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-    if not 0 < value <= MAX_REPETITION_PENALTY:
-        raise InvalidRequest(f"repetition_penalty is {value:g}, must be in (0, {MAX_REPETITION_PENALTY:g}]")
-    return value
-
-
 def _logit_bias(
     message: inference_pb2.SamplingParameters, vocabulary: Vocabulary
 ) -> tuple[tuple[int, float], ...]:
     _token_ids("logit_bias", message.logit_bias, vocabulary)
     for token, bias in message.logit_bias.items():
-        _within(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        _within(f"logit_bias of token {token}", bias, BIAS_RANGE)
     return tuple(sorted(message.logit_bias.items()))
 
 
@@ -239,7 +229,7 @@ def _num_logprobs(
 ) -> int | None:
     if not message.HasField(name):
         return None
-    return _count(name, getattr(message, name), MAX_LOGPROBS)
+    return _count(name, getattr(message, name), MAX_TOP_LOGPROBS)
 
 
 def _most_prompt_logprobs(message: inference_pb2.SamplingParameters) -> int:

@@ -46,7 +46,7 @@ class MembershipService(join_pb2_grpc.MembershipServiceServicer):
     async def _read(
         self, messages: AsyncIterator[join_pb2.JoinRequest], connection: WorkerConnection
     ) -> None:
-        reason = "it ended its stream"
+        reason = "its stream ended"
         try:
             async for message in messages:
                 if message.WhichOneof("message") == "fault":

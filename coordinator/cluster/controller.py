@@ -241,6 +241,8 @@ class Controller:
     def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
         """Handle a fault report of a worker; ignored unless the worker runs the reported stage."""
         stages = [record.identity for record in self.state.stage_workers]
+        if not stages:
+            return  # The epoch was stopped, usually by the loss that the fault is about.
         is_of_stage = report.stage < len(stages) and stages[report.stage] is connection.identity
         if report.epoch == self.state.epoch and not is_of_stage:
             self._events.foreign_fault(connection.identity.name, report.stage)

@@ -30,7 +30,7 @@ from coordinator.journal.records import (
     encode_tokens,
 )
 from wire.ids import RequestId
-from wire.steps import GrammarSpec
+from wire.sampling import GrammarSpec
 
 PAGE_BYTES = 4096
 PROBE_BYTES = 256 * 1024

@@ -17,7 +17,8 @@ from typing import Any
 
 from coordinator.scheduler.sequence import FinishReason
 from wire.ids import RequestId
-from wire.steps import GrammarSpec, TokenLogprobs
+from wire.sampling import GrammarSpec
+from wire.steps import TokenLogprobs
 
 
 class JournalUnusable(Exception):

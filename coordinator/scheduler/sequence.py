@@ -7,7 +7,8 @@ from typing import NamedTuple
 from kvcache import ActiveSequence
 from wire.errors import InvariantBroken
 from wire.ids import SequenceKey
-from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, StepSlice, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSlice, TokenLogprobs
 
 
 class SequenceState(Enum):

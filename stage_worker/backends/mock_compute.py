@@ -12,7 +12,8 @@ from stage_worker.validation import SliceLayout
 from stageline_rpc.internal.v1 import step_pb2
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import Decode, SliceError, SliceResult, StartRecord, Step, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, SliceError, SliceResult, StartRecord, Step, StepSlice
 from wire.tensors import TensorView, payload_bytes
 
 

@@ -14,8 +14,9 @@ from stage_worker.executor import StepExecutor
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame
 from wire.ids import RequestId, SequenceKey
+from wire.sampling import StepSampling
 from wire.step_codec import encode_step
-from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSampling, StepSlice
+from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
 
 _SAMPLING = (
     StepSampling(temperature=0.0),

@@ -25,7 +25,8 @@ from checkpoint import is_named
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE, GrammarError, GrammarMatcher, GrammarTokenizer
 from wire.ids import SequenceKey
-from wire.steps import GrammarSpec, StartRecord
+from wire.sampling import GrammarSpec
+from wire.steps import StartRecord
 
 MASK_WAIT_S = 1.5
 """Limit of the time that `apply` waits for the masks of all rows of a step.

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wire.steps import StepSampling, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import TokenLogprobs
 
 
 def non_finite_rows(logits: Tensor) -> list[int]:

@@ -1,6 +1,5 @@
 """Samples one token per slice from logits, or scores a prompt."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,48 +22,27 @@ from stage_worker.sampling.logits_processors import (
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
-from wire.steps import Decode, SliceError, SliceResult, StartRecord, StepSampling, StepSlice, TokenLogprobs
-
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_PENALTY = 2.0
-MAX_BIAS = 100.0
-MAX_TOP_LOGPROBS = 20
+from wire.sampling import BIAS_RANGE, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS, StepSampling
+from wire.steps import Decode, SliceError, SliceResult, StartRecord, StepSlice, TokenLogprobs
 
 
 def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
     """Raises ValueError, with name and range, for invalid parameters."""
-    _check_filters(sampling)
-    _check_penalties(sampling)
+    _check_numbers(sampling)
     _check_masks(sampling, vocab_size)
     _check_logprobs(sampling)
 
 
-def _check_filters(sampling: StepSampling) -> None:
-    if not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
-        raise ValueError(f"temperature {sampling.temperature} is not in [0, {MAX_TEMPERATURE:g}]")
+def _check_numbers(sampling: StepSampling) -> None:
+    for number in SAMPLING_NUMBERS:
+        value = getattr(sampling, number.name)
+        if value not in number.range:
+            raise ValueError(f"{number.name} {value} is not in {number.range}")
     if sampling.top_k < 0:
         raise ValueError(f"top_k {sampling.top_k} is negative")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise ValueError(f"top_p {sampling.top_p} is not in (0, 1]")
-    if not 0.0 <= sampling.min_p <= 1.0:
-        raise ValueError(f"min_p {sampling.min_p} is not in [0, 1]")
-    if not 0.0 < sampling.typical_p <= 1.0:
-        raise ValueError(f"typical_p {sampling.typical_p} is not in (0, 1]")
-
-
-def _check_penalties(sampling: StepSampling) -> None:
-    if not 0.0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise ValueError(
-            f"repetition_penalty {sampling.repetition_penalty} is not in (0, {MAX_REPETITION_PENALTY:g}]"
-        )
-    for name in ("frequency_penalty", "presence_penalty"):
-        penalty = getattr(sampling, name)
-        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-            raise ValueError(f"{name} {penalty} is not in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
     for token, bias in sampling.logit_bias:
-        if math.isnan(bias) or abs(bias) > MAX_BIAS:
-            raise ValueError(f"logit_bias {bias} of token {token} is not in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+        if bias not in BIAS_RANGE:
+            raise ValueError(f"logit_bias {bias} of token {token} is not in {BIAS_RANGE}")
     if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
         raise ValueError("logit_bias names a token twice")
 

@@ -8,7 +8,13 @@ from typing import Any
 from stageline.cli import options
 from stageline.cli.options import CommandFailed, report, takes
 from stageline.cli.output import live, show_stream
-from stageline.cli.request_flags import EndingFlags, MaxTokens, SamplingFlags, options_from
+from stageline.cli.request_flags import (
+    SAMPLING_NUMBER_FLAGS,
+    EndingFlags,
+    MaxTokens,
+    SamplingFlags,
+    options_from,
+)
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 from stageline.client.request import ChatMessage
@@ -18,7 +24,7 @@ with contextlib.suppress(ImportError):  # line editing and history for input(), 
     import readline  # noqa: F401
 
 
-@takes(SamplingFlags, EndingFlags)
+@takes(SAMPLING_NUMBER_FLAGS, SamplingFlags, EndingFlags)
 def chat(
     max_tokens: MaxTokens = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,

@@ -11,6 +11,7 @@ from stageline.cli.attach import expire_after, forget, store
 from stageline.cli.options import CommandFailed, takes
 from stageline.cli.output import Report, print_report, show_for, show_stream
 from stageline.cli.request_flags import (
+    SAMPLING_NUMBER_FLAGS,
     EndingFlags,
     FormFlags,
     LifeFlags,
@@ -29,7 +30,7 @@ from wire.exit_codes import ExitCode
 from wire.ids import id_text, new_request_id
 
 
-@takes(SamplingFlags, EndingFlags, FormFlags, OutputFlags, LifeFlags)
+@takes(SAMPLING_NUMBER_FLAGS, SamplingFlags, EndingFlags, FormFlags, OutputFlags, LifeFlags)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to complete.", show_default=False)],
     max_tokens: MaxTokens = 100,

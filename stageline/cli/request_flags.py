@@ -1,5 +1,6 @@
 """Flags of a request and their conversion to `Client.generate` keywords."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 
 from stageline.cli.options import option_parser, parse_non_negative, parse_number
 from stageline.client.request import Detach, GenerateOptions, Priority
+from wire.sampling import SAMPLING_NUMBERS, SamplingNumber
 
 _number = option_parser(parse_number)
 _non_negative = option_parser(parse_non_negative)
@@ -26,51 +28,27 @@ MaxTokens: TypeAlias = Annotated[
 """Each command has its own default."""
 
 
-class SamplingFlags(TypedDict, total=False):
-    """Sampling of the next token."""
+def _number_flag(number: SamplingNumber) -> inspect.Parameter:
+    def parse(text: str) -> float:
+        value = parse_number(text)
+        if value not in number.range:
+            raise ValueError(f"{text!r} is not in {number.range}")
+        return value
 
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            metavar="T",
-            parser=_non_negative,
-            help="Sampling temperature; 0 takes the likeliest token (default: 0).",
-        ),
-    ]
+    text = f"{number.range.help.removesuffix('.')}; in {number.range}."
+    flag = _sampling(metavar=number.range.metavar, parser=option_parser(parse), help=text)
+    hint = Annotated[float | None, flag]
+    return inspect.Parameter(number.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+SAMPLING_NUMBER_FLAGS = tuple(map(_number_flag, SAMPLING_NUMBERS))
+
+
+class SamplingFlags(TypedDict, total=False):
+    """Sampling of the next token, beside `SAMPLING_NUMBER_FLAGS`."""
+
     top_k: Annotated[
         int | None, _sampling(metavar="K", min=0, help="Sample from the K likeliest tokens; 0 disables it.")
-    ]
-    top_p: Annotated[
-        float | None,
-        _sampling(
-            metavar="P", parser=_number, help="Sample from the likeliest tokens with total probability P."
-        ),
-    ]
-    min_p: Annotated[
-        float | None,
-        _sampling(
-            metavar="P", parser=_number, help="Minimum probability of a token, relative to the likeliest."
-        ),
-    ]
-    typical_p: Annotated[
-        float | None,
-        _sampling(
-            metavar="P", parser=_number, help="Sample from the most typical tokens with total probability P."
-        ),
-    ]
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling(metavar="X", parser=_number, help="Penalty on tokens of prompt and output; 1 disables it."),
-    ]
-    frequency_penalty: Annotated[
-        float | None,
-        _sampling(
-            metavar="X", parser=_number, help="Penalty on a token's logit per occurrence in the output."
-        ),
-    ]
-    presence_penalty: Annotated[
-        float | None,
-        _sampling(metavar="X", parser=_number, help="Penalty on a token's logit once it is in the output."),
     ]
     seed: Annotated[
         int | None, _sampling(metavar="N", min=0, help="Random seed; the same seed samples the same tokens.")

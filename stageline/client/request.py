@@ -17,6 +17,7 @@ from stageline.client.errors import InvalidRequest
 from stageline_rpc.v1 import inference_pb2
 from wire.channels import MAX_MESSAGE_BYTES
 from wire.ids import id_text, new_request_id
+from wire.sampling import SAMPLING_NUMBERS
 
 _UINT32 = range(2**32)
 _UINT64 = range(2**64)
@@ -245,7 +246,7 @@ class GenerateOptions(TypedDict, total=False):
     """Omit special tokens from the text (default: True)."""
 
     temperature: float | None
-    """0 (default) is greedy; at most 100."""
+    """0 (default) is greedy; in [0, 100]."""
     top_k: int | None
     """Sample among the k most likely tokens; 0 (default): all."""
     top_p: float | None
@@ -319,8 +320,7 @@ _OF_REQUEST: dict[str, _Encode] = {
     "priority": priority,
 }
 _OF_SAMPLING: dict[str, _Encode] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p"), number),
-    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), number),
+    **{row.name: number for row in SAMPLING_NUMBERS},
     **dict.fromkeys(("top_k", "min_tokens", "logprobs", "prompt_logprobs", "n"), uint32),
     **dict.fromkeys(("ignore_eos", "echo", "skip_special_tokens"), flag),
     "seed": uint64,

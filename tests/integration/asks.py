@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.integration.cluster import Answer, Ask
 from tests.local_pipeline import LocalPipeline, Request
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 VOCAB_SIZE = 128
 

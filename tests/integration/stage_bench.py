@@ -29,7 +29,8 @@ from tests.integration.doubles import (
 )
 from wire.channels import PROTOCOL_VERSION
 from wire.ids import Incarnation, RequestId, SequenceKey, StageRole, new_incarnation, new_request_id
-from wire.steps import Step, StepResult, StepSampling
+from wire.sampling import StepSampling
+from wire.steps import Step, StepResult
 from wire.tensors import DTYPE_TO_MESSAGE, TensorView
 
 BLOCK_SIZE = 4

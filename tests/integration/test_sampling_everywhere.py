@@ -20,7 +20,7 @@ from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.logprob_reference import LogprobReference
 from tests.integration.outputs import Outputs
 from tests.unit.stage_worker.sampling.reference_distribution import Context, distribution
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 LAYERS = {1: (5,), 2: (2, 3), 3: (2, 1, 2), 5: (1, 1, 1, 1, 1)}
 MAX_TOKENS = 32

@@ -7,8 +7,9 @@ from tests.frame_messages import encode_frame
 from tests.integration.scenario import ScriptedLog
 from tests.integration.stage_bench import new_assignment, stage_bench
 from wire.ids import SequenceKey, new_request_id
+from wire.sampling import StepSampling
 from wire.step_codec import encode_step
-from wire.steps import StartRecord, Step, StepSampling
+from wire.steps import StartRecord, Step
 
 NUM_FRAMES = 400
 FRAME_BYTES = 256 * 1024

@@ -310,7 +310,7 @@ class SamplingParameters(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Sampling temperature, at most 100; 0 (the default) is greedy."""
+    """0 (the default) is greedy; in [0, 100]."""
     top_k: _builtins.int
     """Sample among the k most likely tokens; 0 (the default) is all of them."""
     top_p: _builtins.float

@@ -19,6 +19,7 @@ from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignmen
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
+from wire.sampling import StepSampling
 from wire.step_codec import encode_step
 from wire.steps import (
     Prefill,
@@ -27,7 +28,6 @@ from wire.steps import (
     StartRecord,
     Step,
     StepResult,
-    StepSampling,
     StepSlice,
     TokenLogprobs,
 )

@@ -16,7 +16,8 @@ from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from tests.unit.telemetry.recording import ListSink, recorder_into
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, EndRecord, Prefill, StartRecord, Step, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, Step, StepSlice
 from wire.trace_context import format_traceparent, span_context, work_span
 
 REQUEST = span_context(77, 78)

@@ -8,7 +8,8 @@ from stage_worker import validation
 from stage_worker.validation import StageSequences
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSlice
 
 GREEDY = StepSampling(temperature=0.0)
 KEY = SequenceKey(RequestId(bytes(16)), 0)

@@ -20,7 +20,7 @@ from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority,
 from stageline.cli import main
 from stageline.cli.chat import chat
 from stageline.cli.generate import generate
-from stageline.cli.request_flags import EndingFlags, SamplingFlags
+from stageline.cli.request_flags import SAMPLING_NUMBER_FLAGS, EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 from wire.addresses import DEFAULT_ADDRESS
@@ -126,7 +126,8 @@ def test_omitted_flags_are_left_to_the_server(address: str, seen: list[dict[str,
 
 
 def test_chat_has_the_sampling_and_stop_flags() -> None:
-    flags = set(get_type_hints(SamplingFlags)) | set(get_type_hints(EndingFlags))
+    numbers = {flag.name for flag in SAMPLING_NUMBER_FLAGS}
+    flags = numbers | set(get_type_hints(SamplingFlags)) | set(get_type_hints(EndingFlags))
     assert set(inspect.signature(chat).parameters) == flags | {"max_tokens", "coordinator"}
     assert flags < set(inspect.signature(generate).parameters)
 

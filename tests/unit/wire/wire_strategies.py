@@ -11,11 +11,11 @@ from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
+from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import (
     Decode,
     EndRecord,
     FaultReport,
-    GrammarSpec,
     Prefill,
     SequenceSignal,
     SliceError,
@@ -23,7 +23,6 @@ from wire.steps import (
     StartRecord,
     Step,
     StepResult,
-    StepSampling,
     StepSlice,
     TokenLogprobs,
 )
@@ -77,7 +76,7 @@ samplings = st.builds(
     repetition_penalty=F32,
     frequency_penalty=F32,
     presence_penalty=F32,
-    logit_bias=st.lists(st.tuples(U32, F32), max_size=3).map(tuple),
+    logit_bias=st.dictionaries(U32, F32, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
     allowed_token_ids=tokens,
     bad_words=st.lists(tokens, max_size=3).map(tuple),
     min_tokens=U32,

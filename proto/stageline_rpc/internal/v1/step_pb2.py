@@ -23,63 +23,62 @@ _sym_db = _symbol_database.Default()
 
 
 from stageline_rpc.v1 import cluster_pb2 as stageline__rpc_dot_v1_dot_cluster__pb2
+from stageline_rpc.v1 import inference_pb2 as stageline__rpc_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xbb\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x30\n\x06slices\x18\x03 \x03(\x0b\x32 .stageline.internal.v1.StepSlice\x12\x32\n\x06starts\x18\x04 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x06 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12\x35\n\x07\x64\x65\x63odes\x18\x08 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\"\xde\x01\n\tStepSlice\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x31\n\x07prefill\x18\x04 \x01(\x0b\x32\x1e.stageline.internal.v1.PrefillH\x00\x12/\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x1d.stageline.internal.v1.DecodeH\x00\x42\x10\n\x0einference_step\"[\n\x07Prefill\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x11\n\tis_scored\x18\x04 \x01(\x08\"\x1a\n\x06\x44\x65\x63ode\x12\x10\n\x08position\x18\x01 \x01(\r\"p\n\rDecodeColumns\x12\x13\n\x0brequest_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x16\n\x0erestart_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x11\n\tpositions\x18\x05 \x03(\r\"\xd1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\xec\x03\n\x0cStepSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\ttypical_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x34\n\nlogit_bias\x18\n \x03(\x0b\x32 .stageline.internal.v1.LogitBias\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x37\n\tbad_words\x18\x0c \x03(\x0b\x32$.stageline.internal.v1.TokenSequence\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x1c\n\x14min_tokens_hold_back\x18\x0e \x03(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x10 \x01(\r\x12/\n\x07grammar\x18\x11 \x01(\x0b\x32\x1e.stageline.internal.v1.GrammarB\x0b\n\t_logprobs\"(\n\tLogitBias\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\x8e\x02\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"i\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\xb3\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06\"\xab\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x33\n\x07results\x18\x03 \x03(\x0b\x32\".stageline.internal.v1.SliceResult\x12\x13\n\x0bstage_times\x18\x04 \x01(\x0c\x12\x33\n\x06tokens\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.TokenColumns\"\\\n\x0cTokenColumns\x12\x13\n\x0brequest_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x16\n\x0erestart_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"\x9f\x02\n\x0bSliceResult\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0f\n\x05token\x18\x03 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x04 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobsB\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\x1a stageline_rpc/v1/inference.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xbb\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x30\n\x06slices\x18\x03 \x03(\x0b\x32 .stageline.internal.v1.StepSlice\x12\x32\n\x06starts\x18\x04 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x06 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12\x35\n\x07\x64\x65\x63odes\x18\x08 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\"\xde\x01\n\tStepSlice\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x31\n\x07prefill\x18\x04 \x01(\x0b\x32\x1e.stageline.internal.v1.PrefillH\x00\x12/\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x1d.stageline.internal.v1.DecodeH\x00\x42\x10\n\x0einference_step\"[\n\x07Prefill\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x11\n\tis_scored\x18\x04 \x01(\x08\"\x1a\n\x06\x44\x65\x63ode\x12\x10\n\x08position\x18\x01 \x01(\r\"p\n\rDecodeColumns\x12\x13\n\x0brequest_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x16\n\x0erestart_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x11\n\tpositions\x18\x05 \x03(\r\"\xd1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x93\x01\n\x0cStepSampling\x12\x34\n\nparameters\x18\x01 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x1c\n\x14min_tokens_hold_back\x18\x02 \x03(\r\x12/\n\x07grammar\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.Grammar\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\x8e\x02\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"i\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\xb3\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06\"\xab\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x33\n\x07results\x18\x03 \x03(\x0b\x32\".stageline.internal.v1.SliceResult\x12\x13\n\x0bstage_times\x18\x04 \x01(\x0c\x12\x33\n\x06tokens\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.TokenColumns\"\\\n\x0cTokenColumns\x12\x13\n\x0brequest_ids\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x16\n\x0erestart_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"\x9f\x02\n\x0bSliceResult\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0f\n\x05token\x18\x03 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x04 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobsB\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.internal.v1.step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BYTEORDER']._serialized_start=3430
-  _globals['_BYTEORDER']._serialized_end=3499
-  _globals['_STEPFAULTKIND']._serialized_start=3502
-  _globals['_STEPFAULTKIND']._serialized_end=4152
-  _globals['_SEQUENCEKEY']._serialized_start=95
-  _globals['_SEQUENCEKEY']._serialized_end=144
-  _globals['_STEP']._serialized_start=147
-  _globals['_STEP']._serialized_end=462
-  _globals['_STEPSLICE']._serialized_start=465
-  _globals['_STEPSLICE']._serialized_end=687
-  _globals['_PREFILL']._serialized_start=689
-  _globals['_PREFILL']._serialized_end=780
-  _globals['_DECODE']._serialized_start=782
-  _globals['_DECODE']._serialized_end=808
-  _globals['_DECODECOLUMNS']._serialized_start=810
-  _globals['_DECODECOLUMNS']._serialized_end=922
-  _globals['_STARTRECORD']._serialized_start=925
-  _globals['_STARTRECORD']._serialized_end=1134
-  _globals['_STEPSAMPLING']._serialized_start=1137
-  _globals['_STEPSAMPLING']._serialized_end=1629
-  _globals['_LOGITBIAS']._serialized_start=1631
-  _globals['_LOGITBIAS']._serialized_end=1671
-  _globals['_TOKENSEQUENCE']._serialized_start=1673
-  _globals['_TOKENSEQUENCE']._serialized_end=1704
-  _globals['_GRAMMAR']._serialized_start=1706
-  _globals['_GRAMMAR']._serialized_end=1763
-  _globals['_ENDRECORD']._serialized_start=1765
-  _globals['_ENDRECORD']._serialized_end=1853
-  _globals['_SEQUENCESIGNAL']._serialized_start=1856
-  _globals['_SEQUENCESIGNAL']._serialized_end=2126
-  _globals['_BLOCK']._serialized_start=2128
-  _globals['_BLOCK']._serialized_end=2179
-  _globals['_USE']._serialized_start=2181
-  _globals['_USE']._serialized_end=2286
-  _globals['_PROMOTE']._serialized_start=2288
-  _globals['_PROMOTE']._serialized_end=2389
-  _globals['_TENSORHEADER']._serialized_start=2392
-  _globals['_TENSORHEADER']._serialized_end=2571
-  _globals['_STEPRESULT']._serialized_start=2574
-  _globals['_STEPRESULT']._serialized_end=2745
-  _globals['_TOKENCOLUMNS']._serialized_start=2747
-  _globals['_TOKENCOLUMNS']._serialized_end=2839
-  _globals['_SLICERESULT']._serialized_start=2842
-  _globals['_SLICERESULT']._serialized_end=3129
-  _globals['_SLICEERROR']._serialized_start=3132
-  _globals['_SLICEERROR']._serialized_end=3324
-  _globals['_SLICEERROR_KIND']._serialized_start=3232
-  _globals['_SLICEERROR_KIND']._serialized_end=3324
-  _globals['_STEPLOGPROBS']._serialized_start=3326
-  _globals['_STEPLOGPROBS']._serialized_end=3428
+  _globals['_BYTEORDER']._serialized_start=3077
+  _globals['_BYTEORDER']._serialized_end=3146
+  _globals['_STEPFAULTKIND']._serialized_start=3149
+  _globals['_STEPFAULTKIND']._serialized_end=3799
+  _globals['_SEQUENCEKEY']._serialized_start=129
+  _globals['_SEQUENCEKEY']._serialized_end=178
+  _globals['_STEP']._serialized_start=181
+  _globals['_STEP']._serialized_end=496
+  _globals['_STEPSLICE']._serialized_start=499
+  _globals['_STEPSLICE']._serialized_end=721
+  _globals['_PREFILL']._serialized_start=723
+  _globals['_PREFILL']._serialized_end=814
+  _globals['_DECODE']._serialized_start=816
+  _globals['_DECODE']._serialized_end=842
+  _globals['_DECODECOLUMNS']._serialized_start=844
+  _globals['_DECODECOLUMNS']._serialized_end=956
+  _globals['_STARTRECORD']._serialized_start=959
+  _globals['_STARTRECORD']._serialized_end=1168
+  _globals['_STEPSAMPLING']._serialized_start=1171
+  _globals['_STEPSAMPLING']._serialized_end=1318
+  _globals['_TOKENSEQUENCE']._serialized_start=1320
+  _globals['_TOKENSEQUENCE']._serialized_end=1351
+  _globals['_GRAMMAR']._serialized_start=1353
+  _globals['_GRAMMAR']._serialized_end=1410
+  _globals['_ENDRECORD']._serialized_start=1412
+  _globals['_ENDRECORD']._serialized_end=1500
+  _globals['_SEQUENCESIGNAL']._serialized_start=1503
+  _globals['_SEQUENCESIGNAL']._serialized_end=1773
+  _globals['_BLOCK']._serialized_start=1775
+  _globals['_BLOCK']._serialized_end=1826
+  _globals['_USE']._serialized_start=1828
+  _globals['_USE']._serialized_end=1933
+  _globals['_PROMOTE']._serialized_start=1935
+  _globals['_PROMOTE']._serialized_end=2036
+  _globals['_TENSORHEADER']._serialized_start=2039
+  _globals['_TENSORHEADER']._serialized_end=2218
+  _globals['_STEPRESULT']._serialized_start=2221
+  _globals['_STEPRESULT']._serialized_end=2392
+  _globals['_TOKENCOLUMNS']._serialized_start=2394
+  _globals['_TOKENCOLUMNS']._serialized_end=2486
+  _globals['_SLICERESULT']._serialized_start=2489
+  _globals['_SLICERESULT']._serialized_end=2776
+  _globals['_SLICEERROR']._serialized_start=2779
+  _globals['_SLICEERROR']._serialized_end=2971
+  _globals['_SLICEERROR_KIND']._serialized_start=2879
+  _globals['_SLICEERROR_KIND']._serialized_end=2971
+  _globals['_STEPLOGPROBS']._serialized_start=2973
+  _globals['_STEPLOGPROBS']._serialized_end=3075
 # @@protoc_insertion_point(module_scope)

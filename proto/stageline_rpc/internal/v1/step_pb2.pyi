@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stageline_rpc.v1 import cluster_pb2 as _cluster_pb2
+from stageline_rpc.v1 import inference_pb2 as _inference_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -348,108 +349,37 @@ Global___StartRecord: _TypeAlias = StartRecord  # noqa: Y015
 
 @_typing.final
 class StepSampling(_message.Message):
-    """Sampling parameters as resolved by the coordinator; an absent one has no effect."""
+    """Sampling parameters as resolved by the coordinator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    TOP_K_FIELD_NUMBER: _builtins.int
-    TOP_P_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    MIN_P_FIELD_NUMBER: _builtins.int
-    TYPICAL_P_FIELD_NUMBER: _builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
-    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
-    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BAD_WORDS_FIELD_NUMBER: _builtins.int
-    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_HOLD_BACK_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
-    temperature: _builtins.float
-    top_k: _builtins.int
-    top_p: _builtins.float
-    seed: _builtins.int
-    min_p: _builtins.float
-    typical_p: _builtins.float
-    repetition_penalty: _builtins.float
-    frequency_penalty: _builtins.float
-    presence_penalty: _builtins.float
-    min_tokens: _builtins.int
-    """None of `min_tokens_hold_back` is sampled before this number of generated tokens."""
-    logprobs: _builtins.int
-    """Number of most likely tokens returned with the log-probability of each sampled token; absent: none is returned."""
-    prompt_logprobs: _builtins.int
-    """Number of most likely tokens returned with each prompt token, in scored chunks."""
     @_builtins.property
-    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
-    @_builtins.property
-    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Empty: all."""
+    def parameters(self) -> _inference_pb2.SamplingParameters:
+        """All numbers are set, defaults and seed included. Texts, stops, `n` and fields of the output are not."""
 
     @_builtins.property
-    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """Token sequences whose last token is never sampled after the others."""
+    def min_tokens_hold_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """None of these is sampled before `parameters.min_tokens` generated tokens."""
 
-    @_builtins.property
-    def min_tokens_hold_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def grammar(self) -> Global___Grammar: ...
     def __init__(
         self,
         *,
-        temperature: _builtins.float = ...,
-        top_k: _builtins.int = ...,
-        top_p: _builtins.float = ...,
-        seed: _builtins.int = ...,
-        min_p: _builtins.float = ...,
-        typical_p: _builtins.float = ...,
-        repetition_penalty: _builtins.float = ...,
-        frequency_penalty: _builtins.float = ...,
-        presence_penalty: _builtins.float = ...,
-        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
-        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
-        min_tokens: _builtins.int = ...,
+        parameters: _inference_pb2.SamplingParameters | None = ...,
         min_tokens_hold_back: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: _builtins.int | None = ...,
-        prompt_logprobs: _builtins.int = ...,
         grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grammar", b"grammar", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "min_tokens_hold_back", b"min_tokens_hold_back", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
-    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
-
-Global___StepSampling: _TypeAlias = StepSampling  # noqa: Y015
-
-@_typing.final
-class LogitBias(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_FIELD_NUMBER: _builtins.int
-    BIAS_FIELD_NUMBER: _builtins.int
-    token: _builtins.int
-    bias: _builtins.float
-    def __init__(
-        self,
-        *,
-        token: _builtins.int = ...,
-        bias: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "min_tokens_hold_back", b"min_tokens_hold_back", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+Global___StepSampling: _TypeAlias = StepSampling  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):

@@ -51,8 +51,8 @@ from tests.unit.coordinator.api.small_requests import (
 from tests.unit.text.letters_codec import VOCAB_SIZE, letters
 from wire.errors import InvalidRequest
 from wire.ids import id_text, new_request_id
+from wire.sampling import StepSampling
 from wire.status_codec import duration
-from wire.steps import StepSampling
 
 SamplingParameters = inference_pb2.SamplingParameters
 TokenIds = inference_pb2.TokenIds

@@ -16,7 +16,8 @@ from tests.unit.text.letters_codec import LettersCodec, letters
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import TextCodec
 from wire.ids import RequestId, SequenceKey, new_request_id
-from wire.steps import StepSampling, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import TokenLogprobs
 
 AGE_S = 10.0
 MOST_TOKENS = 11

@@ -16,7 +16,8 @@ from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
 from coordinator.scheduler.sequence import FinishReason
 from wire.ids import RequestId, new_request_id
-from wire.steps import GrammarSpec, TokenLogprobs
+from wire.sampling import GrammarSpec
+from wire.steps import TokenLogprobs
 
 IDENTITY = ServedIdentity("f" * 32, "f32")
 

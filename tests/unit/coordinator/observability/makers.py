@@ -8,7 +8,8 @@ from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, Prefill, StageTime, StartRecord, Step, StepResult, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, Prefill, StageTime, StartRecord, Step, StepResult, StepSlice
 
 
 def new_request(*, num_prompt_tokens: int = 4, max_tokens: int = 8, num_choices: int = 1) -> Request:

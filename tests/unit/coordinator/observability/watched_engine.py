@@ -17,7 +17,8 @@ from telemetry.metrics.definitions import Metric
 from telemetry.metrics.registry import Registry
 from tests.metric_points import Buckets, Values, values_of
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
+from wire.sampling import StepSampling
+from wire.steps import SliceResult, StageTime, Step, StepResult
 
 LIMITS = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_steps_in_flight=1)
 

@@ -16,7 +16,8 @@ from coordinator.scheduler.sequence import Sequence as RequestSequence
 from kvcache import KvWindow
 from tests.unit.coordinator.scheduler.stage_replica import StageReplica, kv_entries, kv_entry, sample
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, SliceError, SliceResult, StageTime, Step, StepResult, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, SliceError, SliceResult, StageTime, Step, StepResult, StepSlice
 
 GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

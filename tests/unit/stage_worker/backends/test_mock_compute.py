@@ -16,7 +16,8 @@ from stage_worker.config import WorkerConfig
 from tests.unit.coordinator.scheduler.pipeline_model import key_of
 from wire.frames import Frame
 from wire.ids import StageRole
-from wire.steps import Decode, GrammarSpec, Prefill, SliceError, StartRecord, Step, StepSampling, StepSlice
+from wire.sampling import GrammarSpec, StepSampling
+from wire.steps import Decode, Prefill, SliceError, StartRecord, Step, StepSlice
 from wire.tensors import TensorView
 
 VOCAB_SIZE = 20

@@ -24,8 +24,9 @@ from tests.unit.stage_worker.backends.mock_stages import (
 )
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.sampling import GrammarSpec, StepSampling
 from wire.step_codec import encode_step
-from wire.steps import GrammarSpec, SliceError, StepResult, StepSampling
+from wire.steps import SliceError, StepResult
 from wire.tensors import TensorView
 
 

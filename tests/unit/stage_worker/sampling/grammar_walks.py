@@ -16,7 +16,8 @@ from text.detokenizer import IncrementalDetokenizer
 from text.grammars import GrammarCompiler, GrammarKind
 from text.tokenizer import TextCodec, load_text_codec
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import GrammarSpec, StartRecord, StepSampling
+from wire.sampling import GrammarSpec, StepSampling
+from wire.steps import StartRecord
 
 VOCAB_SIZE = 420
 """Of the model; its head is wider than the vocabularies of the trained tokenizers."""

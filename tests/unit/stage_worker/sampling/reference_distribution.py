@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 Array = NDArray[np.float64]
 Filter = Callable[[Array, "Context"], Array]

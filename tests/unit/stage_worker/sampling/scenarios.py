@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.stage_worker.sampling.reference_distribution import Array, Context, distribution
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 VOCAB = 120
 LARGE_VOCAB = 3000

@@ -9,7 +9,7 @@ from stage_worker.sampling import sampler as sampler_module
 from stage_worker.sampling.random_choice import argmax_rows, row_sums
 from tests.sampled import GENERATED, Row, results_of, tokens_of
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 ROWS = 120
 

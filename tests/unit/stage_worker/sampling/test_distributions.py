@@ -20,7 +20,8 @@ from tests.unit.stage_worker.sampling.scenarios import (
     Scenario,
 )
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSlice
 
 NUM_DRAWS = 4000
 FITS = 1e-4

@@ -30,7 +30,8 @@ from tests.unit.stage_worker.sampling.grammar_walks import (
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
 from text.grammars import GrammarCompiler, GrammarKind
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import GrammarSpec, StartRecord, StepSampling
+from wire.sampling import GrammarSpec, StepSampling
+from wire.steps import StartRecord
 
 KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
 PERSON = {

@@ -13,7 +13,8 @@ import torch
 from stage_worker.sampling import Sampler
 from tests.unit.stage_worker.sampling.draw_statistics import Counts, pairs_p_value
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSampling, StepSlice
+from wire.sampling import StepSampling
+from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSlice
 
 VOCAB = 16
 UNRELATED = 1e-4

@@ -9,7 +9,8 @@ from stage_worker.sampling.logits_processors import top_tokens
 from stageline_rpc.internal.v1 import step_pb2
 from tests.sampled import GENERATED, STAGE, Row, error_of, key, results_of, start_record
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
-from wire.steps import Prefill, SliceResult, StepSampling, StepSlice, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import Prefill, SliceResult, StepSlice, TokenLogprobs
 
 VOCAB = 40
 HIDDEN = 8

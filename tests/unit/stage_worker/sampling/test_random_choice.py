@@ -10,7 +10,7 @@ from stage_worker.sampling import random_choice
 from stage_worker.sampling import random_choice as reach_module
 from stage_worker.sampling.random_choice import Edge, cumulative_cutoff, uniforms
 from tests.sampled import GENERATED, Row, expected_probabilities, frequencies, tokens_of
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 KNOWN = (0.13870941014555427, 0.9234643141878413)
 """Worked out with Python's unbounded integers, not with numpy."""

@@ -8,7 +8,7 @@ from tests.properties import examples
 from tests.sampled import Row, expected_probabilities
 from tests.unit.stage_worker.sampling.reference_distribution import Context, distribution
 from tests.unit.stage_worker.sampling.scenarios import VOCAB, spread_logits
-from wire.steps import StepSampling
+from wire.sampling import StepSampling
 
 
 def floats(low: float, high: float) -> st.SearchStrategy[float]:

@@ -23,7 +23,8 @@ from tests.sampled import (
     tokens_of,
 )
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
-from wire.steps import GrammarSpec, Prefill, SliceResult, StepSampling, StepSlice
+from wire.sampling import GrammarSpec, StepSampling
+from wire.steps import Prefill, SliceResult, StepSlice
 
 HOT = StepSampling(temperature=5.0, seed=17)
 VOCAB = 40

@@ -14,7 +14,8 @@ from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, Inli
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text.grammars import GrammarKind
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, Prefill, SliceError, StartRecord, StepSampling, StepSlice, TokenLogprobs
+from wire.sampling import StepSampling
+from wire.steps import Decode, Prefill, SliceError, StartRecord, StepSlice, TokenLogprobs
 
 PROMPT = (1, 50, 60)
 PHONE = r"[0-9]{3}-[0-9]{4}(ext[0-9])?"
