@@ -1,4 +1,4 @@
-"""Sampling parameters that are encoded ahead are the same parameters."""
+"""Sampling parameters: ranges, defaults, and their encoding."""
 
 import math
 

@@ -167,8 +167,8 @@ def test_a_burst_of_prompts_is_split_for_the_earliest_completion(num_stages: int
 
 def test_the_chunk_size_does_not_depend_on_a_fixed_number_of_steps() -> None:
     stages = Stages(slowness=(1.0, 1.0))
-    fixed = pace_of(stages, max_step_tokens=4096, max_steps_in_flight=8, min_steps_in_flight=8)
-    free = pace_of(stages, max_step_tokens=4096)
+    fixed = policy_of(stages, max_step_tokens=4096, max_steps_in_flight=8, min_steps_in_flight=8)
+    free = policy_of(stages, max_step_tokens=4096)
     sizes = {
         policy.chunk_tokens(NO_DECODES, PrefillLoad(8192), start=0, end=10**9) for policy in (fixed, free)
     }
