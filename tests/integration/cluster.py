@@ -219,7 +219,7 @@ class Cluster:
     def incarnations(self) -> dict[str, bytes]:
         """Which process each worker is, as the coordinator sees it."""
         records = self.server.controller.state.workers
-        return {each.identity.name: each.identity.incarnation for each in records}
+        return {record.identity.name: record.identity.incarnation for record in records}
 
     async def start_worker(
         self,
@@ -320,13 +320,13 @@ class Cluster:
         def is_fresh(status: cluster_pb2.GetStatusResponse) -> bool:
             # Counted from before the answer came; a heartbeat may be older than it says, never younger.
             silence_ms = (asyncio.get_running_loop().time() - idle_since) * 1000
-            stages = [each for each in status.workers if each.HasField("stage")]
+            stages = [worker for worker in status.workers if worker.HasField("stage")]
             return _is_idle(status) and all(
-                each.heartbeat_age.ToMilliseconds() + 50 < silence_ms for each in stages
+                stage.heartbeat_age.ToMilliseconds() + 50 < silence_ms for stage in stages
             )
 
         status = await self.wait_status(is_fresh)
-        active = {each.name: each.kv.blocks_active for each in status.workers}
+        active = {worker.name: worker.kv.blocks_active for worker in status.workers}
         assert not any(active.values()), f"blocks are still active: {active}"
         kv = self.server.engine.scheduler.kv
         if kv is not None:

@@ -198,7 +198,7 @@ async def abandon(cluster: Cluster, ask: Ask, *, after: int, how: str) -> Stagel
 
 
 def _is_live(cluster: Cluster, ask: Ask) -> bool:
-    return any(each.key.request_id == ask.request_id for each in cluster.server.engine.live_sequences)
+    return any(sequence.key.request_id == ask.request_id for sequence in cluster.server.engine.live_sequences)
 
 
 @pytest.mark.matrix(1)

@@ -133,7 +133,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
     assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
     assert (check.stage, check.deviation > check.allowed > 0, check.at.seconds > 0) == (1, True, True)
     assert "the hidden states of stage 1 (worker w1) differ by" in check.detail
-    suspects = {each.name for each in status.workers if each.state == cluster_pb2.WORKER_STATE_SUSPECT}
+    suspects = {worker.name for worker in status.workers if worker.state == cluster_pb2.WORKER_STATE_SUSPECT}
     assert suspects == {"w1"}
 
 
@@ -325,9 +325,9 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
         cached = cached_names(cluster)
         assert cached < {block.sequence_hash for block in before.snapshot.blocks}, "something was evicted"
         assert len(subscriptions) > 5
-        for each in subscriptions:
-            known = {block.sequence_hash for block in each.snapshot.blocks}
-            for event in (change.event for change in each._pending):
+        for subscription in subscriptions:
+            known = {block.sequence_hash for block in subscription.snapshot.blocks}
+            for event in (change.event for change in subscription._pending):
                 assert isinstance(event, Removed) and known >= set(event.block_hashes)
                 known -= set(event.block_hashes)
             assert known == cached

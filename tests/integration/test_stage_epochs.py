@@ -230,6 +230,6 @@ async def test_epochs_leave_no_tasks_and_no_sessions_behind(assignment: Assignme
             assert (await bench.link.next_heartbeat()).epoch == 0
             gc.collect()
             tasks = [task for task in asyncio.all_tasks() if not task.done()]
-            channels = [each for each in gc.get_objects() if type(each) is grpc.aio.Channel]
+            channels = [channel for channel in gc.get_objects() if type(channel) is grpc.aio.Channel]
             counts.append((len(tasks), len(channels)))
         assert len(set(counts[1:])) == 1, counts

@@ -68,7 +68,7 @@ def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
 
 def is_out(status: cluster_pb2.GetStatusResponse, name: str) -> bool:
     """In quarantine for its weights."""
-    details = (each.detail for each in status.workers if each.name == name)
+    details = (worker.detail for worker in status.workers if worker.name == name)
     return "its weights differ" in next(details, "")
 
 
@@ -124,7 +124,7 @@ async def test_the_source_of_a_reference_is_compared_whatever_its_stage(model: P
         status = await cluster.wait_status(lambda status: is_out(status, "one"))
         await cluster.start_worker("good2")
         status = await cluster.wait_status(is_compared)
-        assert {each.name for each in status.workers if each.HasField("stage")} == {"good", "good2"}
+        assert {worker.name for worker in status.workers if worker.HasField("stage")} == {"good", "good2"}
 
 
 async def test_a_reference_that_failed_a_plan_goes_with_its_source(

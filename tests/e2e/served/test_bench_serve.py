@@ -31,8 +31,8 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
     assert again.code == 0
     repeated = json.loads((tmp_path / "run.json").read_text())
     what = ("due_s", "prompt_tokens", "output_tokens")
-    assert [[each[name] for name in what] for each in repeated["requests"]] == [
-        [each[name] for name in what] for each in facts["requests"]
+    assert [[record[name] for name in what] for record in repeated["requests"]] == [
+        [record[name] for name in what] for record in facts["requests"]
     ]
 
     late = await run_stageline(*line.split(), "--timeout", "0.001", *at)
