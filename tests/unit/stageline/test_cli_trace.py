@@ -221,7 +221,7 @@ def test_texts_of_spans_cannot_control_a_terminal(
 
 
 def test_the_views_draw_texts_as_they_are_and_not_as_markup() -> None:
-    lines = drawn(planted())
+    lines = rendered(planted())
     assert any("[bold][/x]" in line for line in lines)
     line = telemetry_pb2.TraceSummary(
         request_id="[/x]\x1b[1m",
@@ -239,11 +239,11 @@ def test_a_request_that_took_no_time_has_one_mark_on_its_axis() -> None:
     maker = SpanMaker()
     maker.root(0.0)
     maker.queue(0.0, 0.0)
-    [axis] = (line for line in drawn(maker) if "|" in line)
+    [axis] = (line for line in rendered(maker) if "|" in line)
     assert axis.split() == ["|0", "s"]
 
 
-def drawn(maker: SpanMaker, width: int = 80) -> list[str]:
+def rendered(maker: SpanMaker, width: int = 80) -> list[str]:
     """The lines of a waterfall, without colours."""
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
@@ -263,7 +263,7 @@ def test_events_are_distinguishable_without_colours() -> None:
     width = 20 + len("stage 0 worker-0") + 2
     bars = {
         line[:16].strip(): line[17:].rstrip()
-        for line in drawn(maker, width)
+        for line in rendered(maker, width)
         if re.match(r"(intake|queue|p|d|recov|stage 0)", line)
     }
     assert bars == {
@@ -282,7 +282,7 @@ def test_a_picture_fits_its_width(width: int) -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [Times(0.1)] * 3, workers=["worker-with-a-name-that-goes-on"] * 3)
     maker.root(1.0)
-    lines = drawn(maker, width)
+    lines = rendered(maker, width)
     axis = next(line for line in lines if "|0 s" in line)
     assert axis.endswith("1.00 s|")
     assert len(axis) <= width
@@ -295,7 +295,7 @@ def test_times_on_the_axis_stand_where_they_are() -> None:
     maker = SpanMaker()
     maker.queue(0.0, 6.0)
     maker.root(6.0)
-    axis, bar = (line for line in drawn(maker, 67) if "|" in line or line.startswith("queue"))
+    axis, bar = (line for line in rendered(maker, 67) if "|" in line or line.startswith("queue"))
     assert len(bar.rstrip()) == 66
     assert axis.index("|1.20 s") == len("queue ") + 12
     assert axis.index("|2.40 s") == len("queue ") + 24
@@ -304,7 +304,7 @@ def test_times_on_the_axis_stand_where_they_are() -> None:
 def test_a_request_that_no_stage_worked_on_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     maker = SpanMaker(outcome="failed")
     maker.root(0.0, error="it is too long")
-    lines = drawn(maker)
+    lines = rendered(maker)
     assert "Error: it is too long" in lines
     assert "No spans of stages." in lines
     assert lines[-1] == "failed after 0 us: no time was spent."

@@ -99,11 +99,11 @@ def test_live_requests_are_listed_first_as_space_permits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "drawn"),
+    ("share", "rendered"),
     [(0.0, "    "), (0.5, "██  "), (1.0, "████"), (2.0, "████"), (-1.0, "    "), (0.28125, "█▏  ")],
 )
-def test_bars_are_exact_to_an_eighth_of_a_column(share: float, drawn: str) -> None:
-    assert bar(share, 4) == drawn
+def test_bars_are_exact_to_an_eighth_of_a_column(share: float, rendered: str) -> None:
+    assert bar(share, 4) == rendered
 
 
 @pytest.mark.parametrize(

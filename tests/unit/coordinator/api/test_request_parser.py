@@ -62,7 +62,7 @@ MAX_TOKENS = 10
 """Of every request here."""
 
 
-def ask(**sampling: Any) -> inference_pb2.GenerateRequest:
+def request_with(**sampling: Any) -> inference_pb2.GenerateRequest:
     return request_of(1, 0, max_tokens=MAX_TOKENS, sampling=sampling)
 
 
@@ -76,7 +76,7 @@ def words(number: int) -> list[inference_pb2.TokenIds]:
 
 
 def sampling_of(**sampling: Any) -> StepSampling:
-    return accept(ask(**sampling)).sampling
+    return accept(request_with(**sampling)).sampling
 
 
 # Numbers
@@ -115,7 +115,7 @@ IN_RANGE = [
 @pytest.mark.parametrize(("name", "value", "range_text"), OUT_OF_RANGE)
 def test_a_number_out_of_range_is_rejected_by_name(name: str, value: float, range_text: str) -> None:
     shown = f"{value:g}" if isinstance(value, float) else str(value)
-    assert refusal(ask(**{name: value})) == f"{name} is {shown}, must be in {range_text}"
+    assert refusal(request_with(**{name: value})) == f"{name} is {shown}, must be in {range_text}"
 
 
 @pytest.mark.parametrize(("name", "value"), IN_RANGE)
@@ -135,21 +135,21 @@ def test_absent_parameters_have_no_effect_and_a_seed_is_chosen() -> None:
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
 def test_a_token_outside_the_vocabulary_is_rejected(name: str) -> None:
-    text = refusal(ask(**{name: [1, VOCAB_SIZE]}))
+    text = refusal(request_with(**{name: [1, VOCAB_SIZE]}))
     assert text == f"{name} has token id {VOCAB_SIZE}, must be in [0, {VOCAB_SIZE - 1}]"
-    accept(ask(**{name: [0, VOCAB_SIZE - 1]}))
+    accept(request_with(**{name: [0, VOCAB_SIZE - 1]}))
 
 
 @pytest.mark.parametrize("value", [*NOT_FINITE, -100.5, 100.5])
 def test_a_bias_out_of_range_is_rejected_by_its_token(value: float) -> None:
-    text = refusal(ask(logit_bias={3: 1.0, 4: value}))
+    text = refusal(request_with(logit_bias={3: 1.0, 4: value}))
     assert text == f"logit_bias of token 4 is {value:g}, must be in [-100, 100]"
 
 
 def test_biases_reach_the_stages_in_the_order_of_their_tokens() -> None:
     sampling = sampling_of(logit_bias={7: -100.0, VOCAB_SIZE - 1: 100.0, 0: 0.5})
     assert sampling.logit_bias == ((0, 0.5), (7, -100.0), (VOCAB_SIZE - 1, 100.0))
-    text = refusal(ask(logit_bias={VOCAB_SIZE: 1.0}))
+    text = refusal(request_with(logit_bias={VOCAB_SIZE: 1.0}))
     assert text == f"logit_bias has token id {VOCAB_SIZE}, must be in [0, {VOCAB_SIZE - 1}]"
 
 
@@ -169,10 +169,10 @@ def ends_with(request: inference_pb2.GenerateRequest, token: int) -> bool:
 
 
 def test_eos_and_stop_tokens_stop_unless_eos_is_to_be_ignored() -> None:
-    assert [token for token in range(VOCAB_SIZE) if ends_with(ask(), token)] == [*EOS]
-    assert [token for token in range(9) if ends_with(ask(stop_token_ids=[7, 2]), token)] == [2, 5, 7]
-    assert not any(ends_with(ask(ignore_eos=True), token) for token in range(VOCAB_SIZE))
-    ignoring = ask(ignore_eos=True, stop_token_ids=[7, 2])
+    assert [token for token in range(VOCAB_SIZE) if ends_with(request_with(), token)] == [*EOS]
+    assert [token for token in range(9) if ends_with(request_with(stop_token_ids=[7, 2]), token)] == [2, 5, 7]
+    assert not any(ends_with(request_with(ignore_eos=True), token) for token in range(VOCAB_SIZE))
+    ignoring = request_with(ignore_eos=True, stop_token_ids=[7, 2])
     assert [token for token in range(9) if ends_with(ignoring, token)] == [2, 7]
 
 
@@ -192,34 +192,38 @@ def test_bad_words_are_spelled_with_and_without_a_space_before() -> None:
 
 @pytest.mark.parametrize("word", ["", " ", "\n\t"])
 def test_a_bad_word_without_a_character_is_rejected(word: str) -> None:
-    assert "bad_words has an empty word" in refusal(ask(bad_words=["a", word]))
+    assert "bad_words has an empty word" in refusal(request_with(bad_words=["a", word]))
 
 
 def test_bad_words_are_bounded_in_number_and_length() -> None:
-    accept(ask(bad_word_ids=[TokenIds(ids=[0] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS))
-    accept(ask(bad_words=["a" * (MAX_BAD_WORD_TOKENS - 1)] * (MAX_BAD_WORDS // 2)))
+    accept(request_with(bad_word_ids=[TokenIds(ids=[0] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS))
+    accept(request_with(bad_words=["a" * (MAX_BAD_WORD_TOKENS - 1)] * (MAX_BAD_WORDS // 2)))
     one_more = [TokenIds(ids=[0])] * MAX_BAD_WORDS
-    for message in (ask(bad_words=["a"], bad_word_ids=one_more), ask(bad_words=["a"] * (MAX_BAD_WORDS + 1))):
+    for message in (
+        request_with(bad_words=["a"], bad_word_ids=one_more),
+        request_with(bad_words=["a"] * (MAX_BAD_WORDS + 1)),
+    ):
         text = refusal(message)
         assert text == f"bad_words and bad_word_ids have {MAX_BAD_WORDS + 1} entries, at most {MAX_BAD_WORDS}"
     for length in (0, MAX_BAD_WORD_TOKENS + 1):
-        text = refusal(ask(bad_word_ids=[TokenIds(ids=[0] * length)]))
+        text = refusal(request_with(bad_word_ids=[TokenIds(ids=[0] * length)]))
         assert text == f"bad_word_ids has a word of {length} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
     # Includes the space of its second spelling.
-    text = refusal(ask(bad_words=["a" * MAX_BAD_WORD_TOKENS]))
+    text = refusal(request_with(bad_words=["a" * MAX_BAD_WORD_TOKENS]))
     assert text == f"bad_words has a word of {MAX_BAD_WORD_TOKENS + 1} tokens, must be in [1, 64]"
-    text = refusal(ask(bad_words=["a" * (MAX_BAD_WORD_CHARACTERS + 1)]))
+    text = refusal(request_with(bad_words=["a" * (MAX_BAD_WORD_CHARACTERS + 1)]))
     assert text == f"bad_words has a word of {MAX_BAD_WORD_CHARACTERS + 1} characters, must be in [1, 1024]"
-    assert "bad_word_ids has token id 40" in refusal(ask(bad_word_ids=[TokenIds(ids=[VOCAB_SIZE])]))
+    assert "bad_word_ids has token id 40" in refusal(request_with(bad_word_ids=[TokenIds(ids=[VOCAB_SIZE])]))
 
 
 def test_stop_strings_are_bounded_in_number_and_length() -> None:
-    accept(ask(stop=["a" * MAX_STOP_CHARACTERS] * MAX_STOPS))
+    accept(request_with(stop=["a" * MAX_STOP_CHARACTERS] * MAX_STOPS))
     assert (
-        refusal(ask(stop=["a"] * (MAX_STOPS + 1))) == f"stop has {MAX_STOPS + 1} strings, must be in [0, 16]"
+        refusal(request_with(stop=["a"] * (MAX_STOPS + 1)))
+        == f"stop has {MAX_STOPS + 1} strings, must be in [0, 16]"
     )
     for length in (0, MAX_STOP_CHARACTERS + 1):
-        text = refusal(ask(stop=["a", "b" * length]))
+        text = refusal(request_with(stop=["a", "b" * length]))
         assert text == f"stop has a string of {length} characters, must be in [1, {MAX_STOP_CHARACTERS}]"
 
 
@@ -234,7 +238,7 @@ def test_stop_strings_are_bounded_in_number_and_length() -> None:
     ],
 )
 def test_without_a_tokenizer_words_are_rejected(sampling: dict[str, Any], text: str) -> None:
-    assert refusal(ask(**sampling), served_model(has_tokenizer=False)) == text
+    assert refusal(request_with(**sampling), served_model(has_tokenizer=False)) == text
 
 
 # Output
@@ -249,7 +253,7 @@ def generate(buffer: OutputBuffer, tokens: abc.Sequence[int]) -> str:
 
 def text_of(tokens: abc.Sequence[int], **sampling: Any) -> str:
     """The output when these tokens are generated after the prompt "ba"."""
-    return generate(accept_request(ask(**sampling)).choices[0].buffer, tokens)
+    return generate(accept_request(request_with(**sampling)).choices[0].buffer, tokens)
 
 
 def test_the_text_ends_before_a_stop_string_but_not_before_min_tokens() -> None:
@@ -286,7 +290,7 @@ def test_an_echo_begins_with_the_prompt() -> None:
 def test_the_prompt_is_scored_once_for_all_choices(
     sampling: dict[str, Any], scored: bool, for_client: int | None, reported: int
 ) -> None:
-    request = accept_request(ask(n=2, **sampling))
+    request = accept_request(request_with(n=2, **sampling))
     assert [choice.sequence.needs_scoring for choice in request.choices] == [scored, False]
     assert request.num_top_prompt_logprobs == for_client
     assert request.choices[0].sequence.sampling.prompt_logprobs == reported
@@ -311,13 +315,13 @@ def test_every_kind_of_structured_output_is_parsed() -> None:
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structured_output_is_rejected_where_no_grammar_is_served(kind: str) -> None:
-    text = refusal(ask(**{kind: STRUCTURES[kind]}))
+    text = refusal(request_with(**{kind: STRUCTURES[kind]}))
     assert text == f"{kind}: structured output is not served"
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structured_output_with_ignored_eos_is_rejected(kind: str) -> None:
-    text = refusal(ask(ignore_eos=True, **{kind: STRUCTURES[kind]}))
+    text = refusal(request_with(ignore_eos=True, **{kind: STRUCTURES[kind]}))
     assert text == f"ignore_eos with {kind}: structured output ends with an end-of-sequence token"
 
 
@@ -430,8 +434,8 @@ def test_a_request_is_the_same_request_twice() -> None:
 
 def test_bans_and_biases_of_all_choices_together_are_bounded() -> None:
     word = TokenIds(ids=[1] * 64)
-    accept(ask(bad_word_ids=[word] * 512, n=2))
-    text = refusal(ask(bad_word_ids=[word] * 512, n=2, logit_bias={3: 1.0}))
+    accept(request_with(bad_word_ids=[word] * 512, n=2))
+    text = refusal(request_with(bad_word_ids=[word] * 512, n=2, logit_bias={3: 1.0}))
     assert text == (
         "logit_bias and bad_words have 32769 entries and tokens for each of n = 2 choices, 65538 in all; "
         "at most 65536"

@@ -14,7 +14,7 @@ from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.v1 import cluster_pb2
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from tests.unit.coordinator.engine.engine_model import EngineModel
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import ClusterUnavailable
 
 TIMEOUT_S = 30.0
@@ -32,7 +32,7 @@ class Waiting:
         self.availability.begin()
 
     def submit(self) -> Request:
-        request = Wish(prompt=(1, 2, 3), max_tokens=8).request(arrival=0)
+        request = RequestCase(prompt=(1, 2, 3), max_tokens=8).request(arrival=0)
         self.model.submit(request)
         return request
 

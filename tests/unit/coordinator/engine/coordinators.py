@@ -11,7 +11,7 @@ from coordinator.engine.request import Request
 from coordinator.journal.journal import Journal
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed
 from wire.ids import RequestId
 
@@ -26,7 +26,7 @@ class Coordinators:
         self._directory = directory
         self._path = directory / "journal.db"
         self._num = 0
-        self._wishes: dict[RequestId, Wish] = {}
+        self._cases: dict[RequestId, RequestCase] = {}
         self.now_s = 1000.0
         self._begin()
 
@@ -34,9 +34,9 @@ class Coordinators:
         self.model.close()
         self.durability.suspend()
 
-    def submit(self, wish: Wish, *, deadline_s: float | None = None) -> Call:
-        request = wish.request(arrival=len(self._wishes))
-        self._wishes[request.id] = wish
+    def submit(self, case: RequestCase, *, deadline_s: float | None = None) -> Call:
+        request = case.request(arrival=len(self._cases))
+        self._cases[request.id] = case
         accepted = replace(accepted_request(request.id), deadline_at=deadline_s)
         return self.model.submit(request, deadline_s=deadline_s, accepted=accepted)
 
@@ -79,7 +79,7 @@ class Coordinators:
         self.model.now_s = self.now_s
         for arrival, left in enumerate(self.journal.take_requests()):
             request_id = left.accepted.request_id
-            request = self._wishes[request_id].request(arrival=arrival, request_id=request_id)
+            request = self._cases[request_id].request(arrival=arrival, request_id=request_id)
             ended = restore(request, left.progress, left.end)
             request.deadline_s = left.accepted.deadline_at
             if request.keep_s is None:

@@ -6,7 +6,7 @@ from coordinator.engine.output_stream import Output
 from coordinator.engine.request import Request
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
-from tests.unit.coordinator.engine.wishes import Wish, prompt_scores, solo
+from tests.unit.coordinator.engine.request_cases import RequestCase, prompt_scores, solo
 from wire.errors import Superseded
 
 
@@ -17,19 +17,19 @@ class Customer:
     received prompt log-probabilities.
     """
 
-    def __init__(self, wish: Wish, request: Request, call: Call, deadline_s: float | None) -> None:
-        self.wish, self.request, self.call = wish, request, call
+    def __init__(self, case: RequestCase, request: Request, call: Call, deadline_s: float | None) -> None:
+        self.case, self.request, self.call = case, request, call
         self.deadline_s = deadline_s
         self.detached_s = 0.0
         self.end: SequenceState | None = None
         self.ended_s = 0.0
         self.is_kept = False
-        self.expected = [solo(wish, choice) for choice in range(wish.n)]
-        self.num_tokens = [0] * wish.n
-        self.num_characters: list[int | None] = [0] * wish.n
-        self.has_last = [False] * wish.n
+        self.expected = [solo(case, choice) for choice in range(case.n)]
+        self.num_tokens = [0] * case.n
+        self.num_characters: list[int | None] = [0] * case.n
+        self.has_last = [False] * case.n
         self.num_scores = 0
-        self._scores = tuple(prompt_scores(wish.prompt, wish.prompt_logprobs or 0))
+        self._scores = tuple(prompt_scores(case.prompt, case.prompt_logprobs or 0))
         self._stale: list[Call] = []
 
     @property
@@ -40,8 +40,8 @@ class Customer:
     @property
     def expires_s(self) -> float:
         """When its output expires if no reader attaches."""
-        assert self.wish.keep_s is not None
-        return max(self.ended_s, self.detached_s) + self.wish.keep_s
+        assert self.case.keep_s is not None
+        return max(self.ended_s, self.detached_s) + self.case.keep_s
 
     def attach(
         self, model: EngineModel, positions: list[int], num_scores: int | None, deadline_s: float | None
@@ -56,9 +56,9 @@ class Customer:
         for choice, position in enumerate(positions):
             if position < self.num_tokens[choice] or self.has_last[choice]:
                 self.num_characters[choice] = None
-        self.num_tokens, self.has_last = positions, [False] * self.wish.n
+        self.num_tokens, self.has_last = positions, [False] * self.case.n
         if num_scores is None:
-            num_scores = len(self.wish.prompt) if positions[0] else 0
+            num_scores = len(self.case.prompt) if positions[0] else 0
         self.num_scores = num_scores
 
     def read(self, now_s: float) -> bool:
@@ -100,9 +100,9 @@ class Customer:
         assert piece.logprobs == expected.logprobs[start:end]
         self.num_tokens[choice] = end
         self._take_text(choice, piece.text, piece.text_offset)
-        num_echoed = len(self.wish.prompt) if self.wish.echo else 0
-        if choice == 0 and self.wish.prompt_logprobs is not None and end > num_echoed:
-            assert self.num_scores == len(self.wish.prompt), "a generated token before the prompt's scores"
+        num_echoed = len(self.case.prompt) if self.case.echo else 0
+        if choice == 0 and self.case.prompt_logprobs is not None and end > num_echoed:
+            assert self.num_scores == len(self.case.prompt), "a generated token before the prompt's scores"
         if piece.is_last:
             assert not self.has_last[choice]
             assert (end, self.num_characters[choice]) == (len(expected.tokens), len(expected.text))
@@ -115,7 +115,7 @@ class Customer:
         assert text == self.expected[choice].text[offset : offset + len(text)]
 
     def _take_scores(self, output: Output) -> None:
-        assert self.wish.prompt_logprobs is not None
+        assert self.case.prompt_logprobs is not None
         piece = output.piece
         assert (output.choice.index, piece.tokens, piece.text, piece.is_last) == (0, (), "", False)
         start = output.first_prompt_token_index

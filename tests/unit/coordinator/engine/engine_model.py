@@ -20,7 +20,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.buffer_scripts import put_together
-from tests.unit.coordinator.engine.wishes import Wish, solo
+from tests.unit.coordinator.engine.request_cases import RequestCase, solo
 from tests.unit.coordinator.scheduler.stage_replica import StageReplica
 from wire.errors import DeadlinePassed, RequestCancelled, ServingError, StepFaultKind
 from wire.ids import RequestId
@@ -316,12 +316,12 @@ def ended_as(request: Request) -> SequenceState:
     return SequenceState.CANCELLED if was_cancelled else SequenceState.FAILED
 
 
-def check_whole(call: Call, wish: Wish) -> None:
+def check_whole(call: Call, case: RequestCase) -> None:
     """The call has ended with the solo output of each choice."""
     call.read_all()
     assert call.is_over
     assert call.error is None
-    for choice in range(wish.n):
-        outcome = solo(wish, choice)
+    for choice in range(case.n):
+        outcome = solo(case, choice)
         assert (call.tokens(choice), call.text(choice)) == (outcome.tokens, outcome.text)
         assert call.stream.request.choices[choice].buffer.finish_reason is outcome.reason

@@ -12,7 +12,7 @@ from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterE
 from coordinator.engine.request import Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
 from kvcache import ActiveSequence
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import InvalidRequest, Overloaded
 
 
@@ -61,7 +61,7 @@ class House:
         self.admission = Admission(limits, self.registry, self.estimator)
 
     def enter(self, client: str = "client", *, n: int = 1) -> Request:
-        request = Wish(client=client, n=n).request()
+        request = RequestCase(client=client, n=n).request()
         self.registry.add(request)
         return request
 

@@ -15,7 +15,7 @@ from tests.properties import examples
 from tests.unit.coordinator.engine.coordinators import GRACE_S, Coordinators
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import check_whole
-from tests.unit.coordinator.engine.wishes import Wish, wishes
+from tests.unit.coordinator.engine.request_cases import RequestCase, request_cases
 from wire.errors import (
     DeadlinePassed,
     RequestCancelled,
@@ -33,30 +33,30 @@ def coordinators(tmp_path: Path) -> Iterator[Coordinators]:
 
 @settings(max_examples=examples(0.75))
 @given(
-    asked=st.lists(wishes(), min_size=1, max_size=4),
+    cases=st.lists(request_cases(), min_size=1, max_size=4),
     crashes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), min_size=1, max_size=3),
     folds=st.booleans(),
 )
 def test_clients_get_the_output_of_an_undisturbed_run_after_any_crash(
-    asked: list[Wish], crashes: list[tuple[int, int, bool]], folds: bool
+    cases: list[RequestCase], crashes: list[tuple[int, int, bool]], folds: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         if folds:
             patch.setattr(journal_module, "LOG_ROWS", 2)
         world = Coordinators(Path(directory))
         try:
-            _serve_across_crashes(world, asked, crashes)
+            _serve_across_crashes(world, cases, crashes)
         finally:
             world.close()
 
 
 def _serve_across_crashes(
-    world: Coordinators, asked: list[Wish], crashes: list[tuple[int, int, bool]]
+    world: Coordinators, cases: list[RequestCase], crashes: list[tuple[int, int, bool]]
 ) -> None:
     customers = []
-    for wish in asked:
-        call = world.submit(wish)
-        customers.append(Customer(wish, call.stream.request, call, None))
+    for case in cases:
+        call = world.submit(case)
+        customers.append(Customer(case, call.stream.request, call, None))
     for num_steps, num_reads, is_orderly in crashes:
         for _ in range(num_steps):
             world.model.run_step()
@@ -81,19 +81,19 @@ def _serve_across_crashes(
 
 
 def test_unread_output_survives_a_crash(coordinators: Coordinators) -> None:
-    wish = Wish(max_tokens=6, n=2, logprobs=2, prompt_logprobs=1)
-    request_id = coordinators.submit(wish).stream.request.id
+    case = RequestCase(max_tokens=6, n=2, logprobs=2, prompt_logprobs=1)
+    request_id = coordinators.submit(case).stream.request.id
     coordinators.model.run()
     coordinators.crash()
     assert not coordinators.request(request_id).is_live
-    check_whole(coordinators.model.attach(request_id), wish)
+    check_whole(coordinators.model.attach(request_id), case)
 
 
 def test_a_finished_request_is_kept_for_reattaching_and_then_forgotten(
     coordinators: Coordinators,
 ) -> None:
-    read = coordinators.submit(Wish(max_tokens=2)).stream.request.id
-    unread = coordinators.submit(Wish(max_tokens=2)).stream.request.id
+    read = coordinators.submit(RequestCase(max_tokens=2)).stream.request.id
+    unread = coordinators.submit(RequestCase(max_tokens=2)).stream.request.id
     coordinators.model.run()
     coordinators.crash()
     coordinators.model.attach(read).read_all()
@@ -110,7 +110,7 @@ def test_a_finished_request_is_kept_for_reattaching_and_then_forgotten(
 def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
     coordinators: Coordinators,
 ) -> None:
-    call = coordinators.submit(Wish(max_tokens=2))
+    call = coordinators.submit(RequestCase(max_tokens=2))
     coordinators.model.run()
     call.read_all()
     coordinators.pass_time(GRACE_S - 1)
@@ -122,7 +122,7 @@ def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
 def test_a_request_whose_client_does_not_reattach_is_cancelled(
     coordinators: Coordinators,
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=9)).stream.request.id
     coordinators.crash()
     coordinators.pass_time(GRACE_S - 1)
     request = coordinators.request(request_id)
@@ -136,7 +136,7 @@ def test_a_request_whose_client_does_not_reattach_is_cancelled(
 
 
 def test_a_disconnect_after_reattaching_cancels(coordinators: Coordinators) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=9)).stream.request.id
     coordinators.crash()
     coordinators.model.attach(request_id).close()
     coordinators.pass_time(0)
@@ -148,7 +148,7 @@ def test_a_disconnect_after_reattaching_cancels(coordinators: Coordinators) -> N
 
 
 def test_a_detached_request_is_kept_for_the_requested_time(coordinators: Coordinators) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=3, keep_s=500.0)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=3, keep_s=500.0)).stream.request.id
     coordinators.crash()
     coordinators.model.run()
     coordinators.pass_time(GRACE_S + 1)
@@ -162,7 +162,7 @@ def test_a_detached_request_is_kept_for_the_requested_time(coordinators: Coordin
 
 @pytest.mark.parametrize("keep_s", [None, 500.0])
 def test_a_cancelled_request_stays_cancelled(coordinators: Coordinators, keep_s: float | None) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=keep_s)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=9, keep_s=keep_s)).stream.request.id
     coordinators.model.run_step()
     coordinators.model.engine.cancel(request_id)
     coordinators.crash()
@@ -178,7 +178,7 @@ def test_the_deadline_of_the_last_call_applies_after_a_restart(
     coordinators: Coordinators,
 ) -> None:
     late, early = (
-        coordinators.submit(Wish(max_tokens=9, keep_s=5.0), deadline_s=1010.0).stream.request.id
+        coordinators.submit(RequestCase(max_tokens=9, keep_s=5.0), deadline_s=1010.0).stream.request.id
         for _ in range(2)
     )
     coordinators.model.attach(late, deadline_s=1100.0)
@@ -189,7 +189,9 @@ def test_the_deadline_of_the_last_call_applies_after_a_restart(
 
 
 def test_the_queue_order_survives_a_restart(coordinators: Coordinators) -> None:
-    ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).stream.request.id for _ in range(12)]
+    ids = [
+        coordinators.submit(RequestCase(prompt=(1,) * 9, max_tokens=9)).stream.request.id for _ in range(12)
+    ]
     coordinators.model.run_step()
     coordinators.crash()
     assert [request.id for request in coordinators.model.engine.registry.live] == ids
@@ -200,10 +202,10 @@ def test_the_queue_order_survives_a_restart(coordinators: Coordinators) -> None:
 def test_a_restart_is_counted_and_cached_tokens_are_kept(
     coordinators: Coordinators,
 ) -> None:
-    wish = Wish(prompt=(1,) * 9, max_tokens=9)
-    coordinators.submit(wish)
+    case = RequestCase(prompt=(1,) * 9, max_tokens=9)
+    coordinators.submit(case)
     coordinators.model.run()
-    request_id = coordinators.submit(wish).stream.request.id
+    request_id = coordinators.submit(case).stream.request.id
     coordinators.model.run_step()
     coordinators.model.run_step()
     before = coordinators.request(request_id).choices[0].sequence
@@ -219,8 +221,8 @@ def test_a_restart_is_counted_and_cached_tokens_are_kept(
 
 
 def test_readers_get_a_reattach_hint_when_the_coordinator_stops(coordinators: Coordinators) -> None:
-    wish = Wish(max_tokens=9)
-    call = coordinators.submit(wish)
+    case = RequestCase(max_tokens=9)
+    call = coordinators.submit(case)
     for _ in range(3):
         coordinators.model.run_step()
     engine = coordinators.model.engine
@@ -231,4 +233,4 @@ def test_readers_get_a_reattach_hint_when_the_coordinator_stops(coordinators: Co
     with pytest.raises(RequestSuspended):
         coordinators.model.attach(call.stream.request.id)
     with pytest.raises(RequestSuspended):
-        coordinators.submit(Wish())
+        coordinators.submit(RequestCase())

@@ -12,19 +12,19 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel, check_whole, ended_as
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import RequestPoisoned, StepFailed, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Step
 
 
-def wish_of(number: int, *, n: int = 1) -> Wish:
+def case_of(number: int, *, n: int = 1) -> RequestCase:
     """Some differ in length and begin alike."""
-    return Wish(prompt=(number % 3,) * (3 + number % 7), max_tokens=4 + number % 5, n=n)
+    return RequestCase(prompt=(number % 3,) * (3 + number % 7), max_tokens=4 + number % 5, n=n)
 
 
-def submit_all(model: EngineModel, wishes: list[Wish]) -> tuple[list[Request], list[Call]]:
-    requests = [wish.request(arrival=arrival) for arrival, wish in enumerate(wishes)]
+def submit_all(model: EngineModel, cases: list[RequestCase]) -> tuple[list[Request], list[Call]]:
+    requests = [case.request(arrival=arrival) for arrival, case in enumerate(cases)]
     return requests, [model.submit(request) for request in requests]
 
 
@@ -73,17 +73,17 @@ def test_of_sixteen_requests_only_the_one_that_kills_workers_fails(
 ) -> None:
     """The first crash is in a mixed step, the second in a group of suspects."""
     model = new_model(num_stages=num_stages)
-    wishes = [wish_of(number) for number in range(16)]
-    requests, calls = submit_all(model, wishes)
+    cases = [case_of(number) for number in range(16)]
+    requests, calls = submit_all(model, cases)
     bad = requests[poisonous]
     num_deaths = run_to(model, killing(bad.id), most_deaths=most_deaths)
     assert num_deaths == most_deaths
     assert isinstance(bad.error, RequestPoisoned)
     assert str(bad.error) == ("2 workers were lost while this request alone ran; the last: worker b is lost")
     assert ended_as(bad) is SequenceState.FAILED
-    for number, (call, wish) in enumerate(zip(calls, wishes, strict=True)):
+    for number, (call, case) in enumerate(zip(calls, cases, strict=True)):
         if number != poisonous:
-            check_whole(call, wish)
+            check_whole(call, case)
     assert model.totals == (15, 0, 1)
     model.check_idle()
 
@@ -91,8 +91,8 @@ def test_of_sixteen_requests_only_the_one_that_kills_workers_fails(
 def test_a_request_with_choices_that_kills_late_fails_alone(new_model: NewModel) -> None:
     """One of its choices kills, at its third token."""
     model = new_model(num_stages=2)
-    wishes = [wish_of(number, n=1 + number % 3) for number in range(8)]
-    requests, calls = submit_all(model, wishes)
+    cases = [case_of(number, n=1 + number % 3) for number in range(8)]
+    requests, calls = submit_all(model, cases)
     bad = requests[5]
 
     def kills(step: Step) -> bool:
@@ -104,9 +104,9 @@ def test_a_request_with_choices_that_kills_late_fails_alone(new_model: NewModel)
 
     assert run_to(model, kills, most_deaths=4) == 4
     assert isinstance(bad.error, RequestPoisoned)
-    for call, wish, request in zip(calls, wishes, requests, strict=True):
+    for call, case, request in zip(calls, cases, requests, strict=True):
         if request is not bad:
-            check_whole(call, wish)
+            check_whole(call, case)
     model.check_idle()
 
 
@@ -115,8 +115,8 @@ def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) 
     """A token between two crashes proves that the request is not the cause."""
     chance = random.Random(seed)
     model = new_model(num_stages=2)
-    wishes = [wish_of(number, n=1 + number % 2) for number in range(16)]
-    requests, calls = submit_all(model, wishes)
+    cases = [case_of(number, n=1 + number % 2) for number in range(16)]
+    requests, calls = submit_all(model, cases)
     last_tokens: dict[SequenceKey, int] = {}
 
     def kills(step: Step) -> bool:
@@ -132,8 +132,8 @@ def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) 
 
     assert run_to(model, kills, most_deaths=1000) > 5
     assert [request.error for request in requests] == [None] * 16
-    for call, wish in zip(calls, wishes, strict=True):
-        check_whole(call, wish)
+    for call, case in zip(calls, cases, strict=True):
+        check_whole(call, case)
     model.check_idle()
 
 
@@ -142,11 +142,11 @@ def test_random_worker_failures_fail_no_request(new_model: NewModel, seed: int) 
 
 def test_suspects_run_one_at_a_time_before_new_requests(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
-    wishes = [Wish(prompt=(number,) * 5, max_tokens=6) for number in range(3)]
-    requests, calls = submit_all(model, wishes[:2])
+    cases = [RequestCase(prompt=(number,) * 5, max_tokens=6) for number in range(3)]
+    requests, calls = submit_all(model, cases[:2])
     model.run_step()
     model.die()
-    late = wishes[2].request(arrival=9)
+    late = cases[2].request(arrival=9)
     calls.append(model.submit(late))
     model.start(64)
     scheduler = model.engine.scheduler
@@ -158,16 +158,16 @@ def test_suspects_run_one_at_a_time_before_new_requests(new_model: NewModel) -> 
     assert scheduler.isolated_sequence is None
     assert len(scheduler.running) == 3
     model.run()
-    for call, wish in zip(calls, wishes, strict=True):
-        check_whole(call, wish)
+    for call, case in zip(calls, cases, strict=True):
+        check_whole(call, case)
     model.check_idle()
 
 
 def test_suspects_run_in_groups_after_one_failure_and_alone_after_two(new_model: NewModel) -> None:
     """Nine suspects run in three groups; those of the crashed group then run alone."""
     model = new_model(num_stages=2)
-    wishes = [Wish(prompt=(number,) * 4, max_tokens=6) for number in range(9)]
-    requests, calls = submit_all(model, wishes)
+    cases = [RequestCase(prompt=(number,) * 4, max_tokens=6) for number in range(9)]
+    requests, calls = submit_all(model, cases)
     while not all(request.num_generated_tokens for request in requests):
         model.run_step()
     model.die()
@@ -190,15 +190,15 @@ def test_suspects_run_in_groups_after_one_failure_and_alone_after_two(new_model:
             check_isolation(model)
     model.run()
     assert [request.failures.num_deaths_alone for request in requests] == [0] * 9
-    for call, wish in zip(calls, wishes, strict=True):
-        check_whole(call, wish)
+    for call, case in zip(calls, cases, strict=True):
+        check_whole(call, case)
     model.check_idle()
 
 
 def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(new_model: NewModel) -> None:
     """If workers also crash while idle, a crash while it runs alone is weaker evidence."""
     model = new_model()
-    (request,), _ = submit_all(model, [wish_of(1)])
+    (request,), _ = submit_all(model, [case_of(1)])
     model.die()
     for num_alone in range(1, DEFAULT_POLICY.max_deaths_alone + DEFAULT_POLICY.max_unrelated_deaths):
         model.start(64)
@@ -214,8 +214,8 @@ def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(n
 
 def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
     model = new_model()
-    wish = Wish(prompt=(1,) * 3, max_tokens=4 * DEFAULT_POLICY.forgiving_tokens)
-    (request,), (call,) = submit_all(model, [wish])
+    case = RequestCase(prompt=(1,) * 3, max_tokens=4 * DEFAULT_POLICY.forgiving_tokens)
+    (request,), (call,) = submit_all(model, [case])
     for num_before in range(0, 3 * DEFAULT_POLICY.forgiving_tokens, DEFAULT_POLICY.forgiving_tokens):
         while request.num_generated_tokens < num_before:
             model.run_step()
@@ -223,12 +223,12 @@ def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
         model.start(64)
         assert request.failures.num_faults == 1
     model.run()
-    check_whole(call, wish)
+    check_whole(call, case)
 
 
 def test_queued_requests_are_not_suspects(new_model: NewModel) -> None:
     model = new_model(num_blocks=6)
-    first, second = Wish(prompt=(1,) * 15, max_tokens=3), Wish(prompt=(2,) * 15, max_tokens=3)
+    first, second = RequestCase(prompt=(1,) * 15, max_tokens=3), RequestCase(prompt=(2,) * 15, max_tokens=3)
     _, calls = submit_all(model, [first, second])
     model.die()
     model.start(64)
@@ -241,7 +241,7 @@ def test_queued_requests_are_not_suspects(new_model: NewModel) -> None:
 
 def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model: NewModel) -> None:
     model = new_model()
-    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    requests, calls = submit_all(model, [case_of(1), case_of(2)])
     model.run_step()
     model.die()
     for _ in range(2):
@@ -251,8 +251,8 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
     assert [request.failures.num_deaths_alone for request in requests] == [0, 0]
     model.start(64)
     model.run()
-    check_whole(calls[0], wish_of(1))
-    check_whole(calls[1], wish_of(2))
+    check_whole(calls[0], case_of(1))
+    check_whole(calls[1], case_of(2))
     model.check_idle()
 
 
@@ -260,7 +260,7 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
 def test_a_cancelled_suspect_delays_no_request(new_model: NewModel, runs: bool) -> None:
     """Both a running and a waiting suspect."""
     model = new_model(num_stages=2)
-    requests, calls = submit_all(model, [wish_of(number) for number in range(3)])
+    requests, calls = submit_all(model, [case_of(number) for number in range(3)])
     model.run_step()
     model.die()
     model.start(64)
@@ -269,14 +269,14 @@ def test_a_cancelled_suspect_delays_no_request(new_model: NewModel, runs: bool) 
     check_isolation(model)
     model.run()
     for number in {0, 1, 2} - {cancelled}:
-        check_whole(calls[number], wish_of(number))
+        check_whole(calls[number], case_of(number))
     model.check_idle()
 
 
 def test_failures_of_a_cancelled_suspect_do_not_blame_its_successor(new_model: NewModel) -> None:
     """The step that kills is in transit when its client cancels."""
     model = new_model(num_stages=2)
-    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    requests, calls = submit_all(model, [case_of(1), case_of(2)])
     model.run_step()
     for _ in range(2):
         model.die()
@@ -287,7 +287,7 @@ def test_failures_of_a_cancelled_suspect_do_not_blame_its_successor(new_model: N
     assert requests[1].failures.num_deaths_alone == 0
     model.start(64)
     model.run()
-    check_whole(calls[1], wish_of(2))
+    check_whole(calls[1], case_of(2))
     model.check_idle()
 
 
@@ -301,7 +301,7 @@ def fail_device(model: EngineModel, *, num_stages: int) -> None:
 
 def test_devices_of_all_stages_may_fail_under_one_request_that_runs_alone(new_model: NewModel) -> None:
     model = new_model(num_stages=3)
-    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    requests, calls = submit_all(model, [case_of(1), case_of(2)])
     model.run_step()
     fail_device(model, num_stages=3)
     for _ in range(3):
@@ -310,8 +310,8 @@ def test_devices_of_all_stages_may_fail_under_one_request_that_runs_alone(new_mo
         fail_device(model, num_stages=3)
     model.start(64)
     model.run()
-    check_whole(calls[0], wish_of(1))
-    check_whole(calls[1], wish_of(2))
+    check_whole(calls[0], case_of(1))
+    check_whole(calls[1], case_of(2))
     model.check_idle()
 
 
@@ -319,7 +319,7 @@ def test_a_request_with_more_device_failures_than_stages_fails_alone(
     new_model: NewModel,
 ) -> None:
     model = new_model(num_stages=1)
-    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    requests, calls = submit_all(model, [case_of(1), case_of(2)])
     model.run_step()
     for _ in range(3):
         fail_device(model, num_stages=1)
@@ -327,7 +327,7 @@ def test_a_request_with_more_device_failures_than_stages_fails_alone(
     assert isinstance(requests[0].error, RequestPoisoned)
     assert "2 devices failed while this request alone ran" in str(requests[0].error)
     model.run()
-    check_whole(calls[1], wish_of(2))
+    check_whole(calls[1], case_of(2))
     model.check_idle()
 
 
@@ -337,7 +337,7 @@ def test_a_request_with_more_device_failures_than_stages_fails_alone(
 @pytest.mark.parametrize("kind", list(StepFaultKind))
 def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFaultKind) -> None:
     model = new_model()
-    _, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    _, calls = submit_all(model, [case_of(1), case_of(2)])
     for is_alone in (False, True):
         model.run_step()
         all_ids = tuple(request.id for request in model.engine.registry.live)
@@ -345,14 +345,14 @@ def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFault
         model.start(64)
         assert (model.engine.scheduler.isolated_sequence is not None) == is_alone
     model.run()
-    check_whole(calls[0], wish_of(1))
-    check_whole(calls[1], wish_of(2))
+    check_whole(calls[0], case_of(1))
+    check_whole(calls[1], case_of(2))
 
 
 def test_of_sixteen_requests_only_the_one_that_breaks_its_step_fails(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
-    wishes = [wish_of(number) for number in range(16)]
-    requests, calls = submit_all(model, wishes)
+    cases = [case_of(number) for number in range(16)]
+    requests, calls = submit_all(model, cases)
     bad, num_faults = requests[3], 0
     is_faulty = killing(bad.id)
     while any(model.queues):
@@ -367,9 +367,9 @@ def test_of_sixteen_requests_only_the_one_that_breaks_its_step_fails(new_model: 
     model.run()
     assert num_faults == 3
     assert isinstance(bad.error, StepFailed)
-    for call, wish, request in zip(calls, wishes, requests, strict=True):
+    for call, case, request in zip(calls, cases, requests, strict=True):
         if request is not bad:
-            check_whole(call, wish)
+            check_whole(call, case)
     model.check_idle()
 
 
@@ -378,18 +378,18 @@ def test_of_sixteen_requests_only_the_one_that_breaks_its_step_fails(new_model: 
 
 def test_draining_starts_no_queued_request(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
-    _, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    _, calls = submit_all(model, [case_of(1), case_of(2)])
     model.run_step()
     assert not model.engine.is_idle
     model.stop()
     assert not model.engine.is_idle, "it has begun, and goes on in the next epoch"
     model.start(64)
     model.engine.stop_admitting()
-    late = wish_of(3).request(arrival=9)
+    late = case_of(3).request(arrival=9)
     late_call = model.submit(late)
     model.run()
-    for call, wish in zip(calls, [wish_of(1), wish_of(2)], strict=True):
-        check_whole(call, wish)
+    for call, case in zip(calls, [case_of(1), case_of(2)], strict=True):
+        check_whole(call, case)
     assert model.engine.is_idle
     assert (late.is_live, late.num_queued) == (True, 1)
     model.stop()
@@ -399,22 +399,22 @@ def test_draining_starts_no_queued_request(new_model: NewModel) -> None:
     model.stop()
     model.start(64)
     model.run()
-    check_whole(late_call, wish_of(3))
+    check_whole(late_call, case_of(3))
     model.check_idle()
 
 
 def test_draining_finishes_preempted_requests(new_model: NewModel) -> None:
     model = new_model(num_blocks=8)
-    wishes = [Wish(prompt=(number,) * 9, max_tokens=11) for number in range(2)]
-    _, calls = submit_all(model, wishes)
+    cases = [RequestCase(prompt=(number,) * 9, max_tokens=11) for number in range(2)]
+    _, calls = submit_all(model, cases)
     while not model.engine.scheduler.counts.num_preemptions:
         assert model.run_step()
     assert [sequence.state for sequence in model.engine.scheduler.queue] == [SequenceState.PREEMPTED]
     model.engine.stop_admitting()
     assert not model.engine.is_idle
     model.run()
-    for call, wish in zip(calls, wishes, strict=True):
-        check_whole(call, wish)
+    for call, case in zip(calls, cases, strict=True):
+        check_whole(call, case)
     assert model.engine.is_idle
 
 
@@ -423,7 +423,7 @@ def test_draining_finishes_preempted_requests(new_model: NewModel) -> None:
 
 def test_the_engine_asks_its_clock_whether_a_step_is_overdue(new_model: NewModel) -> None:
     model = new_model()
-    request = wish_of(1).request()
+    request = case_of(1).request()
     model.submit(request)
     assert model.engine.overdue_step(unknown_s=5.0) is None
     model.now_s += 5.5
@@ -461,16 +461,16 @@ def run_over_breaks(model: EngineModel, breaks: Callable[[Step], bool], *, most:
 
 def test_a_request_that_breaks_every_stream_fails_and_the_others_are_served(new_model: NewModel) -> None:
     model = new_model(num_stages=2)
-    wishes = [wish_of(number) for number in range(6)]
-    requests, calls = submit_all(model, wishes)
+    cases = [case_of(number) for number in range(6)]
+    requests, calls = submit_all(model, cases)
     bad = requests[0]
     num_breaks = run_over_breaks(model, killing(bad.id), most=12)
     assert num_breaks >= 3
     assert isinstance(bad.error, StepFailed)
     assert str(bad.error) == "3 streams broke while this request alone ran; the last: it broke"
-    for call, wish in list(zip(calls, wishes, strict=True))[1:]:
+    for call, case in list(zip(calls, cases, strict=True))[1:]:
         call.read_all()
-        check_whole(call, wish)
+        check_whole(call, case)
     model.check_idle()
 
 
@@ -478,7 +478,7 @@ def test_no_request_is_blamed_where_every_stream_breaks(
     new_model: NewModel,
 ) -> None:
     model = new_model()
-    requests, _ = submit_all(model, [wish_of(number) for number in range(3)])
+    requests, _ = submit_all(model, [case_of(number) for number in range(3)])
     for _ in range(3):
         model.attribution.record_break("it broke", is_lasting=True)
         model.stop()

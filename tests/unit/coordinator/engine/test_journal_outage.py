@@ -14,12 +14,12 @@ from tests.properties import examples
 from tests.unit.coordinator.engine.coordinators import Coordinators
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import check_whole
-from tests.unit.coordinator.engine.wishes import Wish, wishes
+from tests.unit.coordinator.engine.request_cases import RequestCase, request_cases
 from tests.unit.coordinator.journal.faulty_disk import FULL, FaultyDisk
 from wire.errors import JournalUnavailable, RequestCancelled, RequestSuspended, reason_of
 
 ERRORS = (FULL, "disk I/O error", "database is locked", "attempt to write a readonly database")
-WISH = Wish(max_tokens=9)
+CASE = RequestCase(max_tokens=9)
 EVENTS = ("outage", "recovery", "crash", "loss", "loss during an outage")
 
 
@@ -40,27 +40,27 @@ def coordinators(tmp_path: Path, disk: FaultyDisk) -> Iterator[Coordinators]:
 def test_new_requests_are_rejected_and_running_ones_pause_until_there_is_room(
     coordinators: Coordinators, disk: FaultyDisk, error: str
 ) -> None:
-    calls = [coordinators.submit(WISH) for _ in range(2)]
+    calls = [coordinators.submit(CASE) for _ in range(2)]
     coordinators.model.run_step()
     coordinators.model.run_step()
     disk.error = error
     with pytest.raises(JournalUnavailable, match=rf"journal\.db cannot be written: {error}") as refused:
-        coordinators.submit(WISH)
+        coordinators.submit(CASE)
     assert reason_of(refused.value) == "JOURNAL_UNAVAILABLE"
     coordinators.model.run()
     assert coordinators.model.engine.scheduler.num_steps_in_flight == 0
     assert all(call.stream.request.is_live for call in calls)
     disk.error = None
     coordinators.recover()
-    third = coordinators.submit(WISH)
+    third = coordinators.submit(CASE)
     coordinators.model.run()
     for call in (*calls, third):
-        check_whole(call, WISH)
+        check_whole(call, CASE)
     coordinators.model.check_idle()
 
 
 def test_tokens_are_read_only_once_they_are_written(coordinators: Coordinators, disk: FaultyDisk) -> None:
-    call = coordinators.submit(WISH)
+    call = coordinators.submit(CASE)
     coordinators.model.run_step()
     call.read_all()
     num_durable = len(call.tokens())
@@ -77,19 +77,19 @@ def test_tokens_are_read_only_once_they_are_written(coordinators: Coordinators, 
     call.read_all()
     assert len(call.tokens()) == num_durable + 1, "what was computed before the pause"
     coordinators.model.run()
-    check_whole(call, WISH)
+    check_whole(call, CASE)
 
 
 @pytest.mark.parametrize("recovers", [False, True])
 def test_a_crash_during_or_after_an_outage_loses_no_accepted_request(
     coordinators: Coordinators, disk: FaultyDisk, recovers: bool
 ) -> None:
-    request_id = coordinators.submit(WISH).stream.request.id
+    request_id = coordinators.submit(CASE).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     coordinators.model.run()
     with pytest.raises(JournalUnavailable):
-        coordinators.submit(WISH)
+        coordinators.submit(CASE)
     if recovers:
         disk.error = None
         coordinators.recover()
@@ -100,13 +100,13 @@ def test_a_crash_during_or_after_an_outage_loses_no_accepted_request(
     assert [request.id for request in coordinators.model.engine.registry.live] == [request_id]
     call = coordinators.model.attach(request_id)
     coordinators.model.run()
-    check_whole(call, WISH)
+    check_whole(call, CASE)
 
 
 def test_requests_are_left_to_the_next_coordinator_also_when_it_stops_during_an_outage(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
-    call = coordinators.submit(WISH)
+    call = coordinators.submit(CASE)
     coordinators.model.run_step()
     disk.error = FULL
     coordinators.model.run()
@@ -117,13 +117,13 @@ def test_requests_are_left_to_the_next_coordinator_also_when_it_stops_during_an_
     coordinators.stop()
     again = coordinators.model.attach(call.stream.request.id)
     coordinators.model.run()
-    check_whole(again, WISH)
+    check_whole(again, CASE)
 
 
 def test_a_cancellation_during_an_outage_is_written_after_it(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=9, keep_s=500.0)).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     coordinators.model.engine.cancel(request_id)
@@ -137,7 +137,7 @@ def test_a_cancellation_during_an_outage_is_written_after_it(
 def test_pending_writes_stay_bounded_however_often_clients_attach(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).stream.request.id
+    request_id = coordinators.submit(RequestCase(max_tokens=9, keep_s=500.0)).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     for number in range(100):
@@ -157,7 +157,7 @@ def test_observers_are_notified_when_an_outage_begins_and_ends(
     coordinators.durability.on_change = lambda: seen.append(coordinators.durability.failure)
     disk.error = FULL
     with pytest.raises(JournalUnavailable):
-        coordinators.submit(WISH)
+        coordinators.submit(CASE)
     disk.error = None
     coordinators.recover()
     assert [failure is None for failure in seen] == [False, True]
@@ -165,7 +165,7 @@ def test_observers_are_notified_when_an_outage_begins_and_ends(
 
 @settings(max_examples=examples(0.4))
 @given(
-    asked=st.lists(wishes(), min_size=1, max_size=4),
+    cases=st.lists(request_cases(), min_size=1, max_size=4),
     script=st.lists(
         st.tuples(st.integers(0, 6), st.integers(0, 3), st.sampled_from(EVENTS)),
         min_size=1,
@@ -173,24 +173,24 @@ def test_observers_are_notified_when_an_outage_begins_and_ends(
     ),
 )
 def test_clients_get_the_output_of_an_undisturbed_run_under_any_disk_fault(
-    asked: list[Wish], script: list[tuple[int, int, str]]
+    cases: list[RequestCase], script: list[tuple[int, int, str]]
 ) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         disk = FaultyDisk(patch)
         world = Coordinators(Path(directory))
         try:
-            _serve_across_outages(world, disk, asked, script)
+            _serve_across_outages(world, disk, cases, script)
         finally:
             world.close()
 
 
 def _serve_across_outages(
-    world: Coordinators, disk: FaultyDisk, asked: list[Wish], script: list[tuple[int, int, str]]
+    world: Coordinators, disk: FaultyDisk, cases: list[RequestCase], script: list[tuple[int, int, str]]
 ) -> None:
     customers = []
-    for wish in asked:
-        call = world.submit(wish)
-        customers.append(Customer(wish, call.stream.request, call, None))
+    for case in cases:
+        call = world.submit(case)
+        customers.append(Customer(case, call.stream.request, call, None))
     for num_steps, num_reads, event in script:
         for _ in range(num_steps):
             world.model.run_step()

@@ -8,7 +8,7 @@ from coordinator.engine.output_stream import MAX_MESSAGE_TOKENS
 from coordinator.scheduler.policy import SchedulerLimits
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
-from tests.unit.coordinator.engine.wishes import Wish, prompt_scores, solo
+from tests.unit.coordinator.engine.request_cases import RequestCase, prompt_scores, solo
 from wire.errors import InvalidRequest, RequestCancelled, RequestNotFound, Superseded
 from wire.ids import new_request_id
 from wire.steps import TokenLogprobs
@@ -40,10 +40,10 @@ def run_steps(model: EngineModel, count: int) -> None:
 
 def test_tokens_coalesce_until_they_are_read(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(max_tokens=7)
-    call = model.submit(wish.request())
+    case = RequestCase(max_tokens=7)
+    call = model.submit(case.request())
     run_steps(model, 3)
-    tokens = solo(wish).tokens
+    tokens = solo(case).tokens
     assert [output.piece.tokens for output in call.read_all()] == [tokens[:3]]
     run_steps(model, 1)
     assert [output.piece.tokens for output in call.read_all()] == [tokens[3:4]]
@@ -54,7 +54,7 @@ def test_tokens_coalesce_until_they_are_read(new_model: NewModel) -> None:
 
 def test_a_waiting_reader_is_woken_by_new_output(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    call = model.submit(Wish(max_tokens=2).request())
+    call = model.submit(RequestCase(max_tokens=2).request())
     assert call.read() is None
     assert not call.is_over
     run_steps(model, 1)
@@ -67,20 +67,20 @@ def test_a_waiting_reader_is_woken_by_new_output(new_model: NewModel) -> None:
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_output_before_an_error_is_delivered_first(new_model: NewModel, is_waiting: bool) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    request = Wish(max_tokens=9).request()
+    request = RequestCase(max_tokens=9).request()
     call = model.submit(request)
     if is_waiting:
         assert call.read() is None
     run_steps(model, 2)
     model.engine.cancel(request.id)
     assert len(call.read_all()) == 1
-    assert call.tokens() == solo(Wish(max_tokens=9)).tokens[:2]
+    assert call.tokens() == solo(RequestCase(max_tokens=9)).tokens[:2]
     assert isinstance(call.error, RequestCancelled)
 
 
 def test_an_error_wakes_a_reader_that_waits(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=9).request()
+    request = RequestCase(max_tokens=9).request()
     call = model.submit(request)
     assert call.read() is None
     model.engine.cancel(request.id)
@@ -93,20 +93,20 @@ def test_long_outputs_are_split_into_bounded_messages(new_model: NewModel) -> No
         num_blocks=2000,
         limits=SchedulerLimits(max_step_tokens=4000, max_step_sequences=4, max_steps_in_flight=1),
     )
-    wish = Wish(prompt=(1, 2) * 1500, max_tokens=0, echo=True, logprobs=0, prompt_logprobs=0)
-    call = model.submit(wish.request())
+    case = RequestCase(prompt=(1, 2) * 1500, max_tokens=0, echo=True, logprobs=0, prompt_logprobs=0)
+    call = model.submit(case.request())
     model.run()
     call.read_all()
     sizes = [(len(output.prompt_logprobs), len(output.piece.tokens)) for output in call.outputs]
     rest = 3000 - 2 * MAX_MESSAGE_TOKENS
     full = MAX_MESSAGE_TOKENS
     assert sizes == [(full, 0), (full, 0), (rest, 0), (0, full), (0, full), (0, rest)]
-    assert call.tokens() == wish.prompt
+    assert call.tokens() == case.prompt
 
 
 def test_choices_take_turns(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    call = model.submit(Wish(n=3, max_tokens=4).request())
+    call = model.submit(RequestCase(n=3, max_tokens=4).request())
     order = []
     for _ in range(4):
         run_steps(model, 1)
@@ -120,7 +120,7 @@ def test_choices_take_turns(new_model: NewModel) -> None:
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bool) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    request = Wish(max_tokens=9).request()
+    request = RequestCase(max_tokens=9).request()
     stale = model.submit(request)
     run_steps(model, 2)
     if is_waiting:
@@ -134,14 +134,14 @@ def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bo
     assert len(stale.outputs) == num_read
     model.run()
     call.read_all()
-    assert call.tokens() == solo(Wish(max_tokens=9)).tokens
+    assert call.tokens() == solo(RequestCase(max_tokens=9)).tokens
     # The reader has left, which did not end the request.
     assert (call.error, request.error) == (None, None)
 
 
 def test_a_call_superseded_after_the_end_gets_no_more_output(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=9, keep_s=60.0).request()
+    request = RequestCase(max_tokens=9, keep_s=60.0).request()
     stale = model.submit(request)
     model.run()
     call = model.attach(request.id)
@@ -157,8 +157,8 @@ def test_an_attached_call_begins_with_the_requested_token(
     new_model: NewModel, from_token: int, is_live: bool
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(max_tokens=9, keep_s=60.0, stops=("never",), logprobs=1)
-    request = wish.request()
+    case = RequestCase(max_tokens=9, keep_s=60.0, stops=("never",), logprobs=1)
+    request = case.request()
     first = model.submit(request)
     run_steps(model, 7)
     first.read_all()
@@ -167,7 +167,7 @@ def test_an_attached_call_begins_with_the_requested_token(
     call = model.attach(request.id, from_token)
     model.run()
     call.read_all()
-    whole = solo(wish)
+    whole = solo(case)
     assert call.outputs[0].piece.first_token_index == from_token
     assert call.tokens() == whole.tokens[from_token:]
     assert call.text() == whole.text[call.outputs[0].piece.text_offset :]
@@ -177,15 +177,15 @@ def test_an_attached_call_begins_with_the_requested_token(
 
 def test_each_choice_is_read_from_its_own_position(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(n=3, max_tokens=6, keep_s=60.0)
-    request = wish.request()
+    case = RequestCase(n=3, max_tokens=6, keep_s=60.0)
+    request = case.request()
     model.submit(request)
     run_steps(model, 4)
     call = model.attach(request.id, 1, by_choice={2: 3, 0: 0})
     model.run()
     call.read_all()
     for choice, begin in ((0, 0), (1, 1), (2, 3)):
-        assert call.tokens(choice) == solo(wish, choice).tokens[begin:]
+        assert call.tokens(choice) == solo(case, choice).tokens[begin:]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_positions_that_do_not_exist_are_rejected_and_the_reader_stays(
     new_model: NewModel, positions: dict[str, object], text: str
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(n=2, max_tokens=6)
-    request = wish.request()
+    case = RequestCase(n=2, max_tokens=6)
+    request = case.request()
     call = model.submit(request, deadline_s=2000.0)
     run_steps(model, 3)
     with pytest.raises(InvalidRequest) as caught:
@@ -211,14 +211,14 @@ def test_positions_that_do_not_exist_are_rejected_and_the_reader_stays(
     assert request.deadline_s == 2000.0
     model.run()
     call.read_all()
-    assert (call.error, call.tokens(0), call.tokens(1)) == (None, solo(wish).tokens, solo(wish, 1).tokens)
+    assert (call.error, call.tokens(0), call.tokens(1)) == (None, solo(case).tokens, solo(case, 1).tokens)
 
 
 def test_an_unknown_request_cannot_be_attached_to(new_model: NewModel) -> None:
     model = new_model()
     with pytest.raises(RequestNotFound):
         model.attach(new_request_id())
-    request = Wish(max_tokens=1).request()
+    request = RequestCase(max_tokens=1).request()
     model.submit(request)
     model.run()
     # The request has ended and is not kept.
@@ -231,8 +231,8 @@ def test_an_unknown_request_cannot_be_attached_to(new_model: NewModel) -> None:
 
 def test_kept_output_expires_after_the_last_reader_detaches(new_model: NewModel) -> None:
     model = new_model()
-    wish = Wish(max_tokens=3, keep_s=10.0)
-    request = wish.request()
+    case = RequestCase(max_tokens=3, keep_s=10.0)
+    request = case.request()
     model.submit(request).close()
     model.now_s += 100
     model.engine.sweep()
@@ -245,7 +245,7 @@ def test_kept_output_expires_after_the_last_reader_detaches(new_model: NewModel)
     model.now_s += 100
     model.engine.sweep()
     call.read_all()
-    assert call.tokens() == solo(wish).tokens
+    assert call.tokens() == solo(case).tokens
     model.now_s += 9.5
     model.engine.sweep()
     model.attach(request.id).close()
@@ -258,14 +258,14 @@ def test_kept_output_expires_after_the_last_reader_detaches(new_model: NewModel)
 
 def test_a_kept_cancelled_request_delivers_its_output_and_then_the_error(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(max_tokens=9, keep_s=10.0)
-    request = wish.request()
+    case = RequestCase(max_tokens=9, keep_s=10.0)
+    request = case.request()
     model.submit(request).close()
     run_steps(model, 3)
     model.engine.cancel(request.id)
     call = model.attach(request.id, 1)
     call.read_all()
-    assert call.tokens() == solo(wish).tokens[1:3]
+    assert call.tokens() == solo(case).tokens[1:3]
     assert isinstance(call.error, RequestCancelled)
 
 
@@ -274,8 +274,8 @@ def test_a_kept_cancelled_request_delivers_its_output_and_then_the_error(new_mod
 
 def test_prompt_logprobs_arrive_by_chunk_before_the_first_token(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(prompt=LONG, max_tokens=2, n=2, prompt_logprobs=2, logprobs=1)
-    call = model.submit(wish.request())
+    case = RequestCase(prompt=LONG, max_tokens=2, n=2, prompt_logprobs=2, logprobs=1)
+    call = model.submit(case.request())
     run_steps(model, 1)
     assert [len(output.prompt_logprobs) for output in call.read_all()] == [17]
     model.run()
@@ -286,12 +286,12 @@ def test_prompt_logprobs_arrive_by_chunk_before_the_first_token(new_model: NewMo
     logprobs = [
         logprob for output in call.outputs for logprob in output.piece.logprobs if not output.choice.index
     ]
-    assert tuple(logprobs) == solo(wish).logprobs
+    assert tuple(logprobs) == solo(case).logprobs
 
 
 def test_a_prompt_of_one_token_has_one_empty_prompt_logprob(new_model: NewModel) -> None:
     model = new_model()
-    call = model.submit(Wish(prompt=(4,), max_tokens=1, prompt_logprobs=2).request())
+    call = model.submit(RequestCase(prompt=(4,), max_tokens=1, prompt_logprobs=2).request())
     model.run()
     call.read_all()
     assert prompt_logprobs(call) == (None,)
@@ -299,22 +299,22 @@ def test_a_prompt_of_one_token_has_one_empty_prompt_logprob(new_model: NewModel)
 
 def test_an_echo_with_logprobs_waits_for_the_whole_prompt(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(prompt=LONG, max_tokens=2, n=2, echo=True, logprobs=1)
-    call = model.submit(wish.request())
+    case = RequestCase(prompt=LONG, max_tokens=2, n=2, echo=True, logprobs=1)
+    call = model.submit(case.request())
     run_steps(model, 1)
     assert call.read_all() == []
     model.run()
     call.read_all()
     for choice in range(2):
         pieces = [output.piece for output in call.outputs if output.choice.index == choice]
-        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == solo(wish, choice).logprobs
-        assert call.tokens(choice) == solo(wish, choice).tokens
+        assert tuple(logprob for piece in pieces for logprob in piece.logprobs) == solo(case, choice).logprobs
+        assert call.tokens(choice) == solo(case, choice).tokens
     assert prompt_logprobs(call) == ()
 
 
 def test_an_echo_without_logprobs_is_delivered_at_once(new_model: NewModel) -> None:
     model = new_model()
-    call = model.submit(Wish(prompt=LONG, max_tokens=2, echo=True).request())
+    call = model.submit(RequestCase(prompt=LONG, max_tokens=2, echo=True).request())
     call.read_all()
     assert call.tokens() == LONG
 
@@ -324,8 +324,8 @@ def test_prompt_logprobs_resume_at_the_requested_position(
     new_model: NewModel, prompt_token: int | None
 ) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    wish = Wish(prompt=LONG, max_tokens=2, prompt_logprobs=2)
-    request = wish.request()
+    case = RequestCase(prompt=LONG, max_tokens=2, prompt_logprobs=2)
+    request = case.request()
     first = model.submit(request)
     run_steps(model, 1)
     first.read_all()
@@ -334,12 +334,12 @@ def test_prompt_logprobs_resume_at_the_requested_position(
     model.run()
     call.read_all()
     assert prompt_logprobs(call) == tuple(prompt_scores(LONG, 2))[prompt_token or 0 :]
-    assert call.tokens() == solo(wish).tokens
+    assert call.tokens() == solo(case).tokens
 
 
 def test_a_reader_with_tokens_already_has_the_prompt_logprobs(new_model: NewModel) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
-    request = Wish(max_tokens=4, prompt_logprobs=2, keep_s=10.0).request()
+    request = RequestCase(max_tokens=4, prompt_logprobs=2, keep_s=10.0).request()
     model.submit(request)
     model.run()
     for from_token, count in ((0, 3), (1, 0)):
@@ -350,14 +350,14 @@ def test_a_reader_with_tokens_already_has_the_prompt_logprobs(new_model: NewMode
 
 def test_a_preemption_between_chunks_repeats_and_loses_no_score(new_model: NewModel) -> None:
     model = new_model(num_blocks=12, limits=ONE_AT_A_TIME)
-    wish = Wish(prompt=LONG * 2, max_tokens=1, prompt_logprobs=1, echo=True, logprobs=2)
-    call = model.submit(wish.request())
+    case = RequestCase(prompt=LONG * 2, max_tokens=1, prompt_logprobs=1, echo=True, logprobs=2)
+    call = model.submit(case.request())
     run_steps(model, 2)
     call.read_all()
     model.stop()
     model.start(12)
     model.run()
     call.read_all()
-    assert prompt_logprobs(call) == tuple(prompt_scores(wish.prompt, 1))
-    assert call.tokens() == solo(wish).tokens
-    assert call.outputs[-1].piece.logprobs == solo(wish).logprobs
+    assert prompt_logprobs(call) == tuple(prompt_scores(case.prompt, 1))
+    assert call.tokens() == solo(case).tokens
+    assert call.outputs[-1].piece.logprobs == solo(case).logprobs

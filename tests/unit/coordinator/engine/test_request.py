@@ -7,7 +7,7 @@ import pytest
 from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import MAX_KEPT, Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import InvariantBroken, RequestCancelled, RequestExists, RequestNotFound
 from wire.ids import id_text
 
@@ -20,19 +20,19 @@ def end(registry: RequestRegistry, request: Request, *, now_s: float = 0.0) -> N
 
 
 def test_a_live_request_is_found_and_its_id_is_taken() -> None:
-    registry, request = RequestRegistry(), Wish().request()
+    registry, request = RequestRegistry(), RequestCase().request()
     with pytest.raises(RequestNotFound, match=f"request {id_text(request.id)} not found"):
         registry.find(request.id)
     registry.add(request)
     assert registry.find(request.id) is registry.live_request(request.id) is request
     for _ in range(2):
         with pytest.raises(RequestExists, match=f"request {id_text(request.id)} is already live"):
-            registry.add(Wish().request(request_id=request.id))
+            registry.add(RequestCase().request(request_id=request.id))
     assert registry.live == [request]
 
 
 def test_ended_requests_are_removed_unless_kept() -> None:
-    registry, gone, kept = RequestRegistry(), Wish().request(), Wish(keep_s=5.0).request()
+    registry, gone, kept = RequestRegistry(), RequestCase().request(), RequestCase(keep_s=5.0).request()
     for request in (gone, kept):
         registry.add(request)
         end(registry, request)
@@ -50,7 +50,7 @@ def test_ended_requests_are_removed_unless_kept() -> None:
 
 def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_client() -> None:
     registry = RequestRegistry()
-    requests = [Wish(client=client).request() for client in "abab"]
+    requests = [RequestCase(client=client).request() for client in "abab"]
     for request in requests:
         registry.add(request)
     end(registry, requests[1])
@@ -66,7 +66,7 @@ def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_clien
 def test_kept_requests_expire_after_their_end_and_last_reader(
     ended_s: float, detached_s: float, expires_s: float
 ) -> None:
-    registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
+    registry, request = RequestRegistry(), RequestCase(keep_s=5.0).request()
     registry.add(request)
     request.detached_s = detached_s
     end(registry, request, now_s=ended_s)
@@ -77,7 +77,7 @@ def test_kept_requests_expire_after_their_end_and_last_reader(
 
 
 def test_a_request_with_a_reader_does_not_expire() -> None:
-    registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
+    registry, request = RequestRegistry(), RequestCase(keep_s=5.0).request()
     registry.add(request)
     end(registry, request)
     request.stream = OutputStream(request, Positions())
@@ -88,7 +88,7 @@ def test_a_request_with_a_reader_does_not_expire() -> None:
 
 def test_the_number_of_kept_requests_is_bounded_evicting_the_oldest() -> None:
     registry = RequestRegistry()
-    requests = [Wish(keep_s=5.0).request() for _ in range(MAX_KEPT + 2)]
+    requests = [RequestCase(keep_s=5.0).request() for _ in range(MAX_KEPT + 2)]
     for request in requests:
         registry.add(request)
         end(registry, request)
@@ -100,7 +100,7 @@ def test_the_number_of_kept_requests_is_bounded_evicting_the_oldest() -> None:
 
 
 def test_a_request_ends_once_and_not_before_its_choices() -> None:
-    request = Wish(n=2).request()
+    request = RequestCase(n=2).request()
     with pytest.raises(InvariantBroken, match="request ended before its last sequence"):
         request.end(0.0)
     for sequence in request.live_sequences:
@@ -111,7 +111,7 @@ def test_a_request_ends_once_and_not_before_its_choices() -> None:
 
 
 def test_the_choices_of_a_request_are_complete_and_its_own() -> None:
-    one, two = Wish(n=2).request(), Wish(n=2).request()
+    one, two = RequestCase(n=2).request(), RequestCase(n=2).request()
     for choices in ((one.choices[1],), (one.choices[0], two.choices[1]), one.choices[::-1]):
         with pytest.raises(InvariantBroken):
             Request(one.id, choices, client="client")

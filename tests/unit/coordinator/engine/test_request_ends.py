@@ -9,7 +9,7 @@ from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import check_whole, ended_as
-from tests.unit.coordinator.engine.wishes import Wish, solo
+from tests.unit.coordinator.engine.request_cases import RequestCase, solo
 from wire.errors import DeadlinePassed, RequestCancelled, RequestNotFound
 from wire.steps import EndRecord
 
@@ -22,7 +22,7 @@ ONE_AT_A_TIME = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_st
 
 def test_a_cancel_frees_the_pages_with_the_next_step(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(prompt=(1, 2, 3, 4, 5), n=2, max_tokens=9).request()
+    request = RequestCase(prompt=(1, 2, 3, 4, 5), n=2, max_tokens=9).request()
     call = model.submit(request)
     model.run_step()
     model.run_step()
@@ -42,7 +42,7 @@ def test_a_cancel_frees_the_pages_with_the_next_step(new_model: NewModel) -> Non
 
 def test_tokens_of_steps_that_were_sent_before_a_cancel_are_dropped(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=1).request()
+    request = RequestCase(max_tokens=1).request()
     call = model.submit(request)
     model.advance(0)
     model.engine.cancel(request.id)
@@ -57,12 +57,12 @@ def test_tokens_of_steps_that_were_sent_before_a_cancel_are_dropped(new_model: N
 
 def test_a_cancel_after_the_finish_finds_nothing(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=1).request()
+    request = RequestCase(max_tokens=1).request()
     call = model.submit(request)
     model.run_step()
     with pytest.raises(RequestNotFound):
         model.engine.cancel(request.id)
-    check_whole(call, Wish(max_tokens=1))
+    check_whole(call, RequestCase(max_tokens=1))
     assert (ended_as(request), model.totals) == (FINISHED, (1, 0, 0))
 
 
@@ -72,7 +72,7 @@ def test_an_explicit_cancel_ends_a_request_once_under_any_disconnect_policy(
     new_model: NewModel, keep_s: float | None, is_serving: bool
 ) -> None:
     model = new_model()
-    request = Wish(max_tokens=9, keep_s=keep_s).request()
+    request = RequestCase(max_tokens=9, keep_s=keep_s).request()
     call = model.submit(request)
     model.run_step()
     if not is_serving:
@@ -91,14 +91,16 @@ def test_an_explicit_cancel_ends_a_request_once_under_any_disconnect_policy(
 
 def test_a_preempted_request_is_cancelled_once_and_the_queue_forgets_it(new_model: NewModel) -> None:
     model = new_model(num_blocks=4)
-    first, second = (Wish(prompt=(number,) * 7, max_tokens=8).request(arrival=number) for number in (0, 1))
+    first, second = (
+        RequestCase(prompt=(number,) * 7, max_tokens=8).request(arrival=number) for number in (0, 1)
+    )
     calls = [model.submit(request) for request in (first, second)]
     while second.choices[0].sequence.state is not SequenceState.PREEMPTED:
         assert model.run_step()
     model.engine.cancel(second.id)
     assert model.engine.scheduler.queue == ()
     model.run()
-    check_whole(calls[0], Wish(prompt=(0,) * 7, max_tokens=8))
+    check_whole(calls[0], RequestCase(prompt=(0,) * 7, max_tokens=8))
     calls[1].read_all()
     assert isinstance(calls[1].error, RequestCancelled)
     assert model.totals == (1, 1, 0)
@@ -107,7 +109,10 @@ def test_a_preempted_request_is_cancelled_once_and_the_queue_forgets_it(new_mode
 
 def test_a_disconnect_cancels_unless_detached(new_model: NewModel) -> None:
     model = new_model()
-    kept, dropped = Wish(max_tokens=9, keep_s=60.0).request(), Wish(max_tokens=9).request(arrival=1)
+    kept, dropped = (
+        RequestCase(max_tokens=9, keep_s=60.0).request(),
+        RequestCase(max_tokens=9).request(arrival=1),
+    )
     for request in (kept, dropped):
         model.submit(request).close()
     assert (kept.is_live, kept.is_detached) == (True, True)
@@ -118,7 +123,7 @@ def test_a_disconnect_cancels_unless_detached(new_model: NewModel) -> None:
 
 def test_an_end_before_the_disconnect_is_not_counted_as_cancelled(new_model: NewModel) -> None:
     model = new_model()
-    call = model.submit(Wish(max_tokens=1).request())
+    call = model.submit(RequestCase(max_tokens=1).request())
     model.run()
     call.close()
     assert model.totals == (1, 0, 0)
@@ -129,7 +134,7 @@ def test_an_end_before_the_disconnect_is_not_counted_as_cancelled(new_model: New
 
 def test_a_call_that_ends_at_its_deadline_ends_the_request_for_that_reason(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=9, keep_s=60.0).request()
+    request = RequestCase(max_tokens=9, keep_s=60.0).request()
     call = model.submit(request, deadline_s=model.now_s + 5)
     model.now_s += 4.99  # gRPC's timer and the engine's clock can differ by a millisecond
     call.close()
@@ -139,7 +144,7 @@ def test_a_call_that_ends_at_its_deadline_ends_the_request_for_that_reason(new_m
 
 def test_a_detached_request_is_cancelled_at_its_deadline(new_model: NewModel) -> None:
     model = new_model()
-    request = Wish(max_tokens=9, keep_s=60.0).request()
+    request = RequestCase(max_tokens=9, keep_s=60.0).request()
     model.submit(request, deadline_s=model.now_s + 5).close()
     model.engine.sweep()
     assert request.is_live
@@ -156,7 +161,7 @@ def test_the_deadline_of_an_attaching_call_replaces_the_previous_one(
     new_model: NewModel, deadline_s: float | None
 ) -> None:
     model = new_model()
-    request = Wish(max_tokens=9, keep_s=60.0).request()
+    request = RequestCase(max_tokens=9, keep_s=60.0).request()
     model.submit(request, deadline_s=model.now_s + 5)
     model.attach(request.id, deadline_s=deadline_s).close()
     model.now_s += 6
@@ -170,7 +175,7 @@ def test_the_deadline_of_an_attaching_call_replaces_the_previous_one(
 
 def test_a_slow_reader_is_cancelled_with_the_numbers_and_delays_no_other(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5))
-    slow, fast = Wish(max_tokens=20), Wish(prompt=(4, 4), max_tokens=20)
+    slow, fast = RequestCase(max_tokens=20), RequestCase(prompt=(4, 4), max_tokens=20)
     slow_call = model.submit(slow.request())
     fast_call = model.submit(fast.request(arrival=1))
     while model.run_step():
@@ -187,7 +192,7 @@ def test_a_slow_reader_is_cancelled_with_the_numbers_and_delays_no_other(new_mod
 
 def test_occasional_readers_and_detached_requests_are_not_slow(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5), limits=ONE_AT_A_TIME)
-    reads, detached = Wish(max_tokens=20), Wish(max_tokens=20, keep_s=60.0)
+    reads, detached = RequestCase(max_tokens=20), RequestCase(max_tokens=20, keep_s=60.0)
     call = model.submit(reads.request())
     request = detached.request(arrival=1)
     model.submit(request).close()
@@ -199,8 +204,8 @@ def test_occasional_readers_and_detached_requests_are_not_slow(new_model: NewMod
 
 def test_a_backlog_does_not_count_against_an_attaching_reader(new_model: NewModel) -> None:
     model = new_model(admission=AdmissionLimits(queue_size=8, max_unread_tokens=5), limits=ONE_AT_A_TIME)
-    wish = Wish(max_tokens=30, keep_s=60.0)
-    request = wish.request()
+    case = RequestCase(max_tokens=30, keep_s=60.0)
+    request = case.request()
     model.submit(request).close()
     for _ in range(20):
         model.run_step()
@@ -212,7 +217,7 @@ def test_a_backlog_does_not_count_against_an_attaching_reader(new_model: NewMode
     model.run()
     call.read_all()
     assert call.error is None
-    check_whole(call, wish)
+    check_whole(call, case)
 
 
 # The sweeper
@@ -222,8 +227,8 @@ def test_an_orphaned_request_is_counted_and_ended(
     new_model: NewModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = new_model()
-    orphan, watched = Wish(max_tokens=9, n=2).request(), Wish(max_tokens=9).request(arrival=1)
-    detached = Wish(max_tokens=9, keep_s=60.0).request(arrival=2)
+    orphan, watched = RequestCase(max_tokens=9, n=2).request(), RequestCase(max_tokens=9).request(arrival=1)
+    detached = RequestCase(max_tokens=9, keep_s=60.0).request(arrival=2)
     for request in (orphan, watched, detached):
         model.submit(request)
     model.attach(detached.id).close()
@@ -251,7 +256,7 @@ def test_a_sequence_without_a_request_is_counted_and_its_pages_are_freed(
     model = new_model()
     if not is_running:
         model.stop()
-    request = Wish(max_tokens=9).request()
+    request = RequestCase(max_tokens=9).request()
     model.engine.scheduler.add(request.choices[0].sequence)
     model.engine.sweep()
     assert model.engine.totals.orphaned == 1

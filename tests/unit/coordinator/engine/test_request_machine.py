@@ -19,7 +19,7 @@ from coordinator.scheduler.sequence import SequenceState
 from tests.properties import examples
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import BLOCK_SIZE, EngineModel, ended_as
-from tests.unit.coordinator.engine.wishes import Wish, wishes
+from tests.unit.coordinator.engine.request_cases import RequestCase, request_cases
 from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
@@ -75,21 +75,23 @@ class Requests(RuleBasedStateMachine):
 
     # Clients
 
-    @rule(wished=st.lists(wishes(), min_size=1, max_size=4), deadline_s=DEADLINES, again=st.integers(0, 9))
-    def arrive(self, wished: list[Wish], deadline_s: float | None, again: int) -> None:
+    @rule(
+        cases=st.lists(request_cases(), min_size=1, max_size=4), deadline_s=DEADLINES, again=st.integers(0, 9)
+    )
+    def arrive(self, cases: list[RequestCase], deadline_s: float | None, again: int) -> None:
         """Sometimes with an id that was used before."""
-        for wish in wished:
+        for case in cases:
             self.num_arrivals += 1
             old, new = self.customers[again : again + 1], RequestId(self.num_arrivals.to_bytes(16, "big"))
-            request = wish.request(
+            request = case.request(
                 arrival=self.num_arrivals,
                 arrived_s=self.model.now_s,
                 request_id=old[0].request.id if old else new,
             )
-            self.submit(wish, request, deadline_s)
+            self.submit(case, request, deadline_s)
             self.check_ends({})
 
-    def submit(self, wish: Wish, request: Request, in_s: float | None) -> None:
+    def submit(self, case: RequestCase, request: Request, in_s: float | None) -> None:
         deadline_s = None if in_s is None else self.model.now_s + in_s
         refusal: type[Exception] | None = None
         if any(customer.is_here and customer.request.id == request.id for customer in self.customers):
@@ -103,7 +105,7 @@ class Requests(RuleBasedStateMachine):
             refusal = ClusterUnavailable
         if refusal is None:
             call = self.model.submit(request, deadline_s=deadline_s)
-            self.customers.append(Customer(wish, request, call, deadline_s))
+            self.customers.append(Customer(case, request, call, deadline_s))
             self.num_faults[request.id] = self.num_deaths_alone[request.id] = 0
         else:
             with pytest.raises(refusal):
@@ -142,7 +144,7 @@ class Requests(RuleBasedStateMachine):
         if (customer := self.pick(place, lambda customer: not customer.call.is_over)) is not None:
             if customer.end is None and self.is_late(customer):
                 ends = {customer.request.id: DeadlinePassed}
-            elif customer.end is None and customer.wish.keep_s is None:
+            elif customer.end is None and customer.case.keep_s is None:
                 ends = {customer.request.id: RequestCancelled}
             customer.close(self.model.now_s)
         self.check_ends(ends)
@@ -160,7 +162,7 @@ class Requests(RuleBasedStateMachine):
         had, scores = customer.num_tokens, customer.num_scores
         positions = [num if data.draw(st.booleans()) else data.draw(st.integers(0, num)) for num in had]
         # Without a number it has all scores if it has a token, as with an echo it need not.
-        may_leave_out = not positions[0] or scores == len(customer.wish.prompt)
+        may_leave_out = not positions[0] or scores == len(customer.case.prompt)
         num_scores = data.draw(st.integers(0, scores) | (st.none() if may_leave_out else st.just(scores)))
         deadline_s = None if deadline_s is None else self.model.now_s + deadline_s
         customer.attach(self.model, positions, num_scores, deadline_s)
@@ -333,7 +335,7 @@ class Requests(RuleBasedStateMachine):
         for customer in ended.values():
             customer.end = ended_as(customer.request)
             customer.ended_s = self.model.now_s
-            customer.is_kept = customer.wish.keep_s is not None
+            customer.is_kept = customer.case.keep_s is not None
         for customer in self.customers:
             assert customer.end is (None if customer.request.is_live else ended_as(customer.request))
 
@@ -372,18 +374,18 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def tokens_are_those_of_a_solo_run(self) -> None:
         for customer in self.customers:
-            num_prompt_tokens = len(customer.wish.prompt)
-            num_echoed = num_prompt_tokens if customer.wish.echo else 0
+            num_prompt_tokens = len(customer.case.prompt)
+            num_echoed = num_prompt_tokens if customer.case.echo else 0
             for choice, outcome in zip(customer.request.choices, customer.expected, strict=True):
                 sequence = choice.sequence
                 generated = sequence.generated_tokens
                 assert generated == outcome.tokens[num_echoed:][: len(generated)]
-                assert sequence.all_tokens[:num_prompt_tokens] == customer.wish.prompt
+                assert sequence.all_tokens[:num_prompt_tokens] == customer.case.prompt
                 assert num_prompt_tokens == sequence.num_prompt_tokens <= sequence.num_tokens
                 assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
                 has_all = choice.buffer.num_tokens == len(outcome.tokens)
                 assert choice.buffer.is_finished <= has_all
-                assert choice.buffer.is_finished or not has_all or customer.wish.max_tokens == 0
+                assert choice.buffer.is_finished or not has_all or customer.case.max_tokens == 0
 
     @invariant()
     def only_the_newest_call_reads(self) -> None:

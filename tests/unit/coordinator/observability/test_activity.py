@@ -22,7 +22,7 @@ from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.span_recorder import ratio_sampler
 from tests.unit.coordinator.engine.engine_model import EngineModel
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
 from tests.unit.telemetry.recording import ListSink, recorder_into
 from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
@@ -170,7 +170,7 @@ def test_waiting_for_a_new_epoch_is_not_a_preemption() -> None:
 
     with closing(EngineModel(num_blocks=8, observer=FactRecorder((recorder,)))) as model:
         for first in (1, 2):
-            model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
+            model.submit(RequestCase(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
         while RequestPhase.PREEMPTED not in seen:
             assert model.advance(0)
             assert model.deliver()

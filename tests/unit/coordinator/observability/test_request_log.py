@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.observability.facts import RequestRecord
 from coordinator.observability.request_log import RequestLog
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
@@ -48,7 +48,7 @@ def test_only_our_own_failures_are_logged_above_debug(
     caplog: pytest.LogCaptureFixture, error: ServingError | None, level: int
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="coordinator")
-    request = Wish().request()
+    request = RequestCase().request()
     request.trace = SomeTrace()
     RequestLog().request_ended(RequestRecord(request, 0.0, 0.0, False, ended_s=0.0, error=error))
     (line,) = caplog.records
@@ -61,5 +61,5 @@ def test_only_our_own_failures_are_logged_above_debug(
 
 def test_without_a_trace_the_line_has_no_trace_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="coordinator")
-    RequestLog().request_accepted(RequestRecord(Wish().request(), 0.0, 0.0, False))
+    RequestLog().request_accepted(RequestRecord(RequestCase().request(), 0.0, 0.0, False))
     assert "trace_id" not in vars(caplog.records[0])

@@ -16,7 +16,7 @@ from coordinator.scheduler.policy import SchedulerLimits
 from telemetry.span_recorder import ratio_sampler
 from telemetry.spans import Attr, SpanName
 from tests.unit.coordinator.engine.engine_model import EngineModel
-from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.engine.request_cases import RequestCase
 from tests.unit.telemetry.recording import ListSink, recorder_into
 from wire.errors import DeadlinePassed, InvalidRequest, Overloaded
 from wire.ids import id_text, new_request_id
@@ -70,7 +70,7 @@ def seconds(span: ReadableSpan) -> float:
 
 def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTraced) -> None:
     traced = new_traced()
-    request = Wish(prompt=tuple(range(20)), max_tokens=5).request()
+    request = RequestCase(prompt=tuple(range(20)), max_tokens=5).request()
     traced.model.submit(request)
     traced.run()
     (root,) = traced.spans(SpanName.GENERATE)
@@ -93,7 +93,7 @@ def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTr
 
 def test_unsampled_requests_are_neither_sent_to_stages_nor_recorded(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
-    traced.model.submit(Wish(max_tokens=5).request())
+    traced.model.submit(RequestCase(max_tokens=5).request())
     traced.run()
     assert traced.starts == [""]
     assert traced.sink.spans == []
@@ -101,7 +101,7 @@ def test_unsampled_requests_are_neither_sent_to_stages_nor_recorded(new_traced: 
 
 def test_an_interruption_is_recorded_with_the_work_before_it(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
-    traced.model.submit(Wish(max_tokens=9).request())
+    traced.model.submit(RequestCase(max_tokens=9).request())
     traced.run(3)
     traced.model.die("worker b is lost")
     traced.model.now_s += 10.0
@@ -123,7 +123,7 @@ def test_an_interruption_is_recorded_with_the_work_before_it(new_traced: NewTrac
 
 def test_a_preemption_is_a_wait_and_the_spans_add_up(new_traced: NewTraced) -> None:
     traced = new_traced(num_blocks=8)
-    requests = [Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first) for first in (1, 2)]
+    requests = [RequestCase(prompt=(first,) * 8, max_tokens=14).request(arrival=first) for first in (1, 2)]
     for request in requests:
         traced.model.submit(request)
     traced.run()
@@ -142,7 +142,7 @@ def test_a_preemption_is_a_wait_and_the_spans_add_up(new_traced: NewTraced) -> N
 def test_requeueing_for_suspects_is_not_a_preemption(new_traced: NewTraced) -> None:
     traced = new_traced()
     for first in (1, 2):
-        traced.model.submit(Wish(prompt=(first,) * 4, max_tokens=12).request(arrival=first))
+        traced.model.submit(RequestCase(prompt=(first,) * 4, max_tokens=12).request(arrival=first))
     traced.run(4)
     traced.model.die("worker b is lost")
     traced.model.start(64)
@@ -156,7 +156,7 @@ def test_requeueing_for_suspects_is_not_a_preemption(new_traced: NewTraced) -> N
 
 def test_an_error_is_recorded_with_its_reason(new_traced: NewTraced) -> None:
     traced = new_traced(sampled=0.0)
-    request = Wish(max_tokens=9).request()
+    request = RequestCase(max_tokens=9).request()
     traced.model.submit(request)
     traced.model.stop()
     traced.model.engine.fail_all("no pipeline")
@@ -183,7 +183,7 @@ async def test_rejections_are_recorded_and_disconnects_are_not() -> None:
 def test_a_restarted_coordinator_continues_the_same_span(new_traced: NewTraced) -> None:
     started, caller = span_context(11, 12), span_context(11, 13)
     traced = new_traced()
-    request = Wish(max_tokens=3).request()
+    request = RequestCase(max_tokens=3).request()
     trace = traced.traces.resumed(format_traceparent(started), format_traceparent(caller), 500.0)
     assert trace is not None
     assert (trace.traceparent, trace.caller_traceparent) == tuple(map(format_traceparent, (started, caller)))
@@ -208,7 +208,7 @@ def test_a_step_without_slices_has_no_span(new_traced: NewTraced) -> None:
 
 def test_the_outcome_of_a_span_is_that_of_the_metrics(new_traced: NewTraced) -> None:
     traced = new_traced()
-    request = Wish(max_tokens=5).request()
+    request = RequestCase(max_tokens=5).request()
     traced.model.submit(request)
     error = DeadlinePassed("deadline passed")
     traced.facts.ended(request, error, 3.0)

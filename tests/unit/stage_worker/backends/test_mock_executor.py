@@ -119,7 +119,7 @@ GRAMMAR = GrammarSpec(definition="start: /a+/", tokenizer_checksum=1)
 
 
 @pytest.mark.parametrize(
-    ("wish", "what"),
+    ("constraint", "what"),
     [
         ({"sampling": StepSampling(logprobs=0)}, "log-probabilities"),
         ({"sampling": StepSampling(logprobs=5, grammar=GRAMMAR)}, "log-probabilities"),
@@ -127,9 +127,9 @@ GRAMMAR = GrammarSpec(definition="start: /a+/", tokenizer_checksum=1)
         ({"is_scored": True}, "prompt log-probabilities"),
     ],
 )
-def test_unsupported_requests_fail_their_sequence_alone(wish: dict[str, Any], what: str) -> None:
+def test_unsupported_requests_fail_their_sequence_alone(constraint: dict[str, Any], what: str) -> None:
     stages = MockStages(3)
-    asking = stages.log.add((1, 2, 3), **wish)
+    asking = stages.log.add((1, 2, 3), **constraint)
     stages.log.add((1, 2, 3))
     failed, good = stages.run(stages.log.step())[-1].results  # type: ignore[union-attr]
     assert failed.sequence == asking.key

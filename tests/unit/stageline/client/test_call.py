@@ -61,10 +61,10 @@ def test_a_refusal_after_a_loss_is_the_last_too(code: grpc.StatusCode) -> None:
 
 
 def test_pauses_grow_to_two_seconds_and_reset_after_an_outage() -> None:
-    patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
-    assert [patience.fail(0) for _ in range(7)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
-    patience.succeed()
-    assert patience.fail(0) == 0
+    policy = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
+    assert [policy.fail(0) for _ in range(7)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    policy.succeed()
+    assert policy.fail(0) == 0
 
 
 def test_the_pause_stays_at_two_seconds_however_long_the_outage() -> None:
@@ -74,24 +74,24 @@ def test_the_pause_stays_at_two_seconds_however_long_the_outage() -> None:
 
 
 def test_an_outage_is_counted_from_its_first_failure() -> None:
-    patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
-    assert patience.time_left_s(1e6) is None
-    patience.fail(100)
-    patience.fail(120)
-    assert patience.outage_left_s(125) == 5
-    assert patience.outage_left_s(131) == 0
-    patience.succeed()
-    patience.fail(200)
-    assert patience.outage_left_s(200) == 30
+    policy = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
+    assert policy.time_left_s(1e6) is None
+    policy.fail(100)
+    policy.fail(120)
+    assert policy.outage_left_s(125) == 5
+    assert policy.outage_left_s(131) == 0
+    policy.succeed()
+    policy.fail(200)
+    assert policy.outage_left_s(200) == 30
 
 
 def test_the_timeout_bounds_calls_and_outages() -> None:
-    patience = RetryPolicy(outage_s=30, timeout_s=10, now_s=100)
-    assert patience.time_left_s(104) == 6
-    patience.fail(108)
-    assert patience.outage_left_s(108) == 2
+    policy = RetryPolicy(outage_s=30, timeout_s=10, now_s=100)
+    assert policy.time_left_s(104) == 6
+    policy.fail(108)
+    assert policy.outage_left_s(108) == 2
     with pytest.raises(DeadlineExceeded, match="the timeout of 10 s has passed"):
-        patience.outage_left_s(110)
+        policy.outage_left_s(110)
 
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0, seed=0, restarts=0)

@@ -19,7 +19,7 @@ class FakeCluster:
     """Serves a request once released: one token per message, the remaining ones in the last."""
 
     def __init__(self, *, num_tokens: int = 3) -> None:
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.left: list[int] = []
         self.released: dict[int, asyncio.Event] = {}
         self.changed = asyncio.Event()
@@ -34,12 +34,12 @@ class FakeCluster:
 
     async def until_begun(self, num_requests: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while len(self.begun) < num_requests:
+            while len(self.started) < num_requests:
                 self.changed.clear()
                 await self.changed.wait()
 
     async def _outputs(self, index: int) -> Outputs:
-        self.begun.append(index)
+        self.started.append(index)
         self.changed.set()
         try:
             yield _output(0, 1)
@@ -109,16 +109,16 @@ async def test_beyond_the_limit_requests_wait_in_order_and_their_latency_counts_
     driver = Driver(cluster.prepare, max_concurrency=2)
     running = asyncio.create_task(drive(driver, [planned(index) for index in range(4)]))
     await cluster.until_begun(2)
-    assert (cluster.begun, driver.tally.num_running) == ([0, 1], 2)
+    assert (cluster.started, driver.tally.num_running) == ([0, 1], 2)
     while driver.tally.num_due < 4:
         await asyncio.sleep(0)
-    assert cluster.begun == [0, 1]
+    assert cluster.started == [0, 1]
     cluster.release(1)
     await cluster.until_begun(3)
-    assert cluster.begun == [0, 1, 2]
+    assert cluster.started == [0, 1, 2]
     cluster.release(0, 2, 3)
     last = (await running).records[3]
-    assert cluster.begun == [0, 1, 2, 3]
+    assert cluster.started == [0, 1, 2, 3]
     assert last.slot_wait_s > 0
     assert last.ttft_s >= last.slot_wait_s
     assert last.lag_s is not None
@@ -165,14 +165,14 @@ async def test_an_interruption_before_the_begin_sends_nothing() -> None:
     driver.interrupt()
     run = await drive(driver, [planned(0)])
     assert run.is_interrupted
-    assert (run.records, cluster.begun) == ((), [])
+    assert (run.records, cluster.started) == ((), [])
 
 
 async def test_a_load_longer_than_the_prepared_part_is_sent_whole() -> None:
     cluster = FakeCluster()
     cluster.release(*range(14, 714))
     run = await drive(Driver(cluster.prepare), [planned(index) for index in range(14, 714)])
-    assert cluster.begun == list(range(14, 714))
+    assert cluster.started == list(range(14, 714))
     assert all(record.is_complete for record in run.records)
 
 

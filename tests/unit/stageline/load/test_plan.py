@@ -216,19 +216,19 @@ def test_a_uniform_range_has_both_its_ends_and_all_between_equally_often() -> No
 
 @pytest.mark.parametrize("kind", ["normal", "lognormal"])
 def test_a_shape_has_its_mean_and_its_deviation(kind: str) -> None:
-    drawn = draw(f"{kind}:256,64")
-    assert drawn.mean() == pytest.approx(256, rel=0.01)
-    assert drawn.std() == pytest.approx(64, rel=0.05)
-    skewness = ((drawn - drawn.mean()) ** 3).mean() / drawn.std() ** 3
+    lengths = draw(f"{kind}:256,64")
+    assert lengths.mean() == pytest.approx(256, rel=0.01)
+    assert lengths.std() == pytest.approx(64, rel=0.05)
+    skewness = ((lengths - lengths.mean()) ** 3).mean() / lengths.std() ** 3
     # Of a lognormal distribution: (v + 2) sqrt(v - 1) with v = 1 + (64 / 256)^2.
     assert skewness == pytest.approx(0 if kind == "normal" else 0.766, abs=0.12)
 
 
 def test_values_beyond_the_bounds_are_clipped() -> None:
-    drawn = draw("normal:100,50:80-120")
-    assert (drawn.min(), drawn.max()) == (80, 120)
+    lengths = draw("normal:100,50:80-120")
+    assert (lengths.min(), lengths.max()) == (80, 120)
     # Beyond 0.4 standard deviations lie 34.5 % on each side.
-    assert (drawn == 80).mean() == pytest.approx(0.345, abs=0.02)
+    assert (lengths == 80).mean() == pytest.approx(0.345, abs=0.02)
 
 
 def test_nothing_is_shorter_than_a_token() -> None:

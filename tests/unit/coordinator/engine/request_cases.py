@@ -21,11 +21,11 @@ from wire.steps import TokenLogprobs
 
 AGE_S = 10.0
 MOST_TOKENS = 11
-"""Generated after a prompt of at most 17, in `wishes`."""
+"""Generated after a prompt of at most 17, in `request_cases`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RequestCase:
     """One GenerateRequest. `stops` are strings of letters; every token is one letter."""
 
     prompt: tuple[int, ...] = (1, 2, 3)
@@ -80,13 +80,13 @@ class Wish:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> Wish:
+def request_cases(draw: st.DrawFn) -> RequestCase:
     """Prompts with shared prefixes around block boundaries, and every finish reason."""
     num_prompt_tokens = draw(st.sampled_from([1, 3, 4, 5, 8, 9, 13, 17]))
     beginning = [draw(st.integers(0, 1))] * num_prompt_tokens
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))
     letter = st.sampled_from(letters(range(VOCAB_SIZE)))
-    return Wish(
+    return RequestCase(
         prompt=tuple((*beginning, *own)[-num_prompt_tokens:]),
         max_tokens=draw(st.integers(0, MOST_TOKENS) | st.just(MOST_TOKENS)),
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
@@ -110,28 +110,28 @@ class Outcome:
     reason: FinishReason
 
 
-def solo(wish: Wish, choice: int = 0) -> Outcome:
+def solo(case: RequestCase, choice: int = 0) -> Outcome:
     """The expected choice without other requests, computed without the code under test."""
-    entry = kv_entries(wish.prompt)[-1]
+    entry = kv_entries(case.prompt)[-1]
     generated, logprobs = list[int](), list[TokenLogprobs | None]()
-    text, reason = "", FinishReason.LENGTH if wish.max_tokens == 0 else None
+    text, reason = "", FinishReason.LENGTH if case.max_tokens == 0 else None
     while reason is None:
         token = sample(entry, choice)
         generated.append(token)
-        logprobs.append(score(entry, token, wish.logprobs or 0))
+        logprobs.append(score(entry, token, case.logprobs or 0))
         text += letters([token])
-        if completed := [stop for stop in wish.stops if text.endswith(stop)]:
+        if completed := [stop for stop in case.stops if text.endswith(stop)]:
             text, reason = text[: -max(map(len, completed))], FinishReason.STOP
-        elif token in wish.stop_token_ids:
+        elif token in case.stop_token_ids:
             reason = FinishReason.STOP
-        elif len(generated) == wish.max_tokens:
+        elif len(generated) == case.max_tokens:
             reason = FinishReason.LENGTH
         entry = kv_entry(entry, token)
-    if wish.echo:
-        text = letters(wish.prompt) + text
-        logprobs = [*prompt_scores(wish.prompt, wish.logprobs or 0), *logprobs]
-    tokens = (*wish.prompt, *generated) if wish.echo else tuple(generated)
-    return Outcome(tokens, text, tuple(logprobs) if wish.logprobs is not None else (), reason)
+    if case.echo:
+        text = letters(case.prompt) + text
+        logprobs = [*prompt_scores(case.prompt, case.logprobs or 0), *logprobs]
+    tokens = (*case.prompt, *generated) if case.echo else tuple(generated)
+    return Outcome(tokens, text, tuple(logprobs) if case.logprobs is not None else (), reason)
 
 
 def prompt_scores(prompt: abc.Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
