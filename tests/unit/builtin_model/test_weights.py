@@ -100,7 +100,7 @@ def test_stories_are_of_60_to_200_tokens() -> None:
     assert max(lengths) <= 200
 
 
-def test_chat_template_renders_what_the_model_was_trained_on() -> None:
+def test_chat_template_renders_the_training_format() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": " Hello! "},

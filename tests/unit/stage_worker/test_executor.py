@@ -332,7 +332,7 @@ def assert_same(one: tuple[TokenLogprobs, ...], other: tuple[TokenLogprobs, ...]
     assert [logprob.logprob for logprob in one] == pytest.approx(logprobs, abs=1e-5)
 
 
-def test_a_prompt_is_scored_in_chunks_as_at_once_beside_other_sequences(only: Stage) -> None:
+def test_scores_in_chunks_equal_scores_of_one_chunk_in_mixed_steps(only: Stage) -> None:
     prompt = tuple(range(1, 31))
     only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
     (whole,) = answers(only)

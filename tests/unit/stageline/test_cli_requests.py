@@ -292,7 +292,7 @@ def test_an_unknown_request_is_one_line(
     assert capsys.readouterr().err == f"stageline: error[NOT_FOUND]: no request {request_id}\n"
 
 
-def test_the_secret_of_a_detached_request_is_kept_for_its_owner_only_and_goes_with_it(
+def test_the_secret_of_a_detached_request_is_private_and_deleted_with_it(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

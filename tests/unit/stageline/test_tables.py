@@ -147,7 +147,7 @@ def test_the_reason_of_a_failed_worker_is_shown_once() -> None:
     assert "\n".join(_render(status_view(status), width=110)).count(reason) == 1
 
 
-def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
+def test_the_start_shows_the_loading_progress_of_workers() -> None:
     status = cluster_pb2.GetStatusResponse(
         state=cluster_pb2.CLUSTER_STATE_LOADING,
         workers=[

@@ -29,7 +29,7 @@ def new_controller(*, num_stages: int) -> Controller:
     )
 
 
-async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed() -> None:
+async def test_a_worker_may_reconnect_before_its_broken_stream_is_detected() -> None:
     """Same process and incarnation: the end of the old stream is not the loss of the worker."""
     controller = new_controller(num_stages=1)
     old = controller.join(identity_of("a"))

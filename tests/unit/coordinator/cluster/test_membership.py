@@ -259,7 +259,7 @@ def test_a_spare_may_join_and_leave_at_any_time() -> None:
 # Draining
 
 
-def test_a_spare_leaves_at_once_and_is_notified_once() -> None:
+def test_a_spare_drains_immediately_and_is_notified_once() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     assert cluster.state.drain("spare") == [DismissWorker(identity_of("spare"), "drained")]

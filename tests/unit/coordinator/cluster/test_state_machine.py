@@ -226,7 +226,7 @@ def test_a_new_worker_replaces_the_lost_one(newcomer: str) -> None:
     assert only_begin(cluster.load_all()).epoch == 2
 
 
-def test_a_spare_takes_the_place_at_once() -> None:
+def test_a_spare_replaces_a_lost_worker_immediately() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b", "spare")
     cluster.load_all()
@@ -376,7 +376,7 @@ def test_a_failure_of_an_older_plan_changes_nothing() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
-def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() -> None:
+def test_a_worker_with_wrong_weights_is_replaced_and_not_reused() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("c")
     state, epoch = cluster.state, cluster.state.epoch

@@ -309,9 +309,7 @@ def actions(coordinator: Coordinator) -> list[str]:
     return [f"/api/requests/{id_text(coordinator.request.id)}/cancel", "/api/workers/worker-0/drain"]
 
 
-async def test_without_a_token_of_the_coordinator_nothing_can_be_changed(
-    coordinator: Coordinator, read_only: Http
-) -> None:
+async def test_changes_require_a_token_of_the_coordinator(coordinator: Coordinator, read_only: Http) -> None:
     for path in actions(coordinator):
         response = await read_only.post(path, headers=BEARER)
         assert response.status == 403

@@ -103,7 +103,7 @@ def test_a_crash_during_or_after_an_outage_loses_no_accepted_request(
     check_whole(call, CASE)
 
 
-def test_requests_are_left_to_the_next_coordinator_also_when_it_stops_during_an_outage(
+def test_requests_survive_a_stop_during_a_journal_outage(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
     call = coordinators.submit(CASE)

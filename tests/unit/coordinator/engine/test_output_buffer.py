@@ -85,7 +85,7 @@ def test_attaching_at_any_token_repeats_nothing_and_misses_nothing(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(words=st.lists(st.sampled_from(WORDS), min_size=2), cut=st.integers(1, 30))
-def test_the_text_of_an_echo_is_that_of_all_tokens_decoded_at_once(
+def test_the_text_of_an_echo_equals_all_tokens_decoded_together(
     codecs: Codecs, kind: str, words: list[str], cut: int
 ) -> None:
     codec = codecs[kind]
@@ -200,7 +200,7 @@ def test_reading_past_the_generated_tokens_is_rejected(from_token: int) -> None:
         buffer.read(from_token, max_tokens=1)
 
 
-def test_a_buffer_takes_nothing_after_its_end(codecs: Codecs) -> None:
+def test_a_buffer_accepts_no_token_after_its_end(codecs: Codecs) -> None:
     buffer = OutputBuffer(IncrementalDetokenizer(codecs["byte level"], ()), stops=["fox"])
     assert [buffer.append(token) for token in codecs["byte level"].encode("fox")][-1]
     with pytest.raises(InvariantBroken):

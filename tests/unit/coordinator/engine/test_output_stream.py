@@ -118,7 +118,7 @@ def test_choices_take_turns(new_model: NewModel) -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bool) -> None:
+def test_a_superseded_call_gets_no_more_output(new_model: NewModel, is_waiting: bool) -> None:
     model = new_model(limits=ONE_AT_A_TIME)
     request = RequestCase(max_tokens=9).request()
     stale = model.submit(request)

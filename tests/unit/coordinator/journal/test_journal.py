@@ -144,7 +144,7 @@ def test_two_coordinators_never_have_one_journal(tmp_path: Path) -> None:
     ("identity", "text"),
     [(ServedIdentity("0" * 32, "f32"), "0{32} in f32"), (ServedIdentity("f" * 32, "bf16"), "f{32} in bf16")],
 )
-def test_a_journal_of_another_model_is_rejected_and_left_alone(
+def test_a_journal_of_another_model_is_rejected_and_unchanged(
     tmp_path: Path, identity: ServedIdentity, text: str
 ) -> None:
     path = tmp_path / "j.db"
@@ -158,7 +158,7 @@ def test_a_journal_of_another_model_is_rejected_and_left_alone(
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_journal_of_another_version_is_rejected_and_left_alone(tmp_path: Path, version: int) -> None:
+def test_a_journal_of_another_version_is_rejected_and_unchanged(tmp_path: Path, version: int) -> None:
     path = tmp_path / "j.db"
     opened_once(path)
     change(path, f"PRAGMA user_version = {version}")
@@ -171,7 +171,7 @@ def test_a_journal_of_another_version_is_rejected_and_left_alone(tmp_path: Path,
     assert path.read_bytes() == before
 
 
-def test_a_database_of_something_else_is_rejected_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_database_is_rejected_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "j.db"
     change(path, "CREATE TABLE recipes (name TEXT)")
     before = path.read_bytes()
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_rejected_by_its_name(tmp_path: Path, damage: str) -> 
 
 
 @pytest.mark.parametrize("place", ["is/not/there.db", "."])
-def test_a_place_where_nothing_can_be_written_is_rejected(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_path_is_rejected(tmp_path: Path, place: str) -> None:
     with pytest.raises(JournalUnusable, match="cannot be written: "):
         Journal(tmp_path / place, IDENTITY)
 

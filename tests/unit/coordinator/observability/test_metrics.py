@@ -52,7 +52,7 @@ def test_parts_of_steps_add_up_by_stage() -> None:
     assert watched.times(definitions.STEP_TIME) == (2, 1.0)
 
 
-def test_a_hop_below_zero_takes_nothing_back() -> None:
+def test_a_negative_hop_time_counts_as_zero() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
     watched.submit(max_tokens=3)

@@ -206,7 +206,7 @@ def test_a_step_without_slices_has_no_span(new_traced: NewTraced) -> None:
     assert traced.sink.spans == []
 
 
-def test_the_outcome_of_a_span_is_that_of_the_metrics(new_traced: NewTraced) -> None:
+def test_the_outcome_of_a_span_equals_that_in_metrics(new_traced: NewTraced) -> None:
     traced = new_traced()
     request = RequestCase(max_tokens=5).request()
     traced.model.submit(request)

@@ -81,7 +81,7 @@ def test_the_bytes_of_all_traces_are_bounded() -> None:
     assert store.size_bytes == sum(map(size_of, store.recent()))
 
 
-def test_late_spans_of_a_trace_that_is_gone_are_dropped() -> None:
+def test_late_spans_of_an_evicted_trace_are_dropped() -> None:
     first, *late = batch(1)
     store = filled(num_traces=1)
     store.add([first])

@@ -226,7 +226,7 @@ async def test_a_reference_that_failed_a_plan_is_dropped_with_its_source(
     assert workers.asked == ["large", "small"]
 
 
-async def test_references_of_a_worker_with_wrong_weights_are_gone_from_the_file_too(
+async def test_references_of_a_worker_with_wrong_weights_are_deleted_on_disk(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     workers = Workers(monkeypatch)

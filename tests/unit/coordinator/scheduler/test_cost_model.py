@@ -52,7 +52,7 @@ def test_no_estimate_exists_before_the_first_measurement() -> None:
     assert (fit.is_known, fit.predict(1.0, 2.0), median.value) == (False, 0.0, 0.0)
 
 
-def test_the_median_is_that_of_the_last_values() -> None:
+def test_the_median_is_taken_over_the_last_values() -> None:
     median = RecentMedian(3)
     for value in (1.0, 7.0, 5.0, 6.0):
         median.add(value)

@@ -237,7 +237,7 @@ def test_blocks_computed_for_a_scored_prompt_are_shared() -> None:
     assert log.plan(sequence_of(tuple(range(70)), number=1)).num_cached_tokens == 64
 
 
-def test_private_blocks_are_free_at_once_and_displace_none() -> None:
+def test_private_blocks_are_freed_immediately_and_evict_none() -> None:
     log = KvCacheManager(num_blocks=4, block_size=2)
     serve(log, sequence_of((1, 2, 3, 4)))
     for number in range(1, 4):

@@ -329,7 +329,7 @@ def test_decodes_continue_while_a_long_prompt_is_computed() -> None:
 # Ends
 
 
-def test_a_cancel_takes_effect_with_the_next_step_which_may_carry_nothing_else() -> None:
+def test_a_cancel_takes_effect_in_the_next_step() -> None:
     model = model_of(max_steps_in_flight=2)
     sequence = model.submit(range(9), max_tokens=9)
     assert model.scheduler.num_steps_in_flight == 1
@@ -464,7 +464,7 @@ def test_a_result_without_a_step_is_rejected() -> None:
         model.scheduler.complete(StepResult(1, 0, ()), 0.0)
 
 
-def test_a_chunk_that_is_not_final_is_owed_no_token() -> None:
+def test_a_chunk_before_the_final_one_gets_no_token() -> None:
     model = model_of(max_step_tokens=4)
     model.submit(range(8), max_tokens=1)
     with pytest.raises(ResultMismatch, match="got 1 results, expected 0"):

@@ -244,7 +244,7 @@ def test_content_with_equal_hashes_is_never_shared(data: st.DataObject) -> None:
 ONE_TOKEN_STEPS = SchedulerLimits(max_step_tokens=1, max_step_sequences=1, max_steps_in_flight=2)
 
 
-def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() -> None:
+def test_a_block_is_not_shared_after_its_parent_hash_was_reused() -> None:
     """The window lets the head of a prefix go before its end, and then the name of the head is free."""
     setup = Setup(1, 5, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=3)
     with two_bits_of_hash():

@@ -114,7 +114,7 @@ def test_no_request_is_overtaken_by_one_two_ages_later(
     others=st.lists(st.tuples(CLASSES, st.floats(0.01, 5)), min_size=1, max_size=300),
     service_s=st.floats(0.01, 5),
 )
-def test_a_request_is_served_however_many_come_after_it(
+def test_a_request_is_served_under_any_number_of_later_ones(
     own: Priority, others: list[tuple[Priority, float]], service_s: float
 ) -> None:
     """One server, which is busy when it comes, and arrivals that may come faster than it serves."""
@@ -264,7 +264,7 @@ def test_cached_tokens_are_counted_at_the_first_start() -> None:
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 4)
 
 
-def test_no_token_is_accepted_that_is_not_due() -> None:
+def test_tokens_that_are_not_due_are_rejected() -> None:
     sequence = new_sequence()
     begin(sequence)
     with pytest.raises(InvariantBroken):

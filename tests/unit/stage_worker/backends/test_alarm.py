@@ -102,7 +102,7 @@ def test_an_alarm_that_has_rung_leaves_the_loop_alone(run_scenario: RunScenario)
     run_scenario(scenario)
 
 
-def test_a_moment_that_has_passed_rings_at_once(run_scenario: RunScenario) -> None:
+def test_an_alarm_in_the_past_fires_immediately(run_scenario: RunScenario) -> None:
     async def scenario() -> None:
         bells = Bells(Alarm())
         bells.set("late", time.monotonic() - 1)
@@ -152,7 +152,7 @@ def test_an_alarm_may_be_set_from_its_callback(run_scenario: RunScenario) -> Non
     run_scenario(scenario)
 
 
-def test_a_closed_alarm_is_silent_and_leaves_nothing_behind(run_scenario: RunScenario) -> None:
+def test_a_closed_alarm_does_not_fire_on_a_reused_descriptor(run_scenario: RunScenario) -> None:
     async def scenario() -> None:
         closed, other = Bells(Alarm()), Bells(Alarm())
         start_s = time.monotonic()

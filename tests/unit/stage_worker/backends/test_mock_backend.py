@@ -137,7 +137,7 @@ async def test_the_backend_reports_mock() -> None:
     assert backend.stop(timeout_s=0), "also before anything was served"
 
 
-async def test_a_stage_is_loaded_at_once_and_holds_nothing() -> None:
+async def test_a_stage_loads_immediately_without_memory() -> None:
     loaded = await MockBackend(SHORT).load(mock_assignment(stage=1), LoadProgress())
     assert (loaded.weight_bytes, loaded.kv_bytes) == (0, 0)
     assert loaded.executor.stats.blocks_free == 32
@@ -244,7 +244,7 @@ async def _a_little_later() -> None:
     other.backend.stop(timeout_s=0)
 
 
-async def test_the_first_steps_may_take_as_long_as_the_spec_says() -> None:
+async def test_the_first_steps_take_the_specified_time() -> None:
     assignment = mock_assignment(stage=0)
     size, length = assignment.max_step_tokens, assignment.max_sequence_tokens
     for times, longest_ms in (

@@ -51,12 +51,12 @@ def test_the_next_allowed_token_in_order_is_sampled() -> None:
     assert [made.choose(first) for first in (0, 3, 4, 15, 16)] == [3, 3, 9, 15, 3]
 
 
-def test_tokens_that_end_come_last_and_are_sampled_where_nothing_else_is_allowed() -> None:
+def test_eos_tokens_are_sampled_only_if_no_other_is_allowed() -> None:
     assert reachable(StepSampling(allowed_token_ids=(0, 3, 7))) == {3}
     assert reachable(StepSampling(allowed_token_ids=(0, 7))) == {0, 7}
 
 
-def test_the_highest_bias_wins_and_a_negative_one_comes_after_none() -> None:
+def test_the_highest_bias_wins_and_a_negative_one_ranks_below_zero() -> None:
     assert reachable(StepSampling(logit_bias=((4, 1.0), (5, 2.0), (6, 2.0)))) == {5, 6}
     every_other = tuple((token, -1.0) for token in range(0, VOCAB_SIZE, 2))
     assert reachable(StepSampling(logit_bias=every_other)) == set(range(1, VOCAB_SIZE, 2)) - {7}
@@ -93,7 +93,7 @@ def test_stop_tokens_are_held_back_before_min_tokens() -> None:
     assert constraints(sampling, (1, 2, 5, 5), num_prompt_tokens=2).choose(4) == 4
 
 
-def test_nothing_is_sampled_where_nothing_is_allowed() -> None:
+def test_no_token_is_sampled_if_none_is_allowed() -> None:
     assert reachable(StepSampling(allowed_token_ids=(4,), bad_words=((4,),))) == {None}
 
 
@@ -132,7 +132,7 @@ def test_tokens_are_known_and_never_end_a_sequence() -> None:
     assert mock_token(5, 9, vocab_size=20) == mock_token(5, 9, vocab_size=20)
 
 
-def test_a_vocabulary_of_nothing_but_ends_is_rejected() -> None:
+def test_a_vocabulary_of_eos_tokens_only_is_rejected() -> None:
     with pytest.raises(ValueError, match="2 tokens"):
         mock_token(0, 0, vocab_size=2, eos_token_ids=(0, 1))
 
@@ -197,7 +197,7 @@ def test_a_mock_needs_the_shape_of_the_model() -> None:
         ({"device": "cuda:1", "num_threads": 2}, "--device and --threads"),
     ],
 )
-def test_a_mock_worker_has_nothing_to_compute_with(given: dict[str, Any], flags: str) -> None:
+def test_a_mock_worker_rejects_device_options(given: dict[str, Any], flags: str) -> None:
     plain: dict[str, Any] = {
         "coordinator": "127.0.0.1:1",
         "device": "cpu",

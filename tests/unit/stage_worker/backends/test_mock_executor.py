@@ -175,7 +175,7 @@ def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
 
 
 @pytest.mark.parametrize(("hidden_size", "vocab_size"), [(0, 50), (6, 0), (0, 0)])
-def test_a_model_whose_sizes_are_not_told_is_rejected(hidden_size: int, vocab_size: int) -> None:
+def test_a_model_without_sizes_is_rejected(hidden_size: int, vocab_size: int) -> None:
     shape = ModelShape(hidden_size=hidden_size, vocab_size=vocab_size)
     with pytest.raises(ValueError, match=f"got {hidden_size} and {vocab_size}"):
         MockCompute(mock_assignment(stage=0, model_shape=shape))

@@ -56,7 +56,7 @@ def test_unknown_keys_are_rejected_by_name(text: str, named: str) -> None:
     assert named in str(raised.value)
 
 
-def test_a_step_takes_its_own_time_that_of_its_tokens_and_that_of_their_context() -> None:
+def test_step_time_is_the_sum_of_base_token_and_context_time() -> None:
     spec = MockSpec(step=1.0, token=0.1, context=10.0)
     assert spec.step_s([]) == 0
     assert spec.step_s([decode(99)]) == pytest.approx(1.0 + 0.1 + 10 * 0.1)

@@ -134,7 +134,7 @@ def attention_by_formula(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 11, 100])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_one_query_attends_as_the_formula_says(
+def test_attention_of_one_query_equals_the_formula(
     choice: str, window: int | None, head_dim: int, checkpoint: Checkpoint
 ) -> None:
     kernels = CHOICES[choice]

@@ -90,7 +90,7 @@ def test_greedy_is_the_most_likely_token_and_the_lowest_id_among_equals() -> Non
     assert tokens_of(logits, [greedy] * 3) == [int(logits[0].argmax()), 0, 4]
 
 
-def test_a_draw_depends_on_seed_choice_and_position_and_on_nothing_else() -> None:
+def test_a_sample_depends_only_on_seed_choice_and_position() -> None:
     logits = torch.zeros((1, 4096))
     row = Row(sampling=StepSampling(temperature=1.0, seed=5), prompt=(1, 2, 3))
     once = tokens_of(logits, [row])

@@ -64,7 +64,7 @@ def test_a_vocabulary_may_be_smaller_than_the_top_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 20, 40])
-def test_among_equals_the_lowest_ids_come_first(count: int) -> None:
+def test_ties_are_ordered_by_token_id(count: int) -> None:
     logits = (some_logits(50) * 0.5).round()
     expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :count]
     assert torch.equal(top_tokens(logits, count), expected)

@@ -93,7 +93,7 @@ def found(edge: Edge, row: int) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("span", [0.01, 10.0, 1e6, 1e-38])
 @pytest.mark.parametrize("step", [0.0, 0.01, 0.5], ids=["all-different", "some-equal", "many-equal"])
-def test_edges_are_those_of_a_walk_in_the_order_of_the_keys(step: float, span: float) -> None:
+def test_edges_equal_those_of_a_walk_in_key_order(step: float, span: float) -> None:
     """For any position of the bins."""
     generator = torch.Generator().manual_seed(0)
     keys = 3 * torch.rand((4, WIDTH), generator=generator)

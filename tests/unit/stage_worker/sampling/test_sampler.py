@@ -126,7 +126,7 @@ def test_large_logits_are_finite() -> None:
     assert tokens_of(torch.full((1, 40), 3e38), [Row(sampling=StepSampling())]) == [0]
 
 
-def test_a_step_of_nothing_but_errors_draws_nothing() -> None:
+def test_a_step_of_errors_only_samples_nothing() -> None:
     (result,) = results_of(torch.full((1, 10), float("inf")), [Row(sampling=HOT)])
     error_of(result)
 

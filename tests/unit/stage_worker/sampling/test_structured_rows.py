@@ -95,7 +95,7 @@ def test_a_sequence_started_again_draws_the_same_tokens(setting: Setting) -> Non
             break
 
 
-def test_parameters_that_leave_nothing_of_the_grammar_fail_that_row_alone(setting: Setting) -> None:
+def test_parameters_that_exclude_the_grammar_fail_that_row_alone(setting: Setting) -> None:
     sampler = new_sampler(setting)
     spec = setting.spec(GrammarKind.CHOICE, "x")
     [letter] = setting.codec.encode("x")[1:]
@@ -134,7 +134,7 @@ def test_a_stage_that_cannot_serve_grammars_fails_that_row_alone(setting: Settin
         assert isinstance(chosen.outcome, int)
 
 
-def test_an_ended_sequence_leaves_nothing_behind(setting: Setting) -> None:
+def test_an_ended_sequence_releases_its_grammar_state(setting: Setting) -> None:
     grammars = setting.masks(InlinePool())
     sampler = Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=grammars)
     key = started(sampler, StepSampling(grammar=setting.spec(GrammarKind.CHOICE, "x")))

@@ -88,7 +88,7 @@ def test_a_keyword_reaches_its_field_and_no_other(kind: type[Message], name: str
     assert {field.name for field, _ in request.sampling.ListFields()} <= {name}
 
 
-def test_there_is_a_keyword_for_every_field_and_none_besides() -> None:
+def test_keywords_and_fields_match_one_to_one() -> None:
     assert set(GenerateOptions.__annotations__) == {name for _, name in FIELDS} | NO_FIELD
 
 

@@ -143,7 +143,7 @@ async def test_an_output_of_another_length_than_asked_for_is_a_failure() -> None
     assert (record.status, record.error) == ("INTERNAL", "received 2 tokens, expected 3")
 
 
-async def test_an_interruption_leaves_every_request_and_keeps_what_was_measured() -> None:
+async def test_an_interruption_stops_all_requests_and_keeps_measurements() -> None:
     cluster = FakeCluster()
     cluster.release(0)
     driver = Driver(cluster.prepare, max_concurrency=2)

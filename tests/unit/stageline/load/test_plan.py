@@ -75,7 +75,7 @@ def test_lengths_of_prompts_and_outputs_are_independent() -> None:
     assert abs(np.corrcoef(prompts, outputs)[0, 1]) < 0.25, "3.5 standard errors"
 
 
-def test_requests_of_a_group_share_the_prefix_and_nothing_else() -> None:
+def test_requests_of_a_group_share_only_the_prefix() -> None:
     prompts = Prompts(SPEC, vocab_size=50_000)
     plan = make_plan(SPEC)
     texts = [prompts.token_ids(request) for request in plan]
@@ -144,7 +144,7 @@ def test_burstiness_sets_the_variance_and_leaves_the_rate(burstiness: float) -> 
     assert gaps.var() == pytest.approx(0.01 / burstiness, rel=0.15)
 
 
-def test_the_first_request_is_due_at_once_and_none_before_another() -> None:
+def test_arrivals_start_at_zero_and_never_decrease() -> None:
     times = Arrivals(rate_per_s=3).first(500, np.random.default_rng(1))
     assert times.shape == (500,)
     assert times[0] == 0
@@ -152,7 +152,7 @@ def test_the_first_request_is_due_at_once_and_none_before_another() -> None:
     assert Arrivals(rate_per_s=3).first(1, np.random.default_rng(1)).tolist() == [0.0]
 
 
-def test_an_infinite_rate_is_all_at_once() -> None:
+def test_an_infinite_rate_sends_all_requests_at_time_zero() -> None:
     times = Arrivals(rate_per_s=math.inf).first(7, np.random.default_rng(0))
     assert times.tolist() == [0.0] * 7
 

@@ -35,7 +35,7 @@ def recorded(snapshot: ScopeMetrics) -> dict[str, Values]:
     return {name: found for name, found in values.items() if found}
 
 
-def test_the_coordinator_reads_what_a_worker_exports() -> None:
+def test_the_coordinator_reads_exports_of_a_worker() -> None:
     found = message(worker_snapshot())
     assert exported_values(found, Process.WORKER) == recorded(worker_snapshot())
     assert resource_attributes(found) == RESOURCE

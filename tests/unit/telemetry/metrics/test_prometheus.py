@@ -35,7 +35,7 @@ def values(families: Iterable[Metric]) -> dict[str, float]:
     }
 
 
-def test_the_text_has_what_was_recorded() -> None:
+def test_the_text_has_the_recorded_values() -> None:
     text, content_type = prometheus_text(EXPOSED, "")
     found = values(parser.text_string_to_metric_families(text.decode()))
     assert content_type.startswith("text/plain; version=0.0.4")

@@ -147,7 +147,7 @@ def test_an_unfinished_request_is_marked() -> None:
     assert explain(maker.trace()) == "cancelled after 2.41 s: 100 % in the queue."
 
 
-def test_a_request_without_length_has_nothing_to_explain() -> None:
+def test_a_request_of_zero_duration_has_no_explanation() -> None:
     maker = SpanMaker()
     maker.root(0.0)
     assert explain(maker.trace()) == "0 us: no time was spent."

@@ -20,7 +20,7 @@ def test_stages_have_the_sums_of_their_spans() -> None:
     assert slow.place.layers == "4-7"
 
 
-def test_spans_may_come_in_any_order_and_repeatedly() -> None:
+def test_spans_may_arrive_in_any_order_and_repeatedly() -> None:
     maker = served()
     expected = maker.trace()
     shuffled = [*maker.spans, *maker.spans]
@@ -96,7 +96,7 @@ def test_a_request_without_its_root_is_rejected() -> None:
         request_trace(read_spans(served().spans), "other")
 
 
-def test_the_outcome_is_that_of_the_root_span() -> None:
+def test_the_outcome_is_read_from_the_root_span() -> None:
     failed = SpanMaker(outcome="")
     failed.root(1.0, error="no stages")
     assert failed.trace().outcome == "failed"

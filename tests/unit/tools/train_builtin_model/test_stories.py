@@ -72,7 +72,7 @@ def test_a_story_is_about_the_requested_subject() -> None:
     assert "an orange kite" in story.text
 
 
-def test_names_colours_and_animals_in_answers_come_from_the_story() -> None:
+def test_names_colours_and_animals_in_answers_occur_in_the_story() -> None:
     rng = Random(5)
     telling = words_of(
         " ".join((*words.GIRLS, *words.BOYS, *words.COLOURS, *words.ANIMALS, *words.SMALL_ANIMALS))
