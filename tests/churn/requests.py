@@ -131,9 +131,10 @@ async def not_a_token(target: Target, generator: random.Random) -> None:
 
 async def unknown(target: Target, generator: random.Random) -> None:
     """The request id is unknown."""
+    secret = generator.randbytes(32).hex()
     for call in (_attach, _cancel):
         try:
-            await call(target.client, id_text(new_request_id()))
+            await call(target.client, id_text(new_request_id()), secret)
         except RequestNotFound:
             continue
         raise AssertionError("a request that never was is there")
@@ -180,11 +181,11 @@ async def _refused(client: Client, prompt: list[int], *, max_tokens: int) -> Non
     raise AssertionError("a request that cannot be served was not refused")
 
 
-async def _attach(client: Client, request_id: str) -> None:
-    async with aclosing(client.attach(request_id)) as outputs:
+async def _attach(client: Client, request_id: str, secret: str | None = None) -> None:
+    async with aclosing(client.attach(request_id, secret=secret)) as outputs:
         async for _ in outputs:
             pass
 
 
-async def _cancel(client: Client, request_id: str) -> None:
-    await client.cancel(request_id)
+async def _cancel(client: Client, request_id: str, secret: str | None = None) -> None:
+    await client.cancel(request_id, secret=secret)
