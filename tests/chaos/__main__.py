@@ -24,7 +24,7 @@ def main() -> int:
     given = _parse()
     end_in_order()
     seed = random.randrange(10**6) if given.seed is None else given.seed
-    # Of our own servers in this process, the proxies: what they meet is what they were made for.
+    # Logs of the proxies, which expect these errors.
     logging.disable(logging.ERROR)
     say = functools.partial(print, flush=True)
     say(f"seed {seed}")

@@ -1,4 +1,4 @@
-"""Everything that chaos does to a cluster, each as one coroutine that returns once its cause is gone."""
+"""Disturbances of a cluster, each a coroutine that returns when its cause has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Inflict = Callable[[FaultyCluster, random.Random], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """`weight` is how often it is chosen, compared with the others."""
+    """`weight` is its relative frequency."""
 
     name: str
     inflict: Inflict
@@ -38,7 +38,7 @@ class Disturbance:
 
 
 def pause_s(generator: random.Random, least_s: float, most_s: float) -> Awaitable[None]:
-    """Part of a schedule: how long something stays as it is."""
+    """Random pause of a schedule."""
     return asyncio.sleep(generator.uniform(least_s, most_s))
 
 
@@ -57,7 +57,7 @@ async def kill_two(cluster: FaultyCluster, generator: random.Random) -> None:
 
 
 async def kill_during_recovery(cluster: FaultyCluster, generator: random.Random) -> None:
-    """One worker, and then another one while the cluster is not serving or has only just served again."""
+    """Kills one worker, then another during or right after the recovery."""
     first, second = generator.sample(cluster.worker_names, 2)
     await cluster.kill(first)
     await pause_s(generator, 0.0, 0.3)
@@ -125,7 +125,7 @@ async def flip_bits(cluster: FaultyCluster, generator: random.Random) -> None:
     line = cluster.lines[victim].into
     flip = line.flip(generator.choice(list(Direction)), within_bytes=generator.choice((200, 5_000, 50_000)))
     await _until_happened(flip.happened)
-    # Where a length was falsified, the other end waits for bytes that never come.
+    # After a falsified length, the receiver waits for bytes that never arrive.
     line.cut()
 
 

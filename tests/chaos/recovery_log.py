@@ -1,4 +1,4 @@
-"""What the coordinator did when, read from its own log, and what a pause of a request consists of."""
+"""Phases of the coordinator, read from its log, and the phases within a pause of a request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Span:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """The lines of a log in JSON; others, such as what a process prints, are left out."""
+    """JSON lines of a log; other lines, such as printed output, are skipped."""
     return [line for text in path.read_text(errors="replace").splitlines() if (line := _parse(text))]
 
 
@@ -107,7 +107,7 @@ def _changes(lines: Iterable[LogLine]) -> Iterator[tuple[float, str]]:
 
 
 def parts_of(begin_s: float, end_s: float, spans: Iterable[Span]) -> dict[Phase, float]:
-    """How many seconds of the time from `begin_s` to `end_s` belong to each phase."""
+    """Seconds per phase between `begin_s` and `end_s`."""
     parts: dict[Phase, float] = {}
     is_recovering = False
     for span in spans:
@@ -124,5 +124,5 @@ def parts_of(begin_s: float, end_s: float, spans: Iterable[Span]) -> dict[Phase,
 
 
 def num_recoveries(begin_s: float, end_s: float, spans: Iterable[Span]) -> int:
-    """How many epochs began to serve within this time."""
+    """Number of epochs that started to serve in this time."""
     return sum(span.phase is Phase.SERVING and begin_s < span.begin_s < end_s for span in spans)

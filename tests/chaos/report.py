@@ -1,4 +1,4 @@
-"""What a run of chaos has seen, as a table."""
+"""Report of a chaos run, as a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Report:
     ended_with: Mapping[str, int] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """The table, one line for each kind of disturbance, and what came of the requests."""
+        """The table, one line per kind of disturbance, and the outcomes of requests."""
         names = sorted({seen.name for seen in self.seen})
         width = max(map(len, [*names, "all"]))
         rows = [self._row(name, width, [s for s in self.seen if s.name == name]) for name in names]

@@ -93,7 +93,7 @@ async def _until_the_end(
 async def _one(
     cluster: FaultyCluster, load: ConstantLoad, disturbance: Disturbance, generator: random.Random
 ) -> Seen:
-    """Returns when the cluster is whole again and tokens flow, which they must in time."""
+    """Inflicts one disturbance and waits for recovery within its time limit."""
     started_s = asyncio.get_running_loop().time()
     epoch = (await cluster.until(timeout_s=RECOVERS_WITHIN_S)).epoch
     try:

@@ -1,4 +1,4 @@
-"""A storm: faults at random times that wait for no recovery, on a cluster whose every answer is known."""
+"""A storm: faults at random times, overlapping recoveries, on a cluster with known outputs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def _serve_through(storm: StormConfig, cluster: StormCluster, report: Stor
 async def _inflict_faults(
     storm: StormConfig, cluster: StormCluster, load: StormLoad, report: StormReport
 ) -> None:
-    """Draws and inflicts until the time is over; then returns when the last causes are gone."""
+    """Inflicts random faults until the time is over, then waits until their causes have ended."""
     now = asyncio.get_running_loop().time
     started_s = now()
     generator = random.Random(storm.seed)

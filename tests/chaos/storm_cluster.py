@@ -75,7 +75,7 @@ class StormCluster(FaultyCluster):
         ended_s = now()
         await asyncio.sleep(self._generator.uniform(*RESTARTS_WITHIN_S))
         started_s = self.started_s[name] = now()
-        # A process that is killed before it listens ends once more, and is started again for that.
+        # A process killed before it listens exits again and is restarted again.
         with contextlib.suppress(ClusterFailed):
             await self.restart(name)
             await self.cluster.process(name).listening_address(timeout_s=START_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The faults of a storm: each returns at once or once its cause is gone, and none waits for a recovery."""
+"""Faults of a storm: each returns when its cause has ended, without waiting for a recovery."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inflict = Callable[[StormCluster, random.Random], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StormFault:
-    """`weight` is how often it is drawn, compared with the others that kill, or that do not."""
+    """`weight` is its relative frequency among killing or non-killing faults."""
 
     name: str
     inflict: Inflict
@@ -39,7 +39,7 @@ async def kill_two_workers(cluster: StormCluster, generator: random.Random) -> N
 
 
 async def kill_loading_worker(cluster: StormCluster, generator: random.Random) -> None:
-    """One that loads now, else the one that was started last."""
+    """Kills a loading worker, else the most recently started one."""
     loading = await _workers(cluster, lambda worker: worker.state == cluster_pb2.WORKER_STATE_LOADING)
     newest = max(cluster.worker_names, key=lambda name: cluster.started_s.get(name, 0.0))
     cluster.signal(generator.choice(loading or [newest]), signal.SIGKILL)
@@ -137,7 +137,7 @@ OTHERS = (
 
 
 def draw_fault(generator: random.Random, *, kills_coordinator: bool = False) -> StormFault:
-    """Every other one kills."""
+    """Alternates between killing and non-killing faults."""
     kills = (*KILLS, KILL_COORDINATOR) if kills_coordinator else KILLS
     faults = generator.choice((kills, OTHERS))
     (fault,) = generator.choices(faults, [fault.weight for fault in faults])

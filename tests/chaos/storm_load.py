@@ -77,7 +77,7 @@ class StormLoad:
         self._tasks = [asyncio.create_task(self._keep_busy()) for _ in range(self._num_streams)]
 
     async def finish(self) -> None:
-        """Sends nothing new; returns when what runs has ended."""
+        """Stops sending; waits for running requests."""
         self._is_ending = True
         await asyncio.gather(*self._tasks)
 
@@ -98,7 +98,7 @@ class StormLoad:
             ended_s = asyncio.get_running_loop().time()
             self.ended.append(Ended(number, outcome, problem, started_s, ended_s, tuple(stream.arrived_s)))
             if outcome is not Outcome.DONE:
-                # A request that is refused at once would be sent thousands of times a second.
+                # Immediately rejected requests would be sent thousands of times per second.
                 await asyncio.sleep(0.1)
 
     async def _run(self, stream: Stream) -> tuple[Outcome, str]:

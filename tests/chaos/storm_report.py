@@ -1,4 +1,4 @@
-"""What a storm has seen: requests, pauses, and where the time of the pauses went."""
+"""Report of a storm: requests, pauses and the phases within pauses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_WORST = 5
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed; 0 without any."""
+    """The smallest value not exceeded by at least `share` of all; 0 without any."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
@@ -57,7 +57,7 @@ class StormReport:
 
     @property
     def is_fast(self) -> bool:
-        """The pauses of the struck requests keep to the limits."""
+        """Whether the pauses of the struck requests are within the limits."""
         pauses_s = [request.pause_s for request in self.struck]
         return percentile(pauses_s, 0.5) <= MEDIAN_LIMIT_S and percentile(pauses_s, 0.95) <= P95_LIMIT_S
 

@@ -1,4 +1,4 @@
-"""What a pause consists of, from the lines of a coordinator's log."""
+"""Phases within a pause, from the coordinator's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a storm fail, and which pauses count."""
+"""Failure criteria of a storm and the counted pauses."""
 
 from __future__ import annotations
 

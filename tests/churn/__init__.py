@@ -1,1 +1,1 @@
-"""Requests that come and go for a long time, and what the coordinator keeps of them."""
+"""Long-running request churn and leak detection in the coordinator."""

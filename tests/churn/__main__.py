@@ -1,4 +1,4 @@
-"""`python -m tests.churn --minutes 30 --rate 20`: whether the coordinator keeps more and more of requests."""
+"""`python -m tests.churn --minutes 30 --rate 20`: detects memory growth of the coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.temporary import INTERRUPTED, LOGS_HELP, end_in_order, unused_directo
 
 
 def main() -> int:
-    """0 when memory and objects stay as they are and every request ended as it must; else 1."""
+    """Returns 0 if memory and objects are stable and every request ended as expected, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.churn", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="duration (default 30)")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default 20)")

@@ -32,7 +32,7 @@ def count_objects() -> dict[str, int]:
 
 
 def allocator_bytes() -> dict[str, int]:
-    """What glibc's allocator has handed out, and what it holds free, which is fragmentation and no leak."""
+    """Bytes in use by glibc's allocator, and bytes held free (fragmentation, not a leak)."""
     info = ctypes.CDLL(None).mallinfo2
     info.restype = _Mallinfo2
     found = info()

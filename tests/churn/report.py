@@ -1,4 +1,4 @@
-"""What a churn has seen of the coordinator, and whether it keeps more and more. Pure."""
+"""Memory samples and object counts of the coordinator, and detection of growth. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Report:
-    """All of one run."""
+    """Report of a churn run."""
 
     seconds: float
     rate: float
@@ -64,7 +64,7 @@ class Report:
         )
 
     def fields(self) -> dict[str, object]:
-        """Everything as plain data."""
+        """The report as plain data."""
         return {
             "passed": self.has_passed,
             "seconds": self.seconds,

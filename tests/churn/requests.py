@@ -1,4 +1,4 @@
-"""The requests of the churn: every way in which one can begin, be read and end."""
+"""Requests of the churn: every way to start, read and end one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARED_PREFIX = tuple(range(1, 65))
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Target of requests."""
 
     client: Client
     dashboard_url: str
@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`weight` is how often it is chosen, compared with the others."""
+    """`weight` is its relative frequency."""
 
     name: str
     run: Callable[[Target, random.Random], Awaitable[None]]
@@ -69,7 +69,7 @@ async def stopped(target: Target, generator: random.Random) -> None:
 
 
 async def cancelled(target: Target, generator: random.Random) -> None:
-    """By another call, after its first token."""
+    """Cancelled by another call after its first token."""
     request_id = id_text(new_request_id())
     outputs = target.client.generate(prompt_of(generator), max_tokens=500, request_id=request_id)
     async with aclosing(outputs):
@@ -91,7 +91,7 @@ async def left(target: Target, generator: random.Random) -> None:
 
 
 async def late(target: Target, generator: random.Random) -> None:
-    """Its deadline comes before its end."""
+    """Its deadline passes before its end."""
     try:
         await target.client.complete(prompt_of(generator), max_tokens=3000, timeout_s=0.5)
     except DeadlineExceeded:
@@ -100,7 +100,7 @@ async def late(target: Target, generator: random.Random) -> None:
 
 
 async def detached(target: Target, generator: random.Random) -> None:
-    """Goes on without its client, which attaches again and reads the rest."""
+    """Continues without its client, which reattaches and reads the rest."""
     prompt, request_id = prompt_of(generator), id_text(new_request_id())
     expected = mock_tokens(prompt, 24, vocab_size=VOCAB_SIZE)
     outputs = target.client.generate(
@@ -141,7 +141,7 @@ async def unknown(target: Target, generator: random.Random) -> None:
 
 
 async def looked_at(target: Target, generator: random.Random) -> None:
-    """Status, activity and traces, as a dashboard asks for them."""
+    """Status, activity and traces, as read by a dashboard."""
     await target.client.status()
     await target.client.activity()
     await target.client.traces(20)

@@ -29,7 +29,7 @@ COUNT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnConfig:
-    """`logs`: where logs and journal are kept."""
+    """`logs`: directory of logs and journal."""
 
     seconds: float
     rate: float
@@ -39,7 +39,7 @@ class ChurnConfig:
 
 
 async def run_churn(churn: ChurnConfig) -> Report:
-    """Returns when the time is over and the cluster has ended."""
+    """Runs for the given time, then stops the cluster."""
     report = Report(churn.seconds, churn.rate)
     with run_directory("churn", churn.logs) as directory:
         await _run_in(directory, churn, report)
@@ -108,7 +108,7 @@ async def _sample(pid: int, report: Report) -> None:
 
 
 def _cluster_config(directory: Path, counts: Path) -> LocalClusterConfig:
-    """Everything on that keeps something, and small enough to be full within minutes."""
+    """All retaining features on, with bounds that are reached within minutes."""
     return LocalClusterConfig(
         num_workers=NUM_WORKERS,
         mocks=("step=20ms",),

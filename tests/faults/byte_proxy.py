@@ -50,7 +50,7 @@ class Flip:
 
 
 async def connect_directly(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The usual way to the target: HOST:PORT as this process sees it."""
+    """Connects to the target at HOST:PORT from this process."""
     address = parse_address(target)
     return await asyncio.open_connection(address.host, address.port)
 
@@ -58,8 +58,8 @@ async def connect_directly(target: str) -> tuple[asyncio.StreamReader, asyncio.S
 class ByteProxy:
     """Listens at `address` while entered and passes everything on to `target` (HOST:PORT).
 
-    Connections that come before there is a target wait for one. Delays and the places of flipped bits follow
-    from `seed`; a stall holds bytes back and loses none of them.
+    Connections before a target is set wait for one. Delays and positions of flipped bits follow from `seed`;
+    a stall delays bytes without losing any.
     """
 
     def __init__(self, target: str = "", *, seed: int = 0, connect: Connect = connect_directly) -> None:
@@ -100,7 +100,7 @@ class ByteProxy:
 
     @target.setter
     def target(self, address: str) -> None:
-        """Where new connections go from now on; with "" they wait."""
+        """Target of new connections; with "" they wait."""
         self._target = address
         if address:
             self._has_target.set()
@@ -108,7 +108,7 @@ class ByteProxy:
             self._has_target.clear()
 
     def delay(self, most_s: float) -> None:
-        """Every read from now on waits a random time of at most `most_s` seconds; 0 ends it."""
+        """Delays every read by a random time of at most `most_s` seconds; 0 ends the delay."""
         self.most_delay_s = most_s
 
     def stall(self) -> None:
@@ -116,11 +116,11 @@ class ByteProxy:
         self._is_flowing.clear()
 
     def flow(self) -> None:
-        """What a stall held back passes now."""
+        """Ends a stall and passes the held bytes."""
         self._is_flowing.set()
 
     def cut(self) -> None:
-        """Resets every connection, in both directions; new ones are welcome."""
+        """Resets every connection in both directions; new ones are accepted."""
         for writer in self._writers:
             _reset(writer)
         self._writers.clear()
@@ -132,7 +132,7 @@ class ByteProxy:
         self.resets_after_bytes = num_bytes
 
     def flip(self, direction: Direction, *, within_bytes: int) -> Flip:
-        """Falsifies one bit somewhere in the next `within_bytes` bytes of this direction."""
+        """Flips one bit in the next `within_bytes` bytes of this direction."""
         flip = Flip(direction, self._generator.randrange(within_bytes), self._generator.randrange(8))
         self._flips.append(flip)
         return flip

@@ -1,4 +1,4 @@
-"""A cluster of real processes, made by the launcher that users use, that a test can disturb."""
+"""A cluster of real processes, started by the product's launcher, with fault injection."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXIT_TIMEOUT_S = 30.0
 
 
 class FaultyCluster:
-    """Starts the processes, is serving when entered, and leaves nothing behind, which is checked.
+    """Starts the processes, serves while entered, and checks for leftovers on exit.
 
-    With `has_proxies` every worker has `lines`, with `has_frame_proxies` also such as know frames. Processes
-    are killed, stopped and started again by name: "coordinator", "worker-0", "worker-1", ...
+    With `has_proxies` every worker has byte proxies, with `has_frame_proxies` also frame proxies. Processes
+    are killed, frozen and restarted by name: "coordinator", "worker-0", "worker-1", ...
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FaultyCluster:
         has_frame_proxies: bool = False,
         connect: Connect | None = None,
     ) -> None:
-        """`connect` is the way to a coordinator on another host; the tests' own network unless given."""
+        """`connect` dials a coordinator on another host (default: the tests' own network)."""
         self._gate = None if connect is None else ByteProxy(connect=connect)
         self._stack = AsyncExitStack()
         self._config = config
@@ -92,12 +92,12 @@ class FaultyCluster:
 
     @property
     def address(self) -> str:
-        """Where clients reach the coordinator."""
+        """Address of the coordinator for clients."""
         return self.cluster.address if self._gate is None else self._gate.address
 
     @property
     def names(self) -> list[str]:
-        """Of all processes."""
+        """Names of all processes."""
         return [COORDINATOR, *self.worker_names]
 
     @property
@@ -110,11 +110,11 @@ class FaultyCluster:
         *,
         timeout_s: float = 60.0,
     ) -> cluster_pb2.GetStatusResponse:
-        """The first status for which the condition holds."""
+        """Waits for a status that meets the condition and returns it."""
         return await wait_for_status(self.address, condition, timeout_s=timeout_s)
 
     async def places(self) -> dict[str, str]:
-        """Which worker holds the role FIRST, MIDDLE, LAST or ONLY; of several MIDDLEs the first one."""
+        """Worker by role FIRST, MIDDLE, LAST or ONLY; the first of several MIDDLE stages."""
         status = await self.until()
         by_stage = sorted(
             (worker for worker in status.workers if worker.HasField("stage")), key=lambda w: -w.stage
@@ -122,27 +122,27 @@ class FaultyCluster:
         return {cluster_pb2.StageRole.Name(w.role).removeprefix("STAGE_ROLE_"): w.name for w in by_stage}
 
     async def kill(self, *names: str) -> None:
-        """kill -9, all at once; returns when they have ended."""
+        """Sends SIGKILL to all; returns when they have exited."""
         for name in names:
             self._note(name)
             self.cluster.kill(name, signal.SIGKILL)
         await asyncio.gather(*(self._ended(name) for name in names))
 
     async def terminate(self, name: str, *, timeout_s: float = EXIT_TIMEOUT_S) -> str:
-        """SIGTERM; how it ended, such as "exit code 0"."""
+        """Sends SIGTERM; returns the exit, such as "exit code 0"."""
         self._note(name)
         self.cluster.kill(name, signal.SIGTERM)
         return await self._ended(name, timeout_s=timeout_s)
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP: the process computes nothing more, and its connections stay open."""
+        """Sends SIGSTOP: the process stops computing, its connections stay open."""
         self.cluster.kill(name, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
         self.cluster.kill(name, signal.SIGCONT)
 
     async def restart(self, *names: str) -> None:
-        """Starts processes again with the same command line, at once; what still runs is killed first."""
+        """Restarts processes immediately with the same command line; running ones are killed first."""
         for name in names:
             if (lines := self.lines.get(name)) is not None:
                 lines.into.target = ""
@@ -152,12 +152,12 @@ class FaultyCluster:
             await self._connect(name)
 
     def heal(self) -> None:
-        """Ends what the network does; processes stay as they are."""
+        """Ends all network faults; processes are unchanged."""
         for lines in self.lines.values():
             lines.heal()
 
     def has_all_workers(self, status: cluster_pb2.GetStatusResponse) -> bool:
-        """It serves, and every worker has joined and is neither lost nor loading."""
+        """Whether it serves and every worker has joined and is neither lost nor loading."""
         settled = (cluster_pb2.WORKER_STATE_READY, cluster_pb2.WORKER_STATE_SPARE)
         states = [worker.state for worker in status.workers]
         return (
@@ -190,7 +190,7 @@ class FaultyCluster:
         return process.describe_exit()
 
     def _note(self, name: str) -> None:
-        """What this process must not leave behind."""
+        """Records resources to check for leftovers."""
         self._pids.add(self.cluster.process(name).pid)
 
 

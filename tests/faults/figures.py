@@ -20,7 +20,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Figures:
-    """All of one run."""
+    """All figures of a run."""
 
     all: list[Figure] = field(default_factory=list)
 
@@ -28,7 +28,7 @@ class Figures:
         self.all.append(Figure(name, round(seconds, 3)))
 
     def lines(self) -> list[str]:
-        """One for each name: how often, median and worst."""
+        """One line per name: count, median and maximum."""
         by_name: dict[str, list[float]] = {}
         for figure in self.all:
             by_name.setdefault(figure.name, []).append(figure.seconds)
@@ -39,5 +39,5 @@ class Figures:
         ]
 
     def json_lines(self) -> str:
-        """For other programs: one object for each figure."""
+        """One JSON object per figure."""
         return "".join(f"{json.dumps(asdict(figure))}\n" for figure in self.all)

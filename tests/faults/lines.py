@@ -15,7 +15,7 @@ class WorkerLines:
     """Frames reach the worker through `frames` and `into`, its messages to the coordinator pass through
     `results` and `out`. Without `has_frame_proxies` there are only the byte proxies, `into` and `out`.
 
-    Bytes are falsified behind the frame proxies, since those look into what passes them.
+    Bit flips happen after the frame proxies, which decode the frames.
     """
 
     def __init__(self, *, seed: int, has_frame_proxies: bool) -> None:
@@ -62,7 +62,7 @@ class WorkerLines:
         self.out.stall()
 
     def heal(self) -> None:
-        """Everything passes again as it is."""
+        """Ends all faults of the connections."""
         for line in (self.into, self.out):
             line.delay(0)
             line.flow()

@@ -1,4 +1,4 @@
-"""A constant load: as soon as a request has ended, the next one begins; every answer is checked."""
+"""A constant load: each ended request is replaced by the next; every output is checked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Expected = Callable[[Ask], Sequence[int]]
 
 
 class ConstantLoad:
-    """`num_streams` requests at any time while entered, taken from `asks` in turn; on leaving, those that run
-    are waited for. Requests that have not ended after `timeout_s` count as stuck.
+    """Keeps `num_streams` requests of `asks` running while entered; waits for running ones on exit. Requests
+    longer than `timeout_s` count as stuck.
 
     `errors` are those that a request may end with. `problems` describes every other end.
     """
@@ -69,7 +69,7 @@ class ConstantLoad:
                 raise result
 
     async def next_token(self, *, timeout_s: float) -> None:
-        """Returns when a token has come that was not there at the call. Raises TimeoutError."""
+        """Waits for a new token. Raises TimeoutError."""
         since_s = asyncio.get_running_loop().time()
         async with asyncio.timeout(timeout_s):
             while self._last_arrival_s() <= since_s:

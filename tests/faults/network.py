@@ -1,4 +1,4 @@
-"""Hosts on one machine that can be parted from each other: network namespaces on a bridge. Linux, as root."""
+"""Hosts on one machine with network partitions: network namespaces on a bridge. Linux, as root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 class Network:
-    """Hosts by name, which all reach each other at first. The tests themselves are on none of them."""
+    """Hosts by name, initially all connected. The tests run on none of them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._prefix = f"stageline-{os.getpid()}-"
@@ -31,7 +31,7 @@ class Network:
 
     @property
     def prefix(self) -> str:
-        """What goes before the name of a host in the name of its namespace."""
+        """Namespace name prefix before the host name."""
         return self._prefix
 
     def part(self, one: str, other: str) -> None:
@@ -53,7 +53,7 @@ class Network:
         run_ip("-n", self._bridge, "link", "set", _port(self.hosts[name]), "up")
 
     def connect_from(self, name: str) -> Connect:
-        """Connects as a process on that host would."""
+        """Connects from that host's namespace."""
         namespace = self.hosts[name].namespace
 
         async def connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -68,7 +68,7 @@ class Network:
         return f"{self.hosts[name].address}/32"
 
     def set_up(self) -> None:
-        """Raises CalledProcessError where this machine does not allow it."""
+        """Raises CalledProcessError if this machine does not permit it."""
         run_ip("netns", "add", self._bridge)
         run_ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
         run_ip("-n", self._bridge, "link", "set", "bridge", "up")
@@ -88,7 +88,7 @@ class Network:
 
 @contextmanager
 def network_of(*names: str) -> Iterator[Network]:
-    """A network with these hosts; skips the test where that cannot be had."""
+    """A network with these hosts; skips the test if unsupported."""
     network = Network(names)
     try:
         with skipping_where_impossible():
@@ -99,7 +99,7 @@ def network_of(*names: str) -> Iterator[Network]:
 
 
 def enter_namespace(name: str) -> None:
-    """Moves this thread, and what it starts, into the network namespace. Raises OSError."""
+    """Moves this thread and its children into the network namespace. Raises OSError."""
     with Path(f"/var/run/netns/{name}").open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
@@ -111,7 +111,7 @@ def _port(host: Host) -> str:
 
 
 def _socket_in(namespace: str) -> socket.socket:
-    """A socket stays in the namespace in which it was made; a thread of its own goes there and ends."""
+    """Creates a socket in the namespace from a temporary thread; the socket stays there."""
     made: list[socket.socket] = []
 
     def make() -> None:

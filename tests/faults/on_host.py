@@ -1,4 +1,4 @@
-"""Runs `stageline` on the host of its own name: `python -m tests.faults.on_host PREFIX ARGUMENTS`.
+"""Runs `stageline` on the host named after it: `python -m tests.faults.on_host PREFIX ARGUMENTS`.
 
 A worker goes to the network namespace PREFIX and its `--name`, a coordinator to PREFIX and "coordinator".
 """
@@ -12,7 +12,7 @@ from tests.faults.network import enter_namespace
 
 
 def main() -> None:
-    """Becomes the command, under the same process id."""
+    """Executes the command under the same process id."""
     prefix, *arguments = sys.argv[1:]
     name = arguments[arguments.index("--name") + 1] if "--name" in arguments else arguments[0]
     enter_namespace(prefix + name)

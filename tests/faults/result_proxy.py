@@ -1,4 +1,4 @@
-"""A gRPC proxy between workers and the coordinator that loses, repeats and falsifies results of steps."""
+"""A gRPC proxy between workers and coordinator that drops, repeats and alters step results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = Iterable[deliver_pb2.DeliverRequest]
 
 @dataclass(eq=False)
 class ResultStream:
-    """One stream of results: `held` leave after the next one."""
+    """One stream of results: `held` ones are sent after the next one."""
 
     held: list[deliver_pb2.DeliverRequest] = field(default_factory=list)
 
@@ -24,7 +24,7 @@ ResultFault = Callable[[deliver_pb2.DeliverRequest, ResultStream], Awaitable[Res
 
 @dataclass(eq=False)
 class ResultInjection:
-    """Does `fault` to every result that `when` holds for, at most `times`; counts them in `num_done`."""
+    """Applies `fault` to results that match `when`, at most `times`; counts them in `num_done`."""
 
     fault: ResultFault
     when: Callable[[step_pb2.StepResult], bool]
@@ -55,7 +55,7 @@ class ResultProxy(StreamProxy):
         when: Callable[[step_pb2.StepResult], bool] = has_tokens,
         times: int = 1,
     ) -> ResultInjection:
-        """From now on, in place of the injection before."""
+        """Replaces the current injection."""
         self.injection = ResultInjection(fault, when, times)
         return self.injection
 
@@ -101,7 +101,7 @@ async def hold_until_next(message: deliver_pb2.DeliverRequest, stream: ResultStr
 
 
 async def truncate(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
-    """The last token, or the last result, is missing."""
+    """Removes the last token or the last result."""
     result = _result_of(message)
     if result.tokens.tokens:
         del result.tokens.tokens[-1]
@@ -112,7 +112,7 @@ async def truncate(message: deliver_pb2.DeliverRequest, stream: ResultStream) ->
 
 
 async def alter_token(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
-    """Another token than was sampled, within any vocabulary; everything else is as it was."""
+    """Replaces a sampled token by another one of any vocabulary."""
     result = _result_of(message)
     if result.tokens.tokens:
         result.tokens.tokens[0] ^= 1

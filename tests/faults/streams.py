@@ -1,4 +1,4 @@
-"""Requests that all begin at once, what came of each when, and what must have come."""
+"""Concurrent requests with their outputs over time and their expected outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stageline.client.output import FinishReason, Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. Without a seed it is greedy."""
+    """One request; greedy without a seed."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -25,7 +25,7 @@ class Ask:
 def mixed_asks(
     count: int, *, lengths: tuple[int, int], max_tokens: int, vocab_size: int, seed: int
 ) -> list[Ask]:
-    """Prompts of random tokens and of lengths in this range, both included; every other one is seeded."""
+    """Prompts of random tokens with lengths in this inclusive range; every other one is seeded."""
     generator = random.Random(seed)
     return [
         Ask(
@@ -39,7 +39,7 @@ def mixed_asks(
 
 @dataclass(eq=False)
 class Stream:
-    """What has come of one request so far; times are on the event loop's clock."""
+    """Output of one request so far; times are on the event loop's clock."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
@@ -53,9 +53,9 @@ class Stream:
         return self.finish_reason is not None or self.error is not None
 
     async def read(self, client: Client, *, cache_salt: str = "", timeout_s: float | None = None) -> None:
-        """Reads it to its end. An error of the tree is kept, anything else is raised."""
+        """Reads the request to its end. Keeps a serving error, raises any other."""
         ask, now = self.ask, asyncio.get_running_loop().time
-        # Few candidates: each of them is one more place where rounding can turn a draw into another.
+        # Few candidates, because rounding can change the sampled one at each.
         sampling = {} if ask.seed is None else {"temperature": 1.0, "top_k": 8, "seed": ask.seed}
         try:
             async for output in client.generate(
@@ -73,9 +73,7 @@ class Stream:
             self.error = error
 
     def problem(self, expected: Sequence[int], *, errors: tuple[type[StagelineError], ...] = ()) -> str:
-        """Why this is not what it must be: all of `expected`, or an error of these types after a part of it.
-        Empty when all is well.
-        """
+        """Difference from `expected`, or from a prefix of it with an error of these types; empty if none."""
         shared = list(expected[: len(self.tokens)])
         if self.tokens != shared:
             return f"not the right tokens: {_first_difference(self.tokens, shared)}"
@@ -107,31 +105,31 @@ class Streams:
         self._raise_if_ended()
 
     async def some_have(self, count: int, *, timeout_s: float = 60.0) -> None:
-        """Returns when `count` streams have a token: with long prompts most of the others are in prefill."""
+        """Waits until `count` streams have a token; with long prompts most of the others are in prefill."""
         async with asyncio.timeout(timeout_s):
             while sum(bool(stream.tokens) for stream in self.all) < count:
                 await asyncio.sleep(0.002)
                 self._raise_if_ended()
 
     async def end(self, *, timeout_s: float) -> None:
-        """Returns when all have ended, which they must within `timeout_s`."""
+        """Waits until all have ended, at most `timeout_s`."""
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*self._tasks)
 
     def problems(
         self, expected: Sequence[Sequence[int]], *, errors: tuple[type[StagelineError], ...] = ()
     ) -> list[str]:
-        """Of each stream that is not what it must be, why."""
+        """Problems of all streams with wrong output."""
         pairs = enumerate(zip(self.all, expected, strict=True))
         found = [(number, stream.problem(tokens, errors=errors)) for number, (stream, tokens) in pairs]
         return [f"stream {number}: {problem}" for number, problem in found if problem]
 
     def last_arrival_s(self) -> float:
-        """When the last token came."""
+        """Time of the last token."""
         return max(t for stream in self.all for t in stream.arrived_s[-1:])
 
     def longest_silence_s(self, *, since_s: float) -> float:
-        """The longest time without a token of any stream from `since_s` on."""
+        """Longest time without a token of any stream since `since_s`."""
         return longest_silence_s((t for stream in self.all for t in stream.arrived_s), since_s=since_s)
 
     def _raise_if_ended(self) -> None:
@@ -147,13 +145,13 @@ def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def longest_silence_s(arrivals_s: Iterable[float], *, since_s: float) -> float:
-    """The longest time between two neighbours of `since_s` and the arrivals after it; 0 without any."""
+    """Longest gap between consecutive arrivals after `since_s`; 0 without any."""
     times = [since_s, *sorted(t for t in arrivals_s if t > since_s)]
     return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 async def undisturbed(client: Client, asks: Iterable[Ask], *, timeout_s: float = 120.0) -> list[list[int]]:
-    """What these requests generate when nothing goes wrong."""
+    """Tokens of these requests without faults."""
     streams = Streams(client, asks, cache_salt="undisturbed")
     await streams.end(timeout_s=timeout_s)
     assert [stream.error for stream in streams.all if stream.error] == []

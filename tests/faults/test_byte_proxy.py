@@ -15,7 +15,7 @@ TEXT = bytes(range(256)) * 40
 
 @pytest.fixture
 async def echo() -> AsyncIterator[str]:
-    """The address of a server that sends everything back."""
+    """Address of an echo server."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
