@@ -45,7 +45,7 @@ def _set_up(hosts: tuple[Host, Host]) -> None:
     with skipping_where_impossible():
         for host in hosts:
             run_ip("netns", "add", host.namespace)
-        # Both ends are made inside, so that no other network of this machine ever sees them.
+        # Both ends are created inside, so that they never appear in another network of this machine.
         end = ("name", "cable", "netns", hosts[1].namespace)
         run_ip("-n", hosts[0].namespace, "link", "add", "cable", "type", "veth", "peer", *end)
         for host in hosts:

@@ -39,7 +39,7 @@ EXPECTED = [mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE) for ask i
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """A small file system for the journal."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(

@@ -43,7 +43,7 @@ def network() -> Iterator[Network]:
 async def cluster(
     network: Network, steady: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[FaultyCluster]:
-    """Three stages and a spare, each on a host of its own."""
+    """Three stages and a spare, each on its own host."""
     made = config(
         steady,
         len(WORKERS),

@@ -32,8 +32,8 @@ class LogprobReference:
     def check(
         self, reported: Sequence[TokenLogprobs], tokens: Sequence[int], *, first: int, num_top: int
     ) -> None:
-        """`reported` are those of tokens[first:], with so many of the most likely ones each; that of the
-        first token of all has none.
+        """Assert that `reported` are the log-probabilities of tokens[first:], each with the `num_top` most
+        likely ones. The first token of a prompt has none.
         """
         assert [token.token_id for token in reported] == list(tokens[first:])
         if first == 0 and reported:

@@ -42,8 +42,8 @@ class Trial:
 
 
 class Storm:
-    """`outcomes` counts what requests were to do and how their last call ended, `num_received` those of which
-    the coordinator has certainly received.
+    """`outcomes` counts requests by behaviour and status of their last call, `num_received` those that the
+    coordinator has certainly received.
     """
 
     def __init__(self, address: str, caller: Caller, solo: SoloRuns, *, seed: int) -> None:
@@ -115,8 +115,8 @@ class Storm:
         return reader
 
     async def _attaches_again(self, trial: Trial) -> Reader:
-        """Some leave before they attach, some take their own call over. Of two calls that are under way at
-        once either may be the later one, so each is heard from before the next.
+        """Some disconnect before they attach, some replace their own call. Concurrent calls may arrive in
+        either order, so each must receive a message before the next.
         """
         reader = self._caller.generate(trial.request(keep_s=LONG_KEEP_S))
         await trial.read_some(reader, at_least=1)
@@ -145,7 +145,7 @@ class Storm:
         await trial.read_some(reader, at_least=1)
         reader.cancel()
         assert await self._caller.cancel(trial.request_id) is StatusCode.OK
-        # What was cancelled is kept, as what has ended was.
+        # A cancelled request is kept like any ended one.
         assert await self._caller.cancel(trial.request_id) in (StatusCode.OK, StatusCode.NOT_FOUND)
         return reader
 

@@ -114,7 +114,7 @@ def _is_cut(pump: "asyncio.Task[None]") -> bool:
 
 @dataclass(eq=False)
 class HopStream:
-    """One stream of frames: `previous` has passed before, `held` leave after the next frame."""
+    """One stream of frames: `previous` is the last one passed, `held` are sent after the next frame."""
 
     previous: Frame | None = None
     held: list[forward_pb2.ForwardRequest] = field(default_factory=list)
@@ -126,7 +126,7 @@ HelloAlteration = Callable[[forward_pb2.HopHello], None]
 
 @dataclass(eq=False)
 class Injection:
-    """Alters every frame that `when` holds for, at most `times`; `steps` are those it has altered."""
+    """Alters every frame that matches `when`, at most `times`; `steps` are the altered ones."""
 
     alter: Alteration
     when: Callable[[Frame], bool]

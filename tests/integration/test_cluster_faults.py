@@ -1,5 +1,5 @@
-"""Whatever breaks between stages: every request ends as if nothing had happened, or, where its steps break
-again and again, it fails at once and alone.
+"""Faults between stages: every request ends like an undisturbed one, or, if its steps fail repeatedly, fails
+at once and alone.
 """
 
 import re

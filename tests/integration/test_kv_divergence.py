@@ -1,7 +1,6 @@
 """A replica that diverges from the ledger is detected before it causes a wrong token.
 
-Each test damages the accounting of one stage in the middle of a run that hits, evicts and preempts all the
-time.
+Each test damages the accounting of one stage during a run with constant hits, evictions and preemptions.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Damaged(LocalPipeline):
     """Serves the load with one stage damaged before a step, and records the outcome."""
 
     def damage(self, stage: int, step_id: int, harm: Callable[[BlockTables], bool]) -> StepFault | None:
-        """The fault, or None if the run ended without. `harm` is tried from `step_id` on until it says that
-        it did something.
+        """Run the load; return the fault, or None. `harm` is tried from `step_id` on until it returns that it
+        changed something.
         """
         self.harmed_at: int | None = None
         self.now = 0
