@@ -1,4 +1,4 @@
-"""Real processes: started by the launcher that users start them with, observed from outside."""
+"""Fixtures of real processes, started by the same launcher as users'."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="package")
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that is recomputed in other batches after every recovery."""
+    """Model with tokens independent of the batch, for recomputation after recoveries."""
     return make_steady_model(tmp_path_factory.mktemp("steady") / "model")
 
 
 @pytest.fixture
 def free_address() -> str:
-    """An address of this machine where nobody listens."""
+    """A free address of this machine."""
     return unused_address()
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
-    """Durations for the end of the run; the test's report takes them there, from any process."""
+    """Durations shown at the end of the run, collected through the test's report from any process."""
     recorded = Figures()
     yield recorded
     request.node.user_properties += [(FIGURE, asdict(figure)) for figure in recorded.all]

@@ -1,4 +1,4 @@
-"""`stageline up`, `demo`, and the commands that use a cluster, in a terminal."""
+"""`stageline up`, `demo` and client commands in a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = ("--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1", "--k
 
 
 async def _serving(up: Terminal) -> str:
-    """The address at which `up` says that it serves."""
+    """Address printed by `up`."""
     match = await up.expect(r"Serving at (127\.0\.0\.1:\d+)\.", timeout_s=START_TIMEOUT_S)
     return match[1]
 
@@ -41,12 +41,12 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
         pids = processes_under(up.pid)
         assert len(pids) == 4
         ports = listening_ports(pids)
-        assert len(ports) == 5, "one each, and the dashboard"
+        assert len(ports) == 5, "one port per process and the dashboard"
         for role, worker in (("FIRST", "worker-0"), ("MIDDLE", "worker-1"), ("LAST", "worker-2")):
             assert re.search(rf"{role}\s+{worker}\s+\d+ to \d+ \(\d+\)", up.text)
 
         await _status_shows_every_stage(address)
-        await _generate_writes_text_and_how_fast_it_came(address)
+        await _generate_writes_text_and_speed(address)
         await _generate_takes_token_ids(address)
         await _ctrl_c_cancels_a_generation(address)
         await _chat_holds_a_conversation(address)
@@ -75,7 +75,7 @@ async def _status_shows_every_stage(address: str) -> None:
     assert all(psutil.pid_exists(worker["pid"]) for worker in status["workers"])
 
 
-async def _generate_writes_text_and_how_fast_it_came(address: str) -> None:
+async def _generate_writes_text_and_speed(address: str) -> None:
     runs = [
         await run_stageline("generate", "Once upon a time", "--max-tokens", "30", "--coordinator", address)
         for _ in range(2)
@@ -109,10 +109,10 @@ async def _ctrl_c_cancels_a_generation(address: str) -> None:
 async def _chat_holds_a_conversation(address: str) -> None:
     async with Terminal("chat", "--coordinator", address) as chat:
         await chat.expect(r"Chatting with stageline-stories\.")
-        for said in ("Hello!", "What is your name?"):
+        for message in ("Hello!", "What is your name?"):
             await chat.expect("> ")
-            chat.type(f"{said}\n")
-            await chat.expect(re.escape(said) + r"\n\w.*\n")
+            chat.type(f"{message}\n")
+            await chat.expect(re.escape(message) + r"\n\w.*\n")
         await chat.expect("> ")
         chat.type("/reset\n")
         await chat.expect("history cleared")
@@ -129,7 +129,7 @@ async def _chat_reads_a_pipe(address: str) -> None:
 
 
 @pytest.mark.full
-async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_hangs(tmp_path: Path) -> None:
+async def test_ctrl_c_stops_up_with_one_worker_dead_and_another_hung(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "2", "--no-restart", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
         pids = processes_under(up.pid)
@@ -143,7 +143,7 @@ async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_h
         up.type(CTRL_C)
         assert await up.exit_code() == 0
         assert "Traceback" not in up.text
-        # The logs of a cluster that has lost a process are kept, and the last line says where.
+        # Logs of a cluster that lost a process are kept; the last line shows where.
         (logs,) = leftover_files(tmp_path)
         assert up.text.rstrip().endswith(f"All processes stopped. Logs are kept in {logs}")
         shutil.rmtree(logs)
@@ -151,7 +151,7 @@ async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_h
 
 
 @pytest.mark.full
-async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
+async def test_kill_9_of_up_stops_its_children(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "1", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
         pids = processes_under(up.pid)
@@ -159,12 +159,12 @@ async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
         up.send_signal(signal.SIGKILL)
         await wait_until_ended(pids)
         assert await up.exit_code() == -signal.SIGKILL
-        # A process with threads counts as ended a moment before the last of them closes its sockets.
+        # A process with threads counts as ended shortly before its last thread closes its sockets.
         await asyncio.to_thread(wait_until, lambda: is_free(address))
 
 
 @pytest.mark.full
-async def test_ctrl_c_while_the_cluster_comes_up_ends_it(tmp_path: Path) -> None:
+async def test_ctrl_c_during_startup_stops_the_cluster(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "2", *FLAGS, temporary=tmp_path) as up:
         await up.expect("0 of 2|waiting for 2")
         pids = processes_under(up.pid)
@@ -175,7 +175,7 @@ async def test_ctrl_c_while_the_cluster_comes_up_ends_it(tmp_path: Path) -> None
         assert leftover_files(tmp_path) == []
 
 
-async def test_the_demo_tells_a_story_and_ends(tmp_path: Path) -> None:
+async def test_the_demo_generates_a_story_and_exits(tmp_path: Path) -> None:
     async with Terminal("demo", temporary=tmp_path) as demo:
         await demo.expect(r"Once upon a time\b[^\n]{80}", timeout_s=START_TIMEOUT_S)
         pids = processes_under(demo.pid)

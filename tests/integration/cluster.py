@@ -26,7 +26,7 @@ from wire.ids import RequestId, id_text, new_request_id
 from wire.tensors import WireDType
 
 DEADLINE_S = 120.0
-"""For everything that has to happen at all; nothing waits this long unless it is broken."""
+"""Limit of every wait; only a defect takes this long."""
 
 TOKEN = "token-of-the-operators-of-tests"
 
@@ -35,14 +35,14 @@ TEST_POLICY = RecoveryPolicy(
     lease_s=60.0,
     epoch_timeout_s=60.0,
     recovery_timeout_s=60.0,
-    # Many tests hold frames back, on machines that may be slow, and want no step to be overdue.
+    # Many tests hold frames back, possibly on slow machines, and need no step to be overdue.
     min_step_timeout_s=60.0,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. Without a seed it is greedy."""
+    """One request: sampled with a seed, greedy without."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -50,13 +50,13 @@ class Ask:
     request_id: RequestId = field(default_factory=new_request_id)
 
     def again(self) -> "Ask":
-        """The same under a new id."""
+        """Copy the request with a new id."""
         return replace(self, request_id=new_request_id())
 
 
 @dataclass(eq=False)
 class Answer:
-    """What has come of a request so far; `ended_s` is on the event loop's clock."""
+    """Output of a request so far; `ended_s` is on the event loop's clock."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Answer:
 
 
 class RunningWorker:
-    """A worker with its task, and the proxy in front of it, if any."""
+    """A worker with its task and its proxy, if any."""
 
     def __init__(self, worker: Worker, proxy: HopProxy | None) -> None:
         self.worker = worker
@@ -84,7 +84,7 @@ class RunningWorker:
         return self.worker.name
 
     async def stop(self) -> None:
-        """Its streams break; nothing is said before."""
+        """Stop like a crash: streams break without a leave."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -96,14 +96,14 @@ class RunningWorker:
 
 
 class Cluster:
-    """`async with Cluster(model, layers=(1, 1, 1)) as cluster:` is served when the block begins.
+    """`async with Cluster(model, layers=(1, 1, 1)) as cluster:` serves when the block begins.
 
-    Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages whose frames
-    come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
+    Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages that receive
+    frames through a HopProxy. With `waits=False` the block begins at once, with only `num_workers` workers
     started. With `mock` the stages are mock ones, and `mock_model` may be served. Texts are served with
     `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults.
-    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`. Unless told, the built-in
-    model is checked before it serves and checkpoints are not: a reference takes a while.
+    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`. By default the
+    built-in model is checked before it serves, and checkpoints are not: a reference takes a while.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where clients reach the coordinator."""
+        """Address of the coordinator for clients."""
         return self.server.address
 
     @property
@@ -211,13 +211,13 @@ class Cluster:
         return self.server.controller.state.epoch
 
     def proxy(self, stage: int) -> HopProxy:
-        """The proxy on the way into `stage`."""
+        """Proxy of the hop into `stage`."""
         proxy = self.workers[f"w{stage}"].proxy
         assert proxy is not None, f"stage {stage} has no proxy"
         return proxy
 
     def incarnations(self) -> dict[str, bytes]:
-        """Which process each worker is, as the coordinator sees it."""
+        """Incarnations of the workers known to the coordinator."""
         records = self.server.controller.state.workers
         return {record.identity.name: record.identity.incarnation for record in records}
 
@@ -229,7 +229,7 @@ class Cluster:
         model_directory: Path | None = None,
         memory_bytes: int | None = None,
     ) -> RunningWorker:
-        """A new worker object; one of the same name must have been stopped before."""
+        """Start a worker; an earlier one with the same name must have been stopped."""
         proxy = HopProxy() if is_proxied else None
         if proxy is not None:
             await proxy.start()
@@ -246,7 +246,7 @@ class Cluster:
     def worker_config(
         self, name: str, proxy: HopProxy | None = None, *, model_directory: Path | None = None
     ) -> WorkerConfig:
-        """For a worker that finds this cluster."""
+        """Configuration of a worker of this cluster."""
         return WorkerConfig(
             coordinator=self.coordinator_proxy.address if self.coordinator_proxy else self.address,
             device="cpu",
@@ -262,7 +262,7 @@ class Cluster:
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:
-        """To the end, however that comes. `into` may be read meanwhile."""
+        """Generate to the end or an error. `into` is filled meanwhile."""
         answer = into or Answer(ask)
         try:
             async for output in self.client.generate(
@@ -283,7 +283,7 @@ class Cluster:
 
     @asynccontextmanager
     async def generating(self, asks: Sequence[Ask]) -> AsyncIterator[list[Answer]]:
-        """All at once; the answers grow inside the block and are complete after it."""
+        """Generate concurrently; the answers grow inside the block and are complete after it."""
         answers = [Answer(ask) for ask in asks]
         async with asyncio.TaskGroup() as tasks:
             for answer in answers:
@@ -291,38 +291,38 @@ class Cluster:
             yield answers
 
     async def generate_all(self, asks: Sequence[Ask]) -> list[Answer]:
-        """All at once, each to its end."""
+        """Generate concurrently, each to its end."""
         async with self.generating(asks) as answers:
             pass
         return answers
 
     async def wait_state(self, state: cluster_pb2.ClusterState.ValueType) -> cluster_pb2.GetStatusResponse:
-        """The status as soon as the cluster is in `state`."""
+        """Wait until the cluster is in `state`; return that status."""
         return await self.wait_status(lambda status: status.state == state)
 
     async def wait_status(
         self, holds: Callable[[cluster_pb2.GetStatusResponse], bool]
     ) -> cluster_pb2.GetStatusResponse:
-        """The first status of which `holds` is true."""
+        """Poll the status until `holds`; return it."""
         async with asyncio.timeout(DEADLINE_S):
             while not holds(status := await self.client.status()):
                 await asyncio.sleep(0.01)
         return status
 
     async def wait_drained(self) -> cluster_pb2.GetStatusResponse:
-        """The status when no request is live, no step in flight, and every stage has told its state since.
+        """Wait until no request is live, no step in flight and every stage has sent a heartbeat since.
 
-        Fails where a stage still holds blocks of somebody.
+        Fails if a stage still holds active blocks.
         """
         await self.wait_status(_is_idle)
         idle_since = asyncio.get_running_loop().time()
 
         def is_fresh(status: cluster_pb2.GetStatusResponse) -> bool:
-            # Counted from before the answer came; a heartbeat may be older than it says, never younger.
+            # Measured before the response; a heartbeat may be older than its age, never younger.
             silence_ms = (asyncio.get_running_loop().time() - idle_since) * 1000
             stages = [worker for worker in status.workers if worker.HasField("stage")]
             return _is_idle(status) and all(
-                stage.heartbeat_age.ToMilliseconds() + 50 < silence_ms for stage in stages
+                worker.heartbeat_age.ToMilliseconds() + 50 < silence_ms for worker in stages
             )
 
         status = await self.wait_status(is_fresh)
@@ -352,7 +352,7 @@ class Cluster:
 
 
 def _model_of(config: CoordinatorConfig, *, has_text: bool) -> ServedModel:
-    """As the coordinator's process opens it; loading a tokenizer takes a while, and most tests need none."""
+    """Open the model as the coordinator does, with the slow tokenizer only if `has_text`."""
     model = open_model(config)
     if has_text:
         directory = model.directory

@@ -1,4 +1,4 @@
-"""Stages of these tests share one process: more than one torch thread each only makes them wait."""
+"""Stages share one process here, so more than one torch thread per stage only adds contention."""
 
 import shutil
 from pathlib import Path
@@ -28,8 +28,8 @@ def varied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def worded_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random float32 Llama of three layers and many positions with the built-in model's tokenizer: it says
-    anything, broken characters included, and never ends by itself.
+    """A random float32 Llama of three layers and many positions with the built-in model's tokenizer. It
+    generates any text, invalid UTF-8 included, and no end-of-sequence token.
     """
     directory = make_checkpoint(
         tmp_path_factory.mktemp("worded") / "model",

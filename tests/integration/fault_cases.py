@@ -23,7 +23,7 @@ HIDDEN_SIZE = 64
 
 @dataclass(frozen=True)
 class FrameFault:
-    """`messages` breaks a valid decode step of two sequences. `says` must occur in the report's message.
+    """`messages` breaks a valid decode step of two sequences. `expected_texts` must occur in its message.
 
     `names` are the sequences whose requests the report must name; none where the frame is too broken to tell.
     """
@@ -31,7 +31,7 @@ class FrameFault:
     name: str
     kind: StepFaultKind
     messages: Callable[[Step, TensorView], Messages]
-    says: tuple[str, ...] = ()
+    expected_texts: tuple[str, ...] = ()
     names: tuple[int, ...] = (0, 1)
     reported_step: int = 1
 

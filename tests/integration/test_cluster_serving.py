@@ -1,4 +1,4 @@
-"""Many requests at once on a whole cluster: each ends as it would by itself, and nothing stays behind."""
+"""Concurrent requests on a whole cluster: each ends like its solo run, and nothing is leaked."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def solo(varied_llama: Path) -> SoloRuns:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Until the tested process itself says so."""
+    """Wait until the condition holds."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.002)
@@ -39,7 +39,9 @@ def num_decodes(step: Step) -> int:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-async def test_concurrent_requests_end_like_solo_runs(varied_llama: Path, solo: SoloRuns, count: int) -> None:
+async def test_concurrent_requests_generate_the_tokens_of_solo_runs(
+    varied_llama: Path, solo: SoloRuns, count: int
+) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=8192) as cluster:
         solo.check(await cluster.generate_all(mixed_asks(count, max_tokens=16)))
         await cluster.wait_drained()
@@ -55,12 +57,12 @@ async def test_requests_join_and_leave_at_any_step(varied_llama: Path, solo: Sol
     async with Cluster(varied_llama, layers=LAYERS) as cluster, asyncio.TaskGroup() as tasks:
         for before, answer in zip([None, *answers], answers, strict=False):
             if before is not None:
-                await until(partial(_has_begun, before))
+                await until(partial(_has_tokens, before))
             tasks.create_task(cluster.generate(answer.ask, answer))
     solo.check(answers)
 
 
-def _has_begun(answer: Answer) -> bool:
+def _has_tokens(answer: Answer) -> bool:
     return bool(answer.tokens or answer.error)
 
 
@@ -90,9 +92,7 @@ async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: 
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(16, marks=pytest.mark.full)])
-async def test_a_tiny_cache_preempts_all_the_time_and_changes_no_token(
-    varied_llama: Path, solo: SoloRuns, count: int
-) -> None:
+async def test_frequent_preemptions_change_no_token(varied_llama: Path, solo: SoloRuns, count: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=128) as cluster:
         answers = await cluster.generate_all(mixed_asks(count, max_tokens=40))
         solo.check(answers)
@@ -101,7 +101,9 @@ async def test_a_tiny_cache_preempts_all_the_time_and_changes_no_token(
         await cluster.wait_drained()
 
 
-async def test_a_full_queue_refuses_and_serves_what_it_has(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_full_queue_rejects_new_requests_and_serves_its_own(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=64, queue_size=4) as cluster:
         answers = await cluster.generate_all(mixed_asks(24, max_tokens=12))
         refused = [answer for answer in answers if isinstance(answer.error, Overloaded)]
@@ -122,14 +124,14 @@ async def test_an_id_is_rejected_while_its_request_is_live(varied_llama: Path, s
 
 
 @pytest.mark.full
-async def test_an_id_may_come_again_when_its_request_has_ended(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_an_id_can_be_reused_when_its_request_has_ended(varied_llama: Path, solo: SoloRuns) -> None:
     first, second = mixed_asks(2, max_tokens=30)
     second = Ask(prompt=second.prompt, max_tokens=30, seed=5, request_id=first.request_id)
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         epoch = cluster.epoch
         async with cluster.generating(mixed_asks(3, max_tokens=60)) as others:
             for _ in range(3):
-                # Cancelled with steps in flight, whose results must not be taken for those of its successor.
+                # Cancelled with steps in flight, whose results must not be attributed to its successor.
                 await abandon(cluster, first, after=2, how="cancel")
                 answer = await cluster.generate(second)
                 solo.check([answer])
@@ -140,7 +142,9 @@ async def test_an_id_may_come_again_when_its_request_has_ended(varied_llama: Pat
         await cluster.wait_drained()
 
 
-async def test_two_of_one_id_at_the_same_moment_are_one(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_of_two_concurrent_requests_with_one_id_one_is_served(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
     (ask,) = mixed_asks(1, max_tokens=30)
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         answers = await cluster.generate_all([ask] * 8)
@@ -150,7 +154,7 @@ async def test_two_of_one_id_at_the_same_moment_are_one(varied_llama: Path, solo
         await cluster.wait_drained()
 
 
-async def test_the_same_beginning_is_computed_once(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_common_prefix_is_computed_once(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         first = await cluster.generate(Ask(prompt=LONG_PROMPT[:50], max_tokens=8))
         second = await cluster.generate(Ask(prompt=(*LONG_PROMPT[:50], 5), max_tokens=8, seed=7))
@@ -164,13 +168,13 @@ async def test_the_same_beginning_is_computed_once(varied_llama: Path, solo: Sol
 
 
 @pytest.mark.full
-async def test_a_slow_reader_holds_nobody_up(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_slow_reader_delays_no_other_request(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=100)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=DEADLINE_S)
         first = await call.read()
         assert isinstance(first, inference_pb2.GenerateResponse)
-        # Not another read until the others are through.
+        # No further read until the other requests have ended.
         solo.check(await cluster.generate_all(mixed_asks(6)))
         tokens = list(first.token_ids)
         while (response := await call.read()) and isinstance(response, inference_pb2.GenerateResponse):
@@ -180,14 +184,14 @@ async def test_a_slow_reader_holds_nobody_up(varied_llama: Path, solo: SoloRuns)
 
 
 async def abandon(cluster: Cluster, ask: Ask, *, after: int, how: str) -> StagelineError | None:
-    """Ends a request before its end; `after` that many tokens, 0 as soon as it is queued or in prefill."""
+    """Abandon a request after `after` tokens; with 0 as soon as it is queued or in prefill."""
     answer = Answer(ask)
     task = asyncio.create_task(cluster.generate(ask, answer))
     if after:
         await until(lambda: len(answer.tokens) >= after or task.done())
     else:
         await until(lambda: _is_live(cluster, ask) or task.done())
-    assert not task.done(), f"it was to be ended by {how} first"
+    assert not task.done(), f"it ended before {how}"
     if how == "cancel":
         await cluster.client.cancel(id_text(ask.request_id))
         await task
@@ -204,7 +208,7 @@ def _is_live(cluster: Cluster, ask: Ask) -> bool:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
 @pytest.mark.parametrize("after", [0, 3], ids=["prefill", "decode"])
-async def test_requests_that_are_given_up_leave_no_blocks(
+async def test_abandoned_requests_leave_no_blocks(
     varied_llama: Path, solo: SoloRuns, how: str, after: int
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_step_tokens=8) as cluster:
@@ -235,7 +239,7 @@ async def test_a_deadline_that_passes_leaves_no_blocks(varied_llama: Path, token
         await cluster.wait_drained()
 
 
-async def test_a_client_that_vanishes_leaves_no_blocks(varied_llama: Path, solo: SoloRuns) -> None:
+async def test_a_disconnected_client_leaves_no_blocks(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         async with client_channel(cluster.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)

@@ -1,4 +1,4 @@
-"""A plan whose logits are wrong never serves, whatever is wrong with a stage; a good one serves at once."""
+"""A plan with wrong logits never serves, for any fault of a stage; a good plan serves at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Every stage that begins with layer 2 has `fault` once it is loaded; references have not."""
+    """Plant `fault` into every loaded stage that begins with layer 2, but not into references."""
 
     class FaultyStage(DecoderStage):
         @torch.inference_mode()
@@ -126,10 +126,10 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
-    says = "failed: the log-probabilities of 34 tokens in 7 steps differ from the reference of worker"
-    assert f"the self-check of w0, w1, w2 {says}" in status.detail
+    reason = "failed: the log-probabilities of 34 tokens in 7 steps differ from the reference of worker"
+    assert f"the self-check of w0, w1, w2 {reason}" in status.detail
     check = status.self_check
-    assert check.detail.startswith(says)
+    assert check.detail.startswith(reason)
     assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
     assert (check.stage, check.deviation > check.allowed > 0, check.at.seconds > 0) == (1, True, True)
     assert "the hidden states of stage 1 (worker w1) differ by" in check.detail
@@ -138,7 +138,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
 
 
 @pytest.mark.full
-async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_non_finite_logits_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda stage: stage._loaded().layers[0]._mlp_norm.fill_(math.nan))
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
         status = await cluster.wait_status(is_decided)
@@ -146,7 +146,7 @@ async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: py
     assert "finite" in status.detail
 
 
-async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: Path) -> None:
+async def test_a_good_plan_serves_in_the_epoch_after_its_check(model: Path) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
         status = await cluster.client.status()
         assert cluster.epoch == 2
@@ -161,7 +161,7 @@ async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: 
         assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
-async def test_a_worker_that_was_cured_makes_a_rejected_plan_good(
+async def test_a_repaired_worker_makes_a_rejected_plan_pass(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
@@ -175,7 +175,7 @@ async def test_a_worker_that_was_cured_makes_a_rejected_plan_good(
         assert (await cluster.generate(ASK)).succeeded
 
 
-async def test_a_new_epoch_of_a_checked_plan_is_not_checked_and_a_new_plan_is(model: Path) -> None:
+async def test_a_new_plan_is_checked_and_a_new_epoch_of_a_checked_plan_is_not(model: Path) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
         controller = cluster.server.controller
         controller.fail_epoch(cluster.epoch, "for the test")
@@ -189,11 +189,11 @@ async def test_a_new_epoch_of_a_checked_plan_is_not_checked_and_a_new_plan_is(mo
 
 
 async def test_a_reference_is_computed_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    fingerprints: list[str] = []
     compute = torch_backend.compute_reference
 
     def counting(request: ReferenceRequest, *arguments: Path, **options: object) -> Reference:
-        asked.append(request.fingerprint)
+        fingerprints.append(request.fingerprint)
         return compute(request, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch_backend, "compute_reference", counting)
@@ -202,10 +202,10 @@ async def test_a_reference_is_computed_once(model: Path, monkeypatch: pytest.Mon
         await cluster.wait_status(lambda status: status.state != cluster_pb2.CLUSTER_STATE_SERVING)
         await cluster.start_worker("w2")
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-    assert len(asked) == 1
+    assert len(fingerprints) == 1
 
 
-async def test_without_a_reference_only_finiteness_is_checked_and_status_says_why(
+async def test_without_a_reference_only_finiteness_is_checked_with_the_reason(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(backend: TorchBackend, request: ReferenceRequest, *, held_bytes: int) -> Reference:
@@ -225,7 +225,7 @@ async def test_a_step_of_fewer_tokens_checks_fewer(model: Path) -> None:
     assert detail.startswith("passed: the log-probabilities of ")
 
 
-async def test_the_built_in_model_is_checked_by_what_was_recorded_of_it() -> None:
+async def test_the_built_in_model_is_checked_against_its_recorded_reference() -> None:
     async with Cluster(None, layers=(4, 4, 4)) as cluster:
         assert "from the recorded reference" in (await cluster.client.status()).self_check.detail
 
@@ -246,10 +246,10 @@ def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
 
 
 @pytest.mark.full
-async def test_a_bad_worker_that_joins_does_not_take_a_good_cluster_down(
+async def test_a_bad_worker_that_joins_does_not_stop_a_good_cluster(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Real weights that are zero on one worker only: it is put aside, and the others serve again."""
+    """Zeroed weights on one worker: it is quarantined, and the other workers serve again."""
     zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
     async with Cluster(None, layers=(4, 4, 4), policy=replace(TEST_POLICY, rejoin_grace_s=0.05)) as cluster:
         answer = await cluster.generate(ASK)
@@ -293,7 +293,7 @@ async def test_an_idle_cluster_is_checked_again_and_keeps_epoch_and_cache(model:
         again = await cluster.generate(ask.again())
         assert (again.tokens, cluster.epoch) == (answer.tokens, 2)
         assert again.usage is not None and again.usage.cached_tokens == 16
-        # Heartbeats may tell of the blocks of a check; after the last one there are none.
+        # Heartbeats may report blocks of a check; after the last check there are none.
         checks = cluster.server.controller.checks
         assert checks is not None
         checks.check._interval_s = 0.0
@@ -303,7 +303,7 @@ async def test_an_idle_cluster_is_checked_again_and_keeps_epoch_and_cache(model:
 async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache is so small that a check evicts blocks of requests, of which subscribers do learn."""
+    """The cache is so small that a check evicts blocks of requests; subscribers receive these events."""
     async with Cluster(
         model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, max_kv_tokens=56
     ) as cluster:
@@ -335,7 +335,7 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
 
 
 def hit_counters(cluster: Cluster) -> list[tuple[int, int]]:
-    """Wanted and hit blocks of every stage, as of now."""
+    """Current counts of queried and hit blocks."""
     stats = (worker.worker._stage.heartbeat().kv for worker in cluster.workers.values())
     return [(kv.blocks_wanted, kv.blocks_hit) for kv in stats]
 
@@ -347,14 +347,14 @@ def cached_names(cluster: Cluster) -> set[int]:
 
 
 async def wait_checked(cluster: Cluster) -> None:
-    """Until one more check has passed."""
+    """Wait until one more check has passed."""
     before = (await cluster.client.status()).self_check.at.ToMicroseconds()
     status = await cluster.wait_status(lambda status: status.self_check.at.ToMicroseconds() > before)
     assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
 
 
-async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
-    """A check is due whenever the cluster has nothing to do."""
+async def test_requests_that_arrive_during_checks_are_served(model: Path) -> None:
+    """A check is due whenever the cluster is idle."""
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=1e-6) as cluster:
         checks = cluster.server.controller.checks
         assert checks is not None
@@ -369,8 +369,8 @@ async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(model: Path) -> None:
-    """A request that comes meanwhile is served long before a first check would be given up."""
+async def test_a_frame_lost_in_an_idle_check_becomes_overdue(model: Path) -> None:
+    """A request that arrives meanwhile is served long before the timeout of a first check."""
     async with Cluster(
         model,
         layers=LAYERS,
@@ -379,13 +379,13 @@ async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(m
         hop_proxies=(1,),
         policy=replace(TEST_POLICY, min_step_timeout_s=DEFAULT_POLICY.min_step_timeout_s),
     ) as cluster:
-        # From these answers the limit of a step is learnt.
+        # The step timeout is estimated from these steps.
         for _ in range(8):
             answer = await cluster.generate(ASK.again())
         checks = cluster.server.controller.checks
         assert checks is not None
         await cluster.wait_drained()
-        # All of them: a stage notices a gap at once.
+        # All frames: a stage detects a gap at once.
         lost = cluster.proxy(1).inject(drop, when=lambda frame: frame.step.epoch == 2, times=1_000)
         checks.check._interval_s = 1e-6
         async with asyncio.timeout(DEADLINE_S):
@@ -398,7 +398,7 @@ async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(m
         assert {part.sequence.request_id for step in lost.steps for part in step.slices} == {CHECK_REQUEST}
 
 
-async def test_no_request_waits_for_a_reference_that_is_written_to_disk(
+async def test_no_request_waits_for_a_reference_to_be_written_to_disk(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0) as cluster:
@@ -419,7 +419,7 @@ async def test_no_request_waits_for_a_reference_that_is_written_to_disk(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model: Path, stage: int) -> None:
+async def test_a_stage_that_turns_faulty_while_serving_is_found_and_named(model: Path, stage: int) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
         assert (await cluster.generate(ASK)).succeeded
         untyped: Any = cluster.workers[f"w{stage}"].worker._stage.loaded
@@ -434,14 +434,14 @@ async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model:
 
 
 @pytest.mark.full
-async def test_a_kept_reference_is_used_by_the_next_coordinator(
+async def test_a_stored_reference_is_used_by_the_next_coordinator(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, cache_directory=tmp_path) as cluster:
         assert "from the reference of worker" in (await cluster.client.status()).self_check.detail
 
     async def refuse(backend: TorchBackend, request: ReferenceRequest, *, held_bytes: int) -> Reference:
-        raise AssertionError("nobody needs to compute it again")
+        raise AssertionError("the stored reference is computed again")
 
     monkeypatch.setattr(TorchBackend, "reference", refuse)
     async with Cluster(model, layers=LAYERS, self_check=True, cache_directory=tmp_path) as cluster:
@@ -450,7 +450,7 @@ async def test_a_kept_reference_is_used_by_the_next_coordinator(
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "fp8"])
-async def test_hidden_states_may_travel_smaller(model: Path, wire_dtype: str) -> None:
+async def test_the_check_passes_with_a_smaller_wire_dtype(model: Path, wire_dtype: str) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, wire_dtype=wire_dtype) as cluster:
         check = (await cluster.client.status()).self_check
     assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED

@@ -1,4 +1,4 @@
-"""An epoch begins and ends when the coordinator says so, whatever the stage does, and leaves nothing."""
+"""Epochs begin and end on the coordinator's command in any state of the stage, and leak nothing."""
 
 import asyncio
 import gc
@@ -91,9 +91,7 @@ async def test_end_epoch_of_another_epoch_changes_nothing(assignment: Assignment
         await predecessor.close()
 
 
-async def test_begin_epoch_wins_over_a_step_that_is_being_computed(
-    assignment: Assignment, gate: Gate
-) -> None:
+async def test_begin_epoch_does_not_wait_for_a_running_step(assignment: Assignment, gate: Gate) -> None:
     async with stage_bench(assignment) as bench:
         predecessor, log = await one_step(bench)
         gate.entered.clear()
@@ -107,15 +105,15 @@ async def test_begin_epoch_wins_over_a_step_that_is_being_computed(
         ended = await predecessor.end()
         assert ended.details == "epoch 1 has ended"
         await bench.link.next_heartbeat()
-        assert bench.link.answers.empty(), "not ready while the old step is in the way"
+        assert bench.link.answers.empty(), "ready before the old step has ended"
         gate.open.set()
         assert (await bench.link.answer("epoch_ready")).epoch == 2
-        assert not bench.has_output, "the step of the old epoch goes nowhere"
+        assert not bench.has_output, "the step of the old epoch was forwarded"
         await predecessor.close()
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_begin_epoch_wins_over_a_stage_that_is_not_accepted(assignment: Assignment) -> None:
+async def test_begin_epoch_does_not_wait_for_an_unaccepted_stream(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         following = bench.coordinator if assignment.role.has_head else bench.next_stage
         hellos = bench.coordinator.hop_hellos if assignment.role.has_head else bench.next_stage.hellos
@@ -127,7 +125,7 @@ async def test_begin_epoch_wins_over_a_stage_that_is_not_accepted(assignment: As
         assert bench.link.answers.empty()
 
 
-async def test_an_epoch_that_does_not_follow_the_last_one_is_rejected(assignment: Assignment) -> None:
+async def test_an_epoch_that_is_not_newer_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         bench.link.send(begin_epoch=bench.begin_message())
@@ -145,7 +143,7 @@ async def test_an_epoch_of_another_plan_is_rejected(assignment: Assignment) -> N
         assert "plan 9, loaded is 1" in report.message
 
 
-async def test_a_fault_ends_the_stream_to_the_next_stage_too(tiny_llama: Path) -> None:
+async def test_a_fault_also_ends_the_stream_to_the_next_stage(tiny_llama: Path) -> None:
     async with stage_bench(new_assignment(tiny_llama, stage=1)) as bench:
         predecessor, log = await one_step(bench)
         assert not bench.next_stage.stream_ended.is_set()
@@ -170,7 +168,7 @@ async def test_the_next_stage_breaking_the_stream_is_reported(tiny_llama: Path) 
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_a_next_stage_that_has_reported_already_is_not_reported_again(tiny_llama: Path) -> None:
+async def test_a_fault_already_reported_by_the_next_stage_is_not_reported_again(tiny_llama: Path) -> None:
     assignment = new_assignment(tiny_llama, stage=1)
     async with stage_bench(assignment) as bench:
         bench.next_stage.breaks_with = grpc.StatusCode.ABORTED
@@ -183,7 +181,7 @@ async def test_a_next_stage_that_has_reported_already_is_not_reported_again(tiny
         assert bench.link.answers.empty()
 
 
-async def test_health_says_serving_only_while_the_coordinator_does(assignment: Assignment) -> None:
+async def test_worker_health_is_serving_only_while_the_coordinator_is(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench, client_channel(bench.worker.advertised_address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         serving, not_serving = (
@@ -221,7 +219,7 @@ async def test_health_says_serving_only_while_the_coordinator_does(assignment: A
 
 
 @pytest.mark.full
-async def test_epochs_leave_no_tasks_and_no_sessions_behind(assignment: Assignment) -> None:
+async def test_epochs_leak_no_tasks_and_no_sessions(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         counts = []
         for _ in range(4):
@@ -230,6 +228,6 @@ async def test_epochs_leave_no_tasks_and_no_sessions_behind(assignment: Assignme
             assert (await bench.link.next_heartbeat()).epoch == 0
             gc.collect()
             tasks = [task for task in asyncio.all_tasks() if not task.done()]
-            channels = [channel for channel in gc.get_objects() if type(channel) is grpc.aio.Channel]
+            channels = [obj for obj in gc.get_objects() if type(obj) is grpc.aio.Channel]
             counts.append((len(tasks), len(channels)))
         assert len(set(counts[1:])) == 1, counts

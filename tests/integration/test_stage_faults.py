@@ -1,4 +1,4 @@
-"""A faulty frame: the stage computes nothing, says what is wrong, refuses the epoch; the next epoch works."""
+"""A faulty frame: the stage computes nothing, reports the fault and ends the epoch; the next one works."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from wire.steps import FaultReport, Step
 FIRST, MIDDLE, LAST = 0, 1, 2
 
 LOST_STATUS = "Internal error from Core"
-"""What grpc.aio says instead of the server's status when a write of ours races the end of the stream."""
+"""Message of grpc.aio, in place of the server's status, when a write races the end of the stream."""
 
 
 @pytest.fixture(scope="module", params=[MIDDLE, LAST], ids=["MIDDLE", "LAST"])
@@ -41,7 +41,7 @@ def expected(assignment: Assignment) -> list[Comparable]:
 
 
 async def in_second_step(bench: StageBench) -> tuple[PredecessorDouble, ScriptedLog]:
-    """An epoch whose first step went well."""
+    """Begin an epoch and complete its first step."""
     log = ScriptedLog(bench.assignment, await bench.begin_epoch())
     predecessor = await bench.predecessor()
     await run_frame(bench, predecessor, *log.next_frame())
@@ -49,14 +49,14 @@ async def in_second_step(bench: StageBench) -> tuple[PredecessorDouble, Scripted
 
 
 async def assert_refused(bench: StageBench, predecessor: PredecessorDouble) -> FaultReport:
-    """The fault was reported and nothing was computed; the stream has ended, and another is not accepted."""
+    """Assert that the fault is reported, nothing computed, the stream ended and a new one rejected."""
     report = await bench.link.fault()
     assert (report.epoch, report.stage) == (bench.epoch, bench.assignment.stage)
     ended = await predecessor.end()
     if ended.details != LOST_STATUS:
         assert ended.code is grpc.StatusCode.ABORTED
-        for said in (report.kind.name, f"stage {report.stage}", f"step {report.step_id}"):
-            assert said in ended.details
+        for expected_text in (report.kind.name, f"stage {report.stage}", f"step {report.step_id}"):
+            assert expected_text in ended.details
     with pytest.raises(StreamEnded, match="refused after a fault") as again:
         await bench.predecessor()
     assert again.value.code is grpc.StatusCode.ABORTED
@@ -83,12 +83,12 @@ async def test_a_faulty_frame_is_rejected_and_the_next_epoch_works(
         assert report.step_id == case.reported_step
         assert {REQUESTS[index] for index in case.names} <= set(report.request_ids)
         assert case.names or not report.request_ids
-        for said in case.says:
-            assert said in report.message
+        for expected_text in case.expected_texts:
+            assert expected_text in report.message
 
         assert_same(await run_scenario(bench), expected)
         assert (await bench.link.next_heartbeat()).kv.blocks_active > 0
-        assert bench.link.answers.empty(), "one fault is reported once"
+        assert bench.link.answers.empty(), "a fault was reported twice"
 
 
 async def test_a_stream_that_ends_inside_a_frame_is_a_fault(
@@ -106,7 +106,7 @@ async def test_a_stream_that_ends_inside_a_frame_is_a_fault(
         assert_same(await run_scenario(bench), expected)
 
 
-async def test_bytes_that_are_no_message_are_a_fault(
+async def test_bytes_that_do_not_parse_are_a_fault(
     assignment: Assignment, expected: list[Comparable]
 ) -> None:
     async with stage_bench(assignment) as bench:
@@ -127,7 +127,7 @@ async def test_a_step_without_slices_takes_no_hidden_states(assignment: Assignme
         assert report.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
 
 
-async def test_a_step_without_slices_is_legal_and_passes_through(assignment: Assignment) -> None:
+async def test_a_step_without_slices_is_valid_and_forwarded(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         predecessor, log = await in_second_step(bench)
         step, _ = log.next_frame()

@@ -1,4 +1,4 @@
-"""Both ends of a hop agree before the first frame, or there is no stream; a stale stream changes nothing."""
+"""Both ends of a hop agree before the first frame, or the stream is rejected. A stale one changes nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,7 +49,7 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "details"),
     [
         (setting(protocol_version=99), f"protocol version mismatch: expected {PROTOCOL_VERSION}, got 99"),
         (setting(fingerprint="other"), "got other"),
@@ -62,20 +62,20 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
     ids=["protocol", "fingerprint", "dtype", "unknown-dtype", "layers", "block-size", "num-blocks"],
 )
 async def test_a_mismatch_is_rejected_with_both_values(
-    assignment: Assignment, change: Change, says: str
+    assignment: Assignment, change: Change, details: str
 ) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         ended = await refusal(bench, change)
         assert ended.code is grpc.StatusCode.FAILED_PRECONDITION
-        assert says in ended.details
+        assert details in ended.details
         predecessor = await bench.predecessor()
         await predecessor.close()
-        assert bench.link.answers.empty(), "a refused stream is no fault of the epoch"
+        assert bench.link.answers.empty(), "a rejected stream was reported as a fault of the epoch"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "details"),
     [
         (setting(epoch=1), "epoch 1, the current epoch is 2"),
         (setting(sender_stage=-1), "from stage -1, the predecessor of stage 1 is stage 0"),
@@ -85,21 +85,21 @@ async def test_a_mismatch_is_rejected_with_both_values(
     ids=["old-epoch", "other-stage", "other-predecessor", "other-coordinator"],
 )
 async def test_a_stale_stream_is_rejected_and_changes_nothing(
-    assignment: Assignment, change: Change, says: str
+    assignment: Assignment, change: Change, details: str
 ) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         await bench.begin_epoch()
         ended = await refusal(bench, change)
         assert ended.code is grpc.StatusCode.ABORTED
-        assert says in ended.details
+        assert details in ended.details
         predecessor = await bench.predecessor()
         await predecessor.close()
         assert bench.link.answers.empty()
 
 
 @pytest.mark.parametrize("secret", [b"", hop_secret(2, 2), b"\0" * 32], ids=["none", "next-hop", "guess"])
-async def test_without_the_secret_nothing_else_is_compared_or_told(
+async def test_without_the_secret_nothing_else_is_compared_or_disclosed(
     assignment: Assignment, secret: bytes
 ) -> None:
     async with stage_bench(assignment) as bench:
@@ -116,7 +116,7 @@ async def test_without_the_secret_nothing_else_is_compared_or_told(
         assert bench.link.answers.empty()
 
 
-async def test_the_secret_of_an_epoch_that_is_over_is_no_wrong_one(assignment: Assignment) -> None:
+async def test_the_secret_of_an_earlier_epoch_does_not_count_as_wrong(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         await bench.begin_epoch()
@@ -127,19 +127,21 @@ async def test_the_secret_of_an_epoch_that_is_over_is_no_wrong_one(assignment: A
         )
 
 
-async def test_after_many_wrong_secrets_a_right_one_from_the_same_host_passes(
+async def test_a_right_secret_passes_after_many_wrong_ones_from_its_host(
     assignment: Assignment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
-        said = [(await refusal(bench, setting(secret=b"x" * 32))).details for _ in range(MAX_TRIES + 2)]
-        assert said[-1] == "hop secret does not match; 10 earlier attempts from this host failed too"
+        details = [(await refusal(bench, setting(secret=b"x" * 32))).details for _ in range(MAX_TRIES + 2)]
+        assert details[-1] == "hop secret does not match; 10 earlier attempts from this host failed too"
         predecessor = await bench.predecessor()
         await predecessor.close()
     assert sum("hop secret" in line for line in caplog.messages) == MAX_TRIES
 
 
-async def test_a_second_stream_in_an_epoch_is_rejected_and_the_first_goes_on(assignment: Assignment) -> None:
+async def test_a_second_stream_in_an_epoch_is_rejected_and_the_first_continues(
+    assignment: Assignment,
+) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         first = await bench.predecessor()
@@ -161,7 +163,7 @@ async def test_a_stream_without_hello_is_rejected(assignment: Assignment) -> Non
         await predecessor.close()
 
 
-async def test_bytes_that_are_no_message_are_no_hello(assignment: Assignment) -> None:
+async def test_bytes_that_do_not_parse_are_rejected_as_hello(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         predecessor = PredecessorDouble(bench.worker.advertised_address)
@@ -184,7 +186,7 @@ async def test_a_hello_that_is_too_large_is_rejected_unparsed(assignment: Assign
         assert ended.details == "message has 100000 bytes, the limit is 65536"
 
 
-async def test_a_stream_that_never_says_hello_is_ended(
+async def test_a_stream_that_sends_no_hello_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.05)
@@ -205,7 +207,7 @@ async def test_a_stream_whose_epoch_never_begins_is_ended(
         assert "epoch 5 has not begun on this stage within 0.05 s" in ended.details
 
 
-async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:
+async def test_a_stream_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         hello = bench.hello()
         hello.epoch, hello.secret = 1, hop_secret(1, 1)
@@ -218,8 +220,8 @@ async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: As
         await predecessor.close()
 
 
-async def fill_places(bench: StageBench, stack: AsyncExitStack) -> StreamEnded:
-    """Streams of an epoch that never begins, as many as may wait and one more; returns its refusal."""
+async def fill_waiting_streams(bench: StageBench, stack: AsyncExitStack) -> StreamEnded:
+    """Open streams of an epoch that never begins, as many as may wait and one more; return its rejection."""
     hello = bench.hello()
     hello.epoch, hello.secret = 99, b"x" * 32
     tasks = []
@@ -234,11 +236,11 @@ async def fill_places(bench: StageBench, stack: AsyncExitStack) -> StreamEnded:
     return error
 
 
-async def test_streams_that_wait_for_their_epoch_are_few_and_the_next_one_is_rejected(
+async def test_streams_waiting_for_their_epoch_are_bounded(
     assignment: Assignment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage_bench(assignment) as bench, AsyncExitStack() as stack:
-        ended = await fill_places(bench, stack)
+        ended = await fill_waiting_streams(bench, stack)
         assert ended.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "4 streams of this host wait for epochs that have not begun on this stage" in ended.details
         assert any("the limit is 4, host=127.0.0.1 tries=1" in line for line in caplog.messages)
@@ -247,11 +249,11 @@ async def test_streams_that_wait_for_their_epoch_are_few_and_the_next_one_is_rej
         await predecessor.close()
 
 
-async def test_the_stage_before_gets_its_stream_while_a_stranger_on_its_host_has_all_places(
+async def test_the_predecessor_is_accepted_while_a_stranger_has_all_places(
     assignment: Assignment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stage_bench(assignment) as bench, AsyncExitStack() as stack:
-        await fill_places(bench, stack)
+        await fill_waiting_streams(bench, stack)
         hello = bench.hello()
         hello.epoch, hello.secret = 1, hop_secret(1, 1)
         before = next_stage_stream.stream_to_stage(1, bench.worker.advertised_address, hello)
@@ -265,7 +267,7 @@ async def test_the_stage_before_gets_its_stream_while_a_stranger_on_its_host_has
         await asyncio.wait_for(dialled, DEADLINE_S)
 
 
-async def test_the_stage_says_hello_to_the_next_one(assignment: Assignment) -> None:
+async def test_the_stage_sends_hello_to_the_next_stage(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         hello = await asyncio.wait_for(bench.next_stage.hellos.get(), DEADLINE_S)
@@ -277,7 +279,7 @@ async def test_the_stage_says_hello_to_the_next_one(assignment: Assignment) -> N
         assert hello == expected
 
 
-async def test_the_last_stage_says_hello_to_the_coordinator(tiny_llama: Path) -> None:
+async def test_the_last_stage_sends_hello_to_the_coordinator(tiny_llama: Path) -> None:
     async with stage_bench(new_assignment(tiny_llama, stage=2)) as bench:
         await bench.begin_epoch()
         hello = await asyncio.wait_for(bench.coordinator.hop_hellos.get(), DEADLINE_S)
@@ -285,20 +287,20 @@ async def test_the_last_stage_says_hello_to_the_coordinator(tiny_llama: Path) ->
         assert hello.sender_incarnation == bench.link.hello.incarnation
 
 
-async def test_a_next_stage_that_refuses_is_reported(assignment: Assignment) -> None:
+async def test_a_next_stage_that_rejects_the_stream_is_reported(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         bench.next_stage.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "dtype mismatch: ...")
         bench.epoch += 1
         bench.link.send(begin_epoch=bench.begin_message())
         report = await bench.link.fault()
         assert (report.kind, report.stage, report.epoch) == (StepFaultKind.NEIGHBOUR, 1, 1)
-        for said in ("stage 2", bench.next_stage.address, "FAILED_PRECONDITION", "dtype mismatch"):
-            assert said in report.message
+        for expected_text in ("stage 2", bench.next_stage.address, "FAILED_PRECONDITION", "dtype mismatch"):
+            assert expected_text in report.message
         bench.next_stage.refusal = None
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_a_next_stage_that_is_not_there_is_reported(
+async def test_an_unreachable_next_stage_is_reported(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage_bench(assignment) as bench:
@@ -314,7 +316,7 @@ async def test_a_next_stage_that_is_not_there_is_reported(
         assert_same(await run_scenario(bench), expected_outputs(assignment))
 
 
-async def test_another_process_as_this_stage_is_rejected(assignment: Assignment) -> None:
+async def test_begin_epoch_naming_another_process_is_rejected(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         bench.epoch += 1
         message = bench.begin_message()

@@ -1,4 +1,4 @@
-"""A worker has a wrong weight that no sample covers, and may compute the reference: the others serve."""
+"""A worker with a wrong weight outside all samples may compute the reference: the other workers serve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_a_wrong_weight(model: Path, directory: Path, *, layer: int) -> Path:
-    """A copy with the same fingerprint; its other layers are right."""
+    """A copy with the same fingerprint and one wrong layer."""
     copy = shutil.copytree(model, directory / "wrong")
     name = f"model.layers.{layer}.mlp.gate_proj.weight"
     entry = Checkpoint.open(copy).tensors[name]
@@ -43,7 +43,7 @@ def with_a_wrong_weight(model: Path, directory: Path, *, layer: int) -> Path:
 
 
 def without_workers(model: Path, *, cache_directory: Path | None = None) -> Cluster:
-    """A checked cluster whose workers a test starts."""
+    """A checked cluster without workers; the test starts them."""
     return Cluster(
         model,
         layers=LAYERS,
@@ -61,20 +61,20 @@ async def right_tokens(model: Path) -> list[int]:
 
 
 def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
-    """Serves, and every byte of the weights that it serves with is right."""
+    """Whether the cluster serves and all its weights are fully compared."""
     levels = {worker.weights for worker in status.workers if worker.HasField("stage")}
     return status.state == SERVING and levels == {cluster_pb2.WEIGHTS_CHECK_FULL}
 
 
 def is_out(status: cluster_pb2.GetStatusResponse, name: str) -> bool:
-    """In quarantine for its weights."""
+    """Whether a worker is quarantined for its weights."""
     details = (worker.detail for worker in status.workers if worker.name == name)
     return "its weights differ" in next(details, "")
 
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(("rank", "layer"), [(0, 0), (1, 3), (2, 3), (0, 3)])
-async def test_two_of_three_serve_wherever_the_wrong_one_ranks(
+async def test_two_of_three_serve_wherever_the_wrong_worker_ranks(
     model: Path, tmp_path: Path, rank: int, layer: int
 ) -> None:
     """The source of the reference is the worker with the most free memory; the first two are planned."""
@@ -94,7 +94,7 @@ async def test_two_of_three_serve_wherever_the_wrong_one_ranks(
             await cluster.start_worker(name, memory_bytes=memory.pop(0))
         await cluster.wait_status(is_compared)
         assert (await cluster.generate(ASK.again())).tokens == await right_tokens(model)
-    # What the next coordinator would begin with is right as well.
+    # The reference stored for the next coordinator is right as well.
     async with Cluster(
         model, layers=LAYERS, self_check=True, policy=POLICY, cache_directory=cache
     ) as cluster:
@@ -115,8 +115,8 @@ async def test_weights_are_compared_while_the_cluster_is_blocked(model: Path, tm
         await cluster.wait_status(is_compared)
 
 
-async def test_the_source_of_a_reference_is_compared_whatever_its_stage(model: Path, tmp_path: Path) -> None:
-    """Its own stage is right; what it says of the other one is wrong."""
+async def test_the_source_of_a_reference_is_compared_in_any_stage(model: Path, tmp_path: Path) -> None:
+    """The source's own stage is right; its reference for the other stage is wrong."""
     wrong = with_a_wrong_weight(model, tmp_path, layer=0)
     async with without_workers(model) as cluster:
         await cluster.start_worker("good", memory_bytes=MEMORY_BYTES[1])
@@ -127,7 +127,7 @@ async def test_the_source_of_a_reference_is_compared_whatever_its_stage(model: P
         assert {worker.name for worker in status.workers if worker.HasField("stage")} == {"good", "good2"}
 
 
-async def test_a_reference_that_failed_a_plan_goes_with_its_source(
+async def test_a_failed_reference_is_dropped_with_its_lost_source(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The source is lost before its weights are compared."""

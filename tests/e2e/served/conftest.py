@@ -1,4 +1,4 @@
-"""Tests that leave a cluster serving share one; a parallel run gives this folder to one process."""
+"""Tests that do not disturb a cluster share one; a parallel run assigns this folder to one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def served(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The llama on three workers with unequal shares."""
+    """The llama on three workers with unequal layer counts."""
     logs = tmp_path_factory.mktemp("served")
     cluster = LocalCluster(config(llama.directory, 3, "--layers", "1,4,3", log_directory=logs))
     async with cluster:

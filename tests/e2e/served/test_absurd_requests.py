@@ -1,4 +1,4 @@
-"""What cannot be served is refused at once, with the numbers, and harms nobody."""
+"""Requests that cannot be served are rejected at once with the numbers, and affect no other request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_an_absurd_request_is_rejected_with_the_numbers(
     assert "\n" not in (refused.value.details() or "")
 
 
-async def test_a_field_of_another_version_is_rejected_by_its_number(stub: Stub) -> None:
+async def test_an_unknown_field_is_rejected_by_its_number(stub: Stub) -> None:
     request = inference_pb2.GenerateRequest.FromString(
         _request().SerializeToString() + b"\xf8\x06\x01"  # field 111, varint 1
     )
@@ -75,9 +75,7 @@ async def test_a_field_of_another_version_is_rejected_by_its_number(stub: Stub) 
         await _drain(stub, request)
 
 
-async def test_a_request_id_in_use_is_rejected_and_the_first_request_goes_on(
-    served: Served, stub: Stub
-) -> None:
+async def test_a_request_id_in_use_is_rejected_and_its_request_continues(served: Served, stub: Stub) -> None:
     request = _request(max_tokens=150)
     request.request_id = id_text(new_request_id())
     async with Client(served.address) as client:
@@ -89,7 +87,7 @@ async def test_a_request_id_in_use_is_rejected_and_the_first_request_goes_on(
         assert len(await first) == 150
 
 
-async def test_a_cancel_of_nobody_is_not_found(stub: Stub) -> None:
+async def test_a_cancel_of_an_unknown_request_is_not_found(stub: Stub) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Cancel(inference_pb2.CancelRequest(request_id=id_text(new_request_id())), timeout=10)
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND

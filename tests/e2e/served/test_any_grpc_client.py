@@ -1,4 +1,4 @@
-"""A stranger needs inference.proto, a gRPC library and nothing of ours."""
+"""Clients need inference.proto and a gRPC library, and no Stageline code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with grpc.insecure_channel(address) as channel:
 
 
 @pytest.mark.asyncio(loop_scope="package")
-async def test_a_client_made_from_the_proto_file_alone_is_served(served: Served, tmp_path: Path) -> None:
+async def test_a_client_generated_from_the_proto_file_alone_is_served(served: Served, tmp_path: Path) -> None:
     shutil.copy(ROOT / "proto/stageline_rpc/v1/inference.proto", tmp_path)
     (tmp_path / "stranger.py").write_text(STRANGER)
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--grpc_python_out=."]
@@ -56,7 +56,7 @@ async def test_a_client_made_from_the_proto_file_alone_is_served(served: Served,
         "finish_reason": "FINISH_REASON_LENGTH",
         "completion_tokens": 48,
         "vocab_size": 128,
-        "refused": "INVALID_ARGUMENT",  # a checkpoint without a tokenizer takes no text
+        "refused": "INVALID_ARGUMENT",  # a checkpoint without a tokenizer accepts no text
         "ours": [],
     }
 

@@ -1,4 +1,4 @@
-"""Command lines that a running cluster makes wrong are refused in one line, with an exit code."""
+"""Command lines that conflict with a running cluster are rejected in one line with an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stageline bench serve` as a user runs it, against real processes."""
+"""`stageline bench serve` against real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.terminal import CTRL_C, Terminal
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, tmp_path: Path) -> None:
+async def test_bench_serve_measures_a_load_and_reports_failures(served: Served, tmp_path: Path) -> None:
     line = "bench serve --num-requests 12 --request-rate 40 --prompt-tokens uniform:5-60 --output-tokens 9 "
     files = ("--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.svg"))
     at = ("--coordinator", served.address)
@@ -31,8 +31,8 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
     assert again.code == 0
     repeated = json.loads((tmp_path / "run.json").read_text())
     what = ("due_s", "prompt_tokens", "output_tokens")
-    assert [[record[name] for name in what] for record in repeated["requests"]] == [
-        [record[name] for name in what] for record in facts["requests"]
+    assert [[entry[name] for name in what] for entry in repeated["requests"]] == [
+        [entry[name] for name in what] for entry in facts["requests"]
     ]
 
     late = await run_stageline(*line.split(), "--timeout", "0.001", *at)
@@ -44,7 +44,7 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
     assert "4090 prompt tokens and 9 output tokens, together 4099, more than the 4096" in long.the_error()
 
 
-async def test_ctrl_c_cancels_what_runs_and_shows_what_was_measured(served: Served) -> None:
+async def test_ctrl_c_cancels_running_requests_and_reports_the_measurements(served: Served) -> None:
     line = "bench serve --num-requests 500 --request-rate 30 --prompt-tokens 8 --output-tokens uniform:2-400"
     async with Terminal(*line.split(), "--coordinator", served.address) as terminal:
         await terminal.expect(r"[1-9]\d*/500 .* [1-9]\d* running, 0 failed")

@@ -1,4 +1,4 @@
-"""Requests side by side get what each would get alone."""
+"""Concurrent requests generate the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_TOKENS = 12
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
 async def test_each_of_many_requests_equals_its_solo_run(served: Served, num_requests: int) -> None:
-    # Lengths from one token to more than a chunk, and no prompt that a test before has left in the cache.
+    # Lengths from one token to more than a chunk, and no prompt cached by an earlier test.
     prompts = [random_prompt(1 + 5 * i % 97, seed=num_requests + i) for i in range(num_requests)]
     async with Client(served.address) as client:
         together = await asyncio.gather(*(tokens_of(client, prompt, NUM_TOKENS) for prompt in prompts))
@@ -27,7 +27,7 @@ async def test_each_of_many_requests_equals_its_solo_run(served: Served, num_req
     await wait_for_status(served.address, is_idle)
 
 
-async def test_the_second_of_two_identical_prompts_is_served_from_the_cache(served: Served) -> None:
+async def test_a_repeated_prompt_is_served_from_the_cache(served: Served) -> None:
     prompt = random_prompt(50, seed=1)
     async with Client(served.address) as client:
         first, second = [await _last_and_tokens(client, prompt) for _ in range(2)]
@@ -39,7 +39,7 @@ async def test_the_second_of_two_identical_prompts_is_served_from_the_cache(serv
     assert second[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_seed_gives_the_same_tokens_again_also_beside_others(served: Served) -> None:
+async def test_a_seed_reproduces_its_tokens_in_any_batch(served: Served) -> None:
     prompt = random_prompt(9, seed=2)
     hot = {"temperature": 2.0, "top_k": 50, "top_p": 0.95}
     async with Client(served.address) as client:
@@ -52,7 +52,7 @@ async def test_a_seed_gives_the_same_tokens_again_also_beside_others(served: Ser
     assert other_seed != first
 
 
-async def test_a_drawn_seed_is_told_and_can_be_used_again(served: Served) -> None:
+async def test_a_generated_seed_is_returned_and_reproduces_the_tokens(served: Served) -> None:
     prompt = random_prompt(5, seed=3)
     async with Client(served.address) as client:
         last, tokens = await _last_and_tokens(client, prompt, temperature=3.0)

@@ -1,4 +1,4 @@
-"""However a request ends before its time, its pages are free again on every stage."""
+"""However a request ends early, its pages are freed on every stage."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LONG = 3500
 async def client(served: Served) -> AsyncIterator[Client]:
     async with Client(served.address) as client:
         yield client
-    # Whatever a test has done, the next request is served as if nothing had been.
-    await _serves_as_ever(served)
+    # After every test, the next request is served normally.
+    await _serves_normally(served)
 
 
-async def _serves_as_ever(served: Served) -> None:
+async def _serves_normally(served: Served) -> None:
     async with Client(served.address) as client:
         assert (await tokens_of(client, served.reference.prompts[-1], 48)) == served.reference.expected[-1]
 
@@ -53,7 +53,7 @@ async def _start(
     return asyncio.create_task(consume())
 
 
-async def test_a_client_that_leaves_while_decoding(served: Served, client: Client) -> None:
+async def test_a_client_that_disconnects_while_decoding(served: Served, client: Client) -> None:
     before = await _counts(served)
     outputs = client.generate(random_prompt(20, seed=21), max_tokens=LONG)
     assert (await anext(outputs)).token_ids
@@ -64,17 +64,17 @@ async def test_a_client_that_leaves_while_decoding(served: Served, client: Clien
     assert (after.finished, after.failed) == (before.finished, before.failed)
 
 
-async def test_a_client_whose_connection_breaks_in_the_prefill(served: Served) -> None:
+async def test_a_client_whose_connection_breaks_during_prefill(served: Served) -> None:
     before = await _counts(served)
     async with Client(served.address) as client:
         request = await _start(client, random_prompt(LONG, seed=22), 8)
         await wait_for_status(served.address, lambda status: status.requests.prefill == 1)
-    # Leaving the block has closed the channel under the call.
+    # Leaving the block has closed the channel during the call.
     with pytest.raises(Cancelled):
         await request
     after = await _counts(served)
     assert after.cancelled == before.cancelled + 1
-    await _serves_as_ever(served)
+    await _serves_normally(served)
 
 
 async def test_a_deadline_that_passes(served: Served, client: Client) -> None:
@@ -97,18 +97,18 @@ async def test_an_explicit_cancel(served: Served, client: Client) -> None:
         await client.cancel(request_id)
 
 
-async def test_a_storm_of_cancels_beside_one_that_stays(served: Served, client: Client) -> None:
-    stays = asyncio.create_task(tokens_of(client, served.reference.prompts[2], 48))
+async def test_many_cancels_do_not_affect_another_request(served: Served, client: Client) -> None:
+    undisturbed = asyncio.create_task(tokens_of(client, served.reference.prompts[2], 48))
     storm = [await _start(client, random_prompt(60 + i, seed=25), LONG) for i in range(32)]
     await wait_for_status(served.address, holds_pages_everywhere)
     for task in storm:
         task.cancel()
     await asyncio.gather(*storm, return_exceptions=True)
-    assert await stays == served.reference.expected[2]
+    assert await undisturbed == served.reference.expected[2]
     await wait_for_status(served.address, is_idle)
 
 
-async def test_the_status_command_says_the_same_of_every_worker(served: Served) -> None:
+async def test_the_status_command_shows_every_worker_idle(served: Served) -> None:
     await wait_for_status(served.address, is_idle)
     finished = await run_stageline("status", "--json", "--coordinator", served.address)
     assert (finished.code, finished.stderr) == (0, "")

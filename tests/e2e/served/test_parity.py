@@ -1,4 +1,4 @@
-"""Tokens of a cluster that other tests use as well equal those of transformers."""
+"""Tokens of the shared cluster equal those of transformers."""
 
 from __future__ import annotations
 
