@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.integration.cluster import DEADLINE_S, Ask
+from tests.integration.cluster import DEADLINE_S, RequestCase
 from wire.channels import ATTACH_SECRET_KEY, CHANNEL_OPTIONS
 from wire.ids import id_text, new_request_id
 
@@ -59,11 +59,11 @@ def message(
     return request
 
 
-def message_of(ask: Ask, **more: Any) -> inference_pb2.GenerateRequest:
+def message_of(case: RequestCase, **more: Any) -> inference_pb2.GenerateRequest:
     """Convert a request, keeping its id."""
-    seeded: dict[str, Any] = {} if ask.seed is None else {"seed": ask.seed}
-    request = message(ask.prompt, ask.max_tokens, **seeded, **more)
-    request.request_id = id_text(ask.request_id)
+    seeded: dict[str, Any] = {} if case.seed is None else {"seed": case.seed}
+    request = message(case.prompt, case.max_tokens, **seeded, **more)
+    request.request_id = id_text(case.request_id)
     return request
 
 

@@ -41,7 +41,7 @@ TEST_POLICY = RecoveryPolicy(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class RequestCase:
     """One request: sampled with a seed, greedy without."""
 
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class Ask:
     seed: int | None = None
     request_id: RequestId = field(default_factory=new_request_id)
 
-    def again(self) -> "Ask":
+    def again(self) -> "RequestCase":
         """Copy the request with a new id."""
         return replace(self, request_id=new_request_id())
 
@@ -58,7 +58,7 @@ class Ask:
 class Answer:
     """Output of a request so far; `ended_s` is on the event loop's clock."""
 
-    ask: Ask
+    case: RequestCase
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -261,16 +261,16 @@ class Cluster:
             telemetry=self._config.telemetry,
         )
 
-    async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:
+    async def generate(self, case: RequestCase, into: Answer | None = None) -> Answer:
         """Generate to the end or an error. `into` is filled meanwhile."""
-        answer = into or Answer(ask)
+        answer = into or Answer(case)
         try:
             async for output in self.client.generate(
-                list(ask.prompt),
-                max_tokens=ask.max_tokens,
-                temperature=0.0 if ask.seed is None else 1.0,
-                seed=ask.seed,
-                request_id=id_text(ask.request_id),
+                list(case.prompt),
+                max_tokens=case.max_tokens,
+                temperature=0.0 if case.seed is None else 1.0,
+                seed=case.seed,
+                request_id=id_text(case.request_id),
                 timeout_s=DEADLINE_S,
             ):
                 assert output.first_token_index == len(answer.tokens), "a token is repeated or missing"
@@ -282,17 +282,17 @@ class Cluster:
         return answer
 
     @asynccontextmanager
-    async def generating(self, asks: Sequence[Ask]) -> AsyncIterator[list[Answer]]:
+    async def generating(self, cases: Sequence[RequestCase]) -> AsyncIterator[list[Answer]]:
         """Generate concurrently; the answers grow inside the block and are complete after it."""
-        answers = [Answer(ask) for ask in asks]
+        answers = [Answer(case) for case in cases]
         async with asyncio.TaskGroup() as tasks:
             for answer in answers:
-                tasks.create_task(self.generate(answer.ask, answer))
+                tasks.create_task(self.generate(answer.case, answer))
             yield answers
 
-    async def generate_all(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def generate_all(self, cases: Sequence[RequestCase]) -> list[Answer]:
         """Generate concurrently, each to its end."""
-        async with self.generating(asks) as answers:
+        async with self.generating(cases) as answers:
             pass
         return answers
 

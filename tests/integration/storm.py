@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stageline_rpc.v1 import inference_pb2
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, Reader, Received, StatusCode, message_of
-from tests.integration.cluster import Ask
+from tests.integration.cluster import RequestCase
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.ids import id_text
 
 NUM_AT_ONCE = 48
@@ -23,16 +23,16 @@ SHORT_KEEP_S, LONG_KEEP_S = 0.1, 60.0
 class Trial:
     """One request."""
 
-    ask: Ask
+    case: RequestCase
     num_choices: int
     generator: random.Random
 
     def request(self, **more: Any) -> inference_pb2.GenerateRequest:
-        return message_of(self.ask, n=self.num_choices, **more)
+        return message_of(self.case, n=self.num_choices, **more)
 
     @property
     def request_id(self) -> str:
-        return id_text(self.ask.request_id)
+        return id_text(self.case.request_id)
 
     async def read_some(self, reader: Reader, *, at_least: int = 0) -> None:
         """Read a few messages, or fewer if the request ends."""
@@ -53,7 +53,7 @@ class Storm:
         self._caller = caller
         self._solo = solo
         self._seed = seed
-        self._asks = mixed_asks(16, max_tokens=MAX_TOKENS)
+        self._cases = mixed_cases(16, max_tokens=MAX_TOKENS)
 
     async def run(self, num_requests: int) -> None:
         """Run until all calls have ended."""
@@ -65,8 +65,8 @@ class Storm:
                 task.add_done_callback(lambda _: places.release())
 
     async def _one(self, generator: random.Random) -> None:
-        ask = generator.choice(self._asks).again()
-        trial = Trial(ask, generator.randint(1, MAX_CHOICES), generator)
+        case = generator.choice(self._cases).again()
+        trial = Trial(case, generator.randint(1, MAX_CHOICES), generator)
         (behaviour,) = generator.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
         reader = await behaviour(self, trial)
         self.outcomes[_name(behaviour), reader.code] += 1
@@ -77,7 +77,7 @@ class Storm:
         """Received tokens are a prefix of the solo run's; all of them for a served request."""
         for index in range(trial.num_choices):
             tokens = received.choices[index].tokens
-            expected = self._solo.tokens(trial.ask, choice=index)
+            expected = self._solo.tokens(trial.case, choice=index)
             assert tokens == (expected if is_whole else expected[: len(tokens)])
 
     async def _reads_to_the_end(self, trial: Trial) -> Reader:

@@ -8,10 +8,10 @@ import pytest
 from coordinator.scheduler.sequence import SequenceState
 from stage_worker.backends.mock_spec import MockSpec
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, StatusCode, again, message, message_of, until
 from tests.integration.cluster import Cluster
 from tests.integration.gate import Gate
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.frames import Frame
 from wire.ids import id_text
 from wire.steps import Decode, Prefill
@@ -105,13 +105,13 @@ async def test_a_cancel_between_prompt_chunks(varied_llama: Path) -> None:
 
 @pytest.mark.full
 async def test_a_cancel_of_a_preempted_request(varied_llama: Path, solo: SoloRuns) -> None:
-    asks = mixed_asks(16, max_tokens=40)
+    cases = mixed_cases(16, max_tokens=40)
 
     async with (
         Cluster(varied_llama, layers=LAYERS, max_kv_tokens=128) as cluster,
         Caller(cluster.address) as caller,
     ):
-        readers = {ask.request_id: caller.generate(message_of(ask)) for ask in asks}
+        readers = {case.request_id: caller.generate(message_of(case)) for case in cases}
         ends = [asyncio.create_task(reader.end()) for reader in readers.values()]
 
         def preempted() -> list[bytes]:
@@ -125,9 +125,9 @@ async def test_a_cancel_of_a_preempted_request(varied_llama: Path, solo: SoloRun
             assert await caller.cancel(id_text(cancelled[-1])) is StatusCode.OK
         codes = dict(zip(readers, await asyncio.gather(*ends), strict=True))
         assert [index for index in codes if codes[index] is StatusCode.CANCELLED] == sorted(cancelled)
-        for ask in asks:
-            tokens, expected = readers[ask.request_id].received.tokens, solo.tokens(ask)
-            if ask.request_id in cancelled:
+        for case in cases:
+            tokens, expected = readers[case.request_id].received.tokens, solo.tokens(case)
+            if case.request_id in cancelled:
                 assert tokens == expected[: len(tokens)]
             else:
                 assert tokens == expected

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import LENGTH, STOP, Caller, Received, StatusCode, again, message, message_of
 from tests.integration.cluster import Cluster
+from tests.integration.request_cases import SoloRuns, mixed_cases
 
 LAYERS = (1, 1, 1)
 PROMPT = tuple(index * 7 % 128 for index in range(21))
@@ -35,7 +35,7 @@ async def test_choices_differ_and_do_not_depend_on_the_batch(varied_llama: Path,
         assert [len(tokens) for tokens in choices] == [24] * 4
         assert len(set(map(tuple, choices))) == 4
         # Fewer choices are a prefix of more choices; other requests change nothing.
-        async with cluster.generating(mixed_asks(12, max_tokens=40)) as others:
+        async with cluster.generating(mixed_cases(12, max_tokens=40)) as others:
             fewer = [again(request) for _ in range(3)]
             for num_choices, variant in enumerate(fewer, 1):
                 variant.sampling.n = num_choices
@@ -77,14 +77,14 @@ async def test_choices_that_end_in_the_same_step_have_all_their_tokens(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     # More choices than steps in flight: each step has several.
-    (ask,) = mixed_asks(1, max_tokens=12)
+    (case,) = mixed_cases(1, max_tokens=12)
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
-        received = await caller.run(message_of(ask, n=8))
-        assert tokens_of(received) == [solo.tokens(ask)] * 8
+        received = await caller.run(message_of(case, n=8))
+        assert tokens_of(received) == [solo.tokens(case)] * 8
         assert {choice.finish_reason for choice in received.choices.values()} == {LENGTH}
         # Also when they stop at the same token.
-        stops = solo.tokens(ask)[:6]
-        stopped = await caller.run(message(ask.prompt, 12, n=8, stop_token_ids=stops[5:]))
+        stops = solo.tokens(case)[:6]
+        stopped = await caller.run(message(case.prompt, 12, n=8, stop_token_ids=stops[5:]))
         end = stops.index(stops[5]) + 1
         assert tokens_of(stopped) == [stops[:end]] * 8
         assert {choice.finish_reason for choice in stopped.choices.values()} == {STOP}

@@ -11,8 +11,8 @@ import pytest
 
 from stage_worker.loading.stage_loader import load_stage
 from tests.integration.alterations import FRAME_FAULTS, FrameFault, cut, delay
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.cluster import Cluster
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.frames import Frame
 from wire.steps import Decode, Prefill
 
@@ -83,7 +83,7 @@ async def test_a_faulty_step_is_recomputed_and_changes_no_token(
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage]) as cluster:
         epoch, incarnations = cluster.epoch, cluster.incarnations()
         injection = cluster.proxy(stage).inject(fault.alter, when=is_decode)
-        solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
+        solo.check(await cluster.generate_all(mixed_cases(NUM_STREAMS)))
         assert injection.happened.is_set()
 
         assert reported_faults(caplog) == [(stage, fault.kind.name)]
@@ -98,7 +98,7 @@ async def test_a_faulty_step_is_recomputed_and_changes_no_token(
 async def test_a_faulty_prompt_chunk_changes_no_token(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage], max_step_tokens=16) as cluster:
         injection = cluster.proxy(stage).inject(FLIPPED.alter, when=is_chunk)
-        solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
+        solo.check(await cluster.generate_all(mixed_cases(NUM_STREAMS)))
         assert injection.happened.is_set()
         await cluster.wait_drained()
 
@@ -106,8 +106,8 @@ async def test_a_faulty_prompt_chunk_changes_no_token(varied_llama: Path, solo: 
 async def test_a_request_with_three_faulty_steps_fails_alone(
     varied_llama: Path, solo: SoloRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asks = mixed_asks(NUM_STREAMS)
-    unlucky = asks[2].request_id
+    cases = mixed_cases(NUM_STREAMS)
+    unlucky = cases[2].request_id
 
     def carries_it(frame: Frame) -> bool:
         parts = [part for part in frame.step.slices if part.sequence.request_id == unlucky]
@@ -116,9 +116,9 @@ async def test_a_request_with_three_faulty_steps_fails_alone(
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(1).inject(FLIPPED.alter, when=carries_it, times=100)
-        answers = await cluster.generate_all(asks)
+        answers = await cluster.generate_all(cases)
         (failed,) = (answer for answer in answers if not answer.succeeded)
-        assert failed.ask.request_id == unlucky
+        assert failed.case.request_id == unlucky
         assert failed.error is not None
         assert failed.error.code == "ABORTED"
         expected = "all 3 steps that computed this request were refused; the last: stage 1, step "
@@ -140,7 +140,7 @@ async def test_a_broken_stream_fails_no_request(
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(stage).inject(cut, when=is_decode)
-        solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
+        solo.check(await cluster.generate_all(mixed_cases(NUM_STREAMS)))
         assert injection.happened.is_set()
         assert cluster.epoch == epoch + 1
         assert num_loads.call_count == len(LAYERS)
@@ -152,6 +152,6 @@ async def test_a_late_frame_affects_no_request(varied_llama: Path, solo: SoloRun
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(1).inject(delay(0.3), when=is_decode)
-        solo.check(await cluster.generate_all(mixed_asks(NUM_STREAMS)))
+        solo.check(await cluster.generate_all(mixed_cases(NUM_STREAMS)))
         assert injection.happened.is_set()
         assert cluster.epoch == epoch

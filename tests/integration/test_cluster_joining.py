@@ -12,8 +12,8 @@ import pytest
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2, join_pb2_grpc
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
-from tests.integration.asks import SoloRuns, mixed_asks
-from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster, RequestCase
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.channels import PROTOCOL_VERSION, client_channel
 from wire.ids import new_incarnation
 
@@ -30,7 +30,7 @@ async def test_requests_that_arrive_before_the_workers_wait_and_are_served(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
-        async with cluster.generating(mixed_asks(4)) as answers:
+        async with cluster.generating(mixed_cases(4)) as answers:
             status = await cluster.client.status()
             assert status.state == cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS
             for name in ("w2", "w0", "w1"):
@@ -41,7 +41,7 @@ async def test_requests_that_arrive_before_the_workers_wait_and_are_served(
 async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, policy=IMPATIENT) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 2)
-        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        answer = await cluster.generate(RequestCase(prompt=(1,), max_tokens=4))
         assert answer.error is not None
         assert answer.error.code == "UNAVAILABLE"
         assert "2 of 3 workers joined" in answer.error.message
@@ -51,14 +51,14 @@ async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(va
     """One worker lacks the memory of three; the error states how much."""
     policy = replace(TEST_POLICY, recovery_timeout_s=2.0, rejoin_grace_s=0.1)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy, worker_memory_bytes=880_000) as cluster:
-        async with cluster.generating(mixed_asks(2, max_tokens=120)) as answers:
+        async with cluster.generating(mixed_cases(2, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
                 while not all(answer.tokens for answer in answers):
                     await asyncio.sleep(0.002)
             for name in ("w1", "w2"):
                 await cluster.workers[name].stop()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
-            answers.append(await cluster.generate(Ask(prompt=(1,), max_tokens=4)))
+            answers.append(await cluster.generate(RequestCase(prompt=(1,), max_tokens=4)))
         for answer in answers:
             assert answer.error is not None
             assert answer.error.code == "UNAVAILABLE"
@@ -66,7 +66,7 @@ async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(va
         for name in ("w1", "w2"):
             await cluster.start_worker(name)
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-        again = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        again = await cluster.generate(RequestCase(prompt=(1,), max_tokens=4))
         assert again.error is None
 
 
@@ -74,7 +74,7 @@ async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(va
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
     policy = replace(IMPATIENT, rejoin_grace_s=DEADLINE_S)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy) as cluster:
-        async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
+        async with cluster.generating(mixed_cases(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
                 while not all(answer.tokens for answer in answers):
                     await asyncio.sleep(0.002)
@@ -83,10 +83,10 @@ async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, s
             assert answer.error is not None
             assert answer.error.code == "UNAVAILABLE"
             assert "w1" in answer.error.message
-            assert answer.tokens == solo.tokens(answer.ask)[: len(answer.tokens)]
+            assert answer.tokens == solo.tokens(answer.case)[: len(answer.tokens)]
         await cluster.start_worker("w1")
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-        solo.check(await cluster.generate_all(mixed_asks(2)))
+        solo.check(await cluster.generate_all(mixed_cases(2)))
         await cluster.wait_drained()
 
 
@@ -96,7 +96,7 @@ async def test_a_model_that_does_not_fit_blocks_with_the_numbers(varied_llama: P
     ) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         assert re.search(r"\d+(\.\d+)? KiB", status.detail)
-        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        answer = await cluster.generate(RequestCase(prompt=(1,), max_tokens=4))
         assert answer.error is not None
         assert answer.error.code == "UNAVAILABLE"
         assert status.detail in answer.error.message
@@ -108,7 +108,7 @@ async def test_a_second_worker_with_a_live_name_is_rejected(varied_llama: Path, 
         error = await refusal(cluster.address, hello(name="w1"))
         assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         assert cluster.workers["w1"].worker.advertised_address in str(error.details())
-        solo.check(await cluster.generate_all(mixed_asks(2)))
+        solo.check(await cluster.generate_all(mixed_cases(2)))
         assert (cluster.epoch, cluster.incarnations()) == (epoch, before)
 
 
@@ -134,7 +134,7 @@ async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
         assert failed.name == "w2"
         got, expected = re.findall(r"(?:has the fingerprint|expected) ([0-9a-f-]+)", failed.detail)
         assert expected == status.fingerprint != got
-        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        answer = await cluster.generate(RequestCase(prompt=(1,), max_tokens=4))
         assert answer.error is not None
         assert answer.error.code == "UNAVAILABLE"
         assert expected in answer.error.message
@@ -190,7 +190,7 @@ async def test_a_mismatching_neighbour_is_rejected_with_both_values(
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert all(value in details for value in values), details
         # The hello of the next epoch is valid.
-        solo.check(await cluster.generate_all(mixed_asks(2)))
+        solo.check(await cluster.generate_all(mixed_cases(2)))
 
 
 def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -> join_pb2.WorkerHello:
@@ -220,9 +220,9 @@ async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.A
 
 
 async def test_requests_waiting_for_a_pipeline_are_bounded_and_counted(varied_llama: Path) -> None:
-    asks = mixed_asks(7)
+    cases = mixed_cases(7)
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, queue_size=4) as cluster:
-        async with cluster.generating(asks) as answers:
+        async with cluster.generating(cases) as answers:
             await cluster.wait_status(lambda status: status.requests.waiting == 4)
             async with asyncio.timeout(DEADLINE_S):
                 while sum(answer.error is not None for answer in answers) < 3:

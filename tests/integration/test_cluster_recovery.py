@@ -21,8 +21,8 @@ from stageline_rpc.v1 import cluster_pb2
 from telemetry.settings import DISABLED
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import cut, drop, flip_byte
-from tests.integration.asks import VOCAB_SIZE, SoloRuns, mixed_asks
-from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, Answer, Cluster, RequestCase
+from tests.integration.request_cases import VOCAB_SIZE, SoloRuns, mixed_cases
 from tests.integration.stream_proxy import Alteration
 from wire.frames import Frame
 
@@ -70,7 +70,7 @@ async def test_streams_continue_when_a_worker_restarts(
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         epoch, before = cluster.epoch, cluster.incarnations()
-        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
             await until_tokens(answers, 3)
             await cluster.workers[f"w{stage}"].stop()
             await cluster.start_worker(f"w{stage}")
@@ -87,7 +87,7 @@ async def test_a_spare_replaces_a_lost_worker(varied_llama: Path, solo: SoloRuns
     async with Cluster(varied_llama, layers=LAYERS, num_workers=4) as cluster:
         before = places(await cluster.wait_status(lambda status: len(status.workers) == 4))
         (spare,) = set(cluster.workers) - set(before.values())
-        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
             await until_tokens(answers, 3)
             await cluster.workers[before[stage]].stop()
         solo.check(answers)
@@ -97,7 +97,7 @@ async def test_a_spare_replaces_a_lost_worker(varied_llama: Path, solo: SoloRuns
 @pytest.mark.full
 async def test_streams_continue_when_all_workers_restart(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
-        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
             await until_tokens(answers, 3)
             for name in ("w2", "w0", "w1"):
                 await cluster.workers[name].stop()
@@ -154,7 +154,7 @@ async def test_an_invalid_result_begins_a_new_epoch_and_fails_no_request(
     async with Cluster(varied_llama, layers=LAYERS, is_coordinator_proxied=True) as cluster:
         proxy, epoch = cluster.coordinator_proxy, cluster.epoch
         assert proxy is not None
-        async with cluster.generating(mixed_asks(NUM_STREAMS)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS)) as answers:
             await until_tokens(answers, 3)
             proxy.alter_result = alter
         assert proxy.num_altered == 1
@@ -169,14 +169,14 @@ async def test_a_slice_error_fails_its_request_alone(poisoned_llama: Path) -> No
     async with Cluster(poisoned_llama, layers=LAYERS) as cluster:
         epoch = cluster.epoch
         poisoned = [
-            Ask(prompt=(POISON,), max_tokens=8),
-            Ask(prompt=(*range(1, 40), POISON), max_tokens=8, seed=3),
-            Ask(prompt=(1, POISON, 3), max_tokens=8),
+            RequestCase(prompt=(POISON,), max_tokens=8),
+            RequestCase(prompt=(*range(1, 40), POISON), max_tokens=8, seed=3),
+            RequestCase(prompt=(1, POISON, 3), max_tokens=8),
         ]
-        fine = mixed_asks(NUM_STREAMS, tokens_below=POISON)
-        assert not any(POISON in (*ask.prompt, *healthy.tokens(ask)) for ask in fine)
+        fine = mixed_cases(NUM_STREAMS, tokens_below=POISON)
+        assert not any(POISON in (*case.prompt, *healthy.tokens(case)) for case in fine)
         answers = await cluster.generate_all([*fine[:3], *poisoned, *fine[3:]])
-        failed = [answer for answer in answers if answer.ask in poisoned]
+        failed = [answer for answer in answers if answer.case in poisoned]
         for answer in failed:
             assert isinstance(answer.error, ServerError)
             assert answer.error.code == "INTERNAL"
@@ -185,7 +185,7 @@ async def test_a_slice_error_fails_its_request_alone(poisoned_llama: Path) -> No
         healthy.check([answer for answer in answers if answer not in failed])
         assert cluster.epoch == epoch
         # Its blocks are never shared: the same prompt fails again, and its clean prefix serves others.
-        beginning = Ask(prompt=tuple(range(1, 40)), max_tokens=8)
+        beginning = RequestCase(prompt=tuple(range(1, 40)), max_tokens=8)
         again, shared = await cluster.generate_all([poisoned[1].again(), beginning])
         assert again.error is not None and again.error.code == "INTERNAL"
         healthy.check([shared])
@@ -212,7 +212,7 @@ async def test_requests_finish_despite_repeated_faults(
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch
         injection = cluster.proxy(1).inject(alter, when=every(5), times=8)
-        answers = await cluster.generate_all(mixed_asks(NUM_STREAMS))
+        answers = await cluster.generate_all(mixed_cases(NUM_STREAMS))
         failed = [answer for answer in answers if not answer.succeeded]
         assert all(answer.error is not None and answer.error.code == "ABORTED" for answer in failed)
         solo.check([answer for answer in answers if answer.succeeded])
@@ -221,7 +221,7 @@ async def test_requests_finish_despite_repeated_faults(
             assert len(injection.steps) == 8
         assert cluster.epoch == epoch + len(injection.steps)
         cluster.proxy(1).injection = None
-        solo.check(await cluster.generate_all(mixed_asks(2, seed=1)))
+        solo.check(await cluster.generate_all(mixed_cases(2, seed=1)))
         await cluster.wait_drained()
 
 
@@ -256,7 +256,7 @@ async def test_many_epochs_leak_no_tasks_files_or_objects(varied_llama: Path) ->
         async def one_fault(alter: Alteration) -> None:
             epoch = cluster.epoch
             cluster.proxy(1).inject(alter, when=every(3))
-            await cluster.generate_all(mixed_asks(3, max_tokens=8))
+            await cluster.generate_all(mixed_cases(3, max_tokens=8))
             await cluster.wait_status(
                 lambda status: status.epoch > epoch and status.state == cluster_pb2.CLUSTER_STATE_SERVING
             )

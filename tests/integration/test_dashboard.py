@@ -13,8 +13,8 @@ from rich.console import Console
 from stageline.cli.top import TopFrame, top_view
 from stageline.client.errors import Cancelled
 from stageline_rpc.v1 import telemetry_pb2
-from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.request_cases import mixed_cases
 from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
 from wire.ids import id_text
 
@@ -49,16 +49,16 @@ async def post(cluster: Cluster, path: str) -> int:
 
 async def test_activity_accounts_for_every_token() -> None:
     async with served(3, *SLOW_LAST) as cluster:
-        asks = mixed_asks(8, max_tokens=40, prompt_lengths=(1, 8, 23, 90))
-        check(await cluster.generate_all(asks))
+        cases = mixed_cases(8, max_tokens=40, prompt_lengths=(1, 8, 23, 90))
+        check(await cluster.generate_all(cases))
         await cluster.wait_drained()
         activity = await cluster.client.activity()
         assert sum(second.generated_tokens for second in activity.seconds) == 8 * 40
-        prompt_tokens = sum(len(ask.prompt) for ask in asks)
+        prompt_tokens = sum(len(case.prompt) for case in cases)
         cached_tokens = (await cluster.client.status()).requests.cached_tokens
         assert sum(second.prefill_tokens for second in activity.seconds) == prompt_tokens - cached_tokens
         assert {request.request_id for request in activity.requests} == {
-            id_text(ask.request_id) for ask in asks
+            id_text(case.request_id) for case in cases
         }
         assert {request.phase for request in activity.requests} == {telemetry_pb2.REQUEST_PHASE_FINISHED}
         assert activity.rates.first_token.count == 8
@@ -68,7 +68,7 @@ async def test_activity_accounts_for_every_token() -> None:
 
 async def test_stage_times_lie_within_their_step_and_do_not_overlap() -> None:
     async with served(3, "step=20ms", "step=20ms", "step=40ms") as cluster:
-        check(await cluster.generate_all(mixed_asks(8, max_tokens=12)))
+        check(await cluster.generate_all(mixed_cases(8, max_tokens=12)))
         activity = await cluster.client.activity()
         steps = [step for step in activity.steps if step.kind != telemetry_pb2.STEP_KIND_EMPTY]
         assert len(steps) > 12
@@ -87,7 +87,7 @@ async def test_stage_times_lie_within_their_step_and_do_not_overlap() -> None:
 
 async def test_a_slow_stage_is_named_in_http_and_top() -> None:
     async with served(3, *SLOW_LAST) as cluster:
-        check(await cluster.generate_all(mixed_asks(8, max_tokens=40)))
+        check(await cluster.generate_all(mixed_cases(8, max_tokens=40)))
         over_http = await get(cluster, "api/activity")
         assert over_http["slowest_stage"] == 2
         assert over_http["summary"].startswith("Stage 2 (w2) is the slowest: ")
@@ -104,13 +104,13 @@ async def test_a_slow_stage_is_named_in_http_and_top() -> None:
 
 async def test_a_trace_has_all_stages_and_names_the_slow_one() -> None:
     async with served(3, *SLOW_LAST) as cluster:
-        asks = mixed_asks(4, max_tokens=40)
-        check(await cluster.generate_all(asks))
-        wanted = {id_text(request.request_id) for request in asks}
+        cases = mixed_cases(4, max_tokens=40)
+        check(await cluster.generate_all(cases))
+        wanted = {id_text(request.request_id) for request in cases}
         async with asyncio.timeout(DEADLINE_S):
             while {entry["request_id"] for entry in (await get(cluster, "api/traces"))["traces"]} != wanted:
                 await asyncio.sleep(0.05)
-            path = f"api/traces/{id_text(asks[0].request_id)}"
+            path = f"api/traces/{id_text(cases[0].request_id)}"
             while len((trace := await get(cluster, path))["stages"]) < 3 or not trace["slowest_stage"]:
                 await asyncio.sleep(0.05)
         assert trace["slowest_stage"]["worker"] == "w2"
@@ -120,7 +120,7 @@ async def test_a_trace_has_all_stages_and_names_the_slow_one() -> None:
 
 async def test_activity_shows_a_new_epoch_and_the_pause_before_it() -> None:
     async with served(3) as cluster:
-        async with cluster.generating(mixed_asks(6, max_tokens=60)) as answers:
+        async with cluster.generating(mixed_cases(6, max_tokens=60)) as answers:
             await until(partial(has_tokens, answers, 3))
             await cluster.workers["w1"].stop()
             await cluster.start_worker("w1")
@@ -148,10 +148,10 @@ async def test_ready_follows_the_pipeline() -> None:
 
 async def test_a_cancel_over_http_ends_the_request_for_its_client() -> None:
     async with served(3) as cluster:
-        (ask,) = mixed_asks(1, max_tokens=900)
-        async with cluster.generating([ask]) as answers:
+        (case,) = mixed_cases(1, max_tokens=900)
+        async with cluster.generating([case]) as answers:
             await until(partial(has_tokens, answers, 3))
-            assert await post(cluster, f"api/requests/{id_text(ask.request_id)}/cancel") == 200
+            assert await post(cluster, f"api/requests/{id_text(case.request_id)}/cancel") == 200
         assert isinstance(answers[0].error, Cancelled)
         (request,) = (await get(cluster, "api/activity"))["requests"]
         assert request["phase"] == "REQUEST_PHASE_CANCELLED"

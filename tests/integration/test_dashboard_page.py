@@ -14,8 +14,8 @@ import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from coordinator.observability.trace_reader import TraceReader
-from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
+from tests.integration.request_cases import mixed_cases
 from tests.integration.test_dashboard import TOKEN, served, url
 from tests.integration.traced_request import traced_request
 
@@ -71,7 +71,7 @@ async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIt
 @asynccontextmanager
 async def at_work(cluster: Cluster, count: int = 6) -> AsyncIterator[None]:
     """Run requests until the block ends."""
-    async with cluster.generating(mixed_asks(count, max_tokens=900)):
+    async with cluster.generating(mixed_cases(count, max_tokens=900)):
         yield
         for request in cluster.server.engine.registry.live:
             cluster.server.engine.cancel(request.id)
@@ -127,7 +127,7 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     monkeypatch.setattr(TraceReader, "facts", facts)
     async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
         page = watched.page
-        await cluster.generate_all(mixed_asks(3, max_tokens=5))
+        await cluster.generate_all(mixed_cases(3, max_tokens=5))
         await expect(page.locator("#rows tr")).to_have_count(3, timeout=VISIBLE_MS)
         for _ in range(30):
             await page.keyboard.press("Tab")
@@ -247,7 +247,7 @@ async def test_the_page_fits_a_phone(browser: Browser) -> None:
         served(3, *SLOW_LAST) as cluster,
         opened(browser, cluster, viewport=phone, is_mobile=True) as watched,
     ):
-        await cluster.generate_all(mixed_asks(3, max_tokens=5))
+        await cluster.generate_all(mixed_cases(3, max_tokens=5))
         await expect(watched.page.locator("#rows tr")).to_have_count(3, timeout=VISIBLE_MS)
         assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 375
 

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stageline.cli import main
 from stageline.client.errors import StatusDetails, Unavailable, WorkerNotFound
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
-from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, TEST_POLICY, TOKEN, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, TOKEN, Cluster, RequestCase
+from tests.integration.request_cases import mixed_cases
 from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
@@ -125,7 +125,7 @@ async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -
     async with mock_cluster(3) as cluster:
         if has_spare:
             await start_spare(cluster)
-        async with cluster.generating(mixed_asks(16, max_tokens=120)) as answers:
+        async with cluster.generating(mixed_cases(16, max_tokens=120)) as answers:
             await until(lambda: has_tokens(answers, 3))
             await drain(cluster, "w1")
             status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
@@ -137,7 +137,7 @@ async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -
 
 async def test_the_last_worker_finishes_its_requests_and_the_next_serves_the_queue() -> None:
     async with mock_cluster(1, "step=5ms") as cluster:
-        running = [replace(ask, max_tokens=60) for ask in mixed_asks(4)]
+        running = [replace(case, max_tokens=60) for case in mixed_cases(4)]
         async with cluster.generating(running) as answers:
             await until(lambda: has_tokens(answers, 2))
             leaving = asyncio.create_task(drain(cluster, "w0"))
@@ -155,7 +155,7 @@ async def test_the_last_worker_finishes_its_requests_and_the_next_serves_the_que
             assert not all(len(completion.tokens) == 60 for completion in answers), (
                 "all requests finished before the drain"
             )
-            late = Ask(prompt=(5, 6, 7), max_tokens=9)
+            late = RequestCase(prompt=(5, 6, 7), max_tokens=9)
             waiting = asyncio.create_task(cluster.generate(late))
             await leaving
             assert all(len(completion.tokens) == 60 for completion in answers)
@@ -170,7 +170,7 @@ async def test_the_last_worker_leaves_at_the_drain_timeout() -> None:
     """Running requests continue on the next worker."""
     policy = replace(TEST_POLICY, drain_timeout_s=0.1)
     async with mock_cluster(1, "step=5ms", policy=policy) as cluster:
-        async with cluster.generating([Ask(prompt=(1, 2), max_tokens=200)]) as answers:
+        async with cluster.generating([RequestCase(prompt=(1, 2), max_tokens=200)]) as answers:
             await until(lambda: has_tokens(answers, 2))
             await drain(cluster, "w0")
             assert len(answers[0].tokens) < 200
@@ -181,7 +181,7 @@ async def test_the_last_worker_leaves_at_the_drain_timeout() -> None:
 @pytest.mark.full
 async def test_every_worker_can_be_replaced_under_load() -> None:
     async with mock_cluster(3) as cluster:
-        async with cluster.generating(mixed_asks(32, max_tokens=150)) as answers:
+        async with cluster.generating(mixed_cases(32, max_tokens=150)) as answers:
             await until(lambda: has_tokens(answers, 2))
             for name in ("w0", "w1", "w2"):
                 await drain(cluster, name)
@@ -230,12 +230,12 @@ async def test_worker_health_is_serving_during_an_epoch() -> None:
 
 async def test_a_draining_coordinator_rejects_new_requests_and_finishes_the_others() -> None:
     async with mock_cluster(2, "step=2ms") as cluster:
-        async with cluster.generating(mixed_asks(4, max_tokens=60)) as answers:
+        async with cluster.generating(mixed_cases(4, max_tokens=60)) as answers:
             await until(lambda: has_tokens(answers, 2))
             draining = asyncio.create_task(cluster.server.drain())
             await until_health(cluster.address, NOT_SERVING)
             assert (await cluster.client.status()).health == cluster_pb2.HEALTH_DRAINING
-            refused = await cluster.generate(Ask(prompt=(1,), max_tokens=3))
+            refused = await cluster.generate(RequestCase(prompt=(1,), max_tokens=3))
             assert isinstance(refused.error, Unavailable)
             assert "takes no new requests" in str(refused.error)
             assert not draining.done()

@@ -25,7 +25,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKS: Mapping[str, dict[str, Any]] = {
+CASES: Mapping[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7},
     "several choices": {"temperature": 1.0, "seed": 8, "n": 3},
@@ -93,9 +93,9 @@ async def undisturbed(cluster: Cluster, options: dict[str, Any]) -> list[Complet
 
 
 async def test_clients_that_reattach_get_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
-    requests = {name: RestoredRequest(options) for name, options in ASKS.items()}
+    requests = {name: RestoredRequest(options) for name, options in CASES.items()}
     async with new_cluster(tmp_path / "j.db") as first:
-        alone = {name: await undisturbed(first, options) for name, options in ASKS.items()}
+        alone = {name: await undisturbed(first, options) for name, options in CASES.items()}
         epoch = first.epoch
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(restored.read_some(first, stack) for restored in requests.values()))

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
-from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
+from tests.integration.request_cases import mixed_cases
 from wire.channels import client_channel
 
 LAYERS = (1, 2)
@@ -80,14 +80,14 @@ def cached_now(cluster: Cluster) -> set[int]:
 
 async def test_kv_events_track_the_cache_through_load_and_a_new_epoch(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS, max_kv_tokens=256) as cluster:
-        await cluster.generate_all(mixed_asks(6))
+        await cluster.generate_all(mixed_cases(6))
         async with client_channel(cluster.address) as channel:
             router = Router(
                 cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
             )
             await router.read_snapshot()
             assert router.cached == cached_now(cluster) != set()
-            await cluster.generate_all(mixed_asks(12, seed=1))
+            await cluster.generate_all(mixed_cases(12, seed=1))
             feed = cluster.server.engine.kv_events
             await router.read_until(feed.subscribe().snapshot.next_event_id)
             assert router.cached == cached_now(cluster)
@@ -95,7 +95,7 @@ async def test_kv_events_track_the_cache_through_load_and_a_new_epoch(tiny_llama
             epoch = cluster.epoch
             cluster.server.controller.fail_epoch(epoch, "for the test")
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-            await cluster.generate_all(mixed_asks(3, seed=2))
+            await cluster.generate_all(mixed_cases(3, seed=2))
             await router.read_until(feed.subscribe().snapshot.next_event_id)
             assert router.epochs == [epoch, cluster.epoch]
             assert router.cached == cached_now(cluster) != set()
@@ -106,7 +106,7 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
         cluster.server.engine.kv_events._buffer_size = 1
         call: Any = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
-        await cluster.generate_all(mixed_asks(8, prompt_lengths=(50,)))
+        await cluster.generate_all(mixed_cases(8, prompt_lengths=(50,)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_to_the_end(call)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -149,7 +149,7 @@ async def test_salts_hits_and_preemptions_show_in_usage_and_status(tiny_llama: P
             assert (kv.blocks_active, kv.blocks_inactive + kv.blocks_free) == (0, 12)
             assert kv.blocks_wanted == 5 * 5
             assert kv.blocks_hit == sum(cached) // 8
-        asks = [Ask(prompt=(number,), max_tokens=60) for number in range(4)]
-        assert all(answer.succeeded for answer in await cluster.generate_all(asks))
+        cases = [RequestCase(prompt=(number,), max_tokens=60) for number in range(4)]
+        assert all(answer.succeeded for answer in await cluster.generate_all(cases))
         status = await cluster.wait_drained()
         assert status.requests.preemptions > 0

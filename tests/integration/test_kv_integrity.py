@@ -13,8 +13,8 @@ import pytest
 from kvcache import BlockPool, integrity
 from stage_worker import epoch_session
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
+from tests.integration.request_cases import mixed_cases
 
 LAYERS = (1, 2)
 
@@ -62,7 +62,7 @@ def give_a_page_an_owner(pool: BlockPool) -> None:
 
 async def test_idle_accounting_is_checked_and_shown_in_status(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
-        await cluster.generate_all(mixed_asks(3))
+        await cluster.generate_all(mixed_cases(3))
         status = await cluster.wait_status(lambda status: all(check.num_checks for check in checks(status)))
         assert {check.verdict for check in checks(status)} == {cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT}
         assert status.kv.integrity == cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT
@@ -73,7 +73,7 @@ async def test_idle_accounting_is_checked_and_shown_in_status(tiny_llama: Path) 
 
 async def test_accounting_is_checked_between_steps(tiny_llama: Path, every_eighth_step: None) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
-        await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=60))
+        await cluster.generate(RequestCase(prompt=(1, 2, 3), max_tokens=60))
         assert cluster.server.controller.ledger_check.report.num_checks >= 6
         executor = cluster.workers["w0"].worker._stage.loaded
         assert executor is not None
@@ -90,9 +90,9 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
     at_every_poll: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ask = Ask(prompt=tuple(range(1, 30)), max_tokens=8)
+    case = RequestCase(prompt=tuple(range(1, 30)), max_tokens=8)
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
-        first = await cluster.generate(ask)
+        first = await cluster.generate(case)
         await cluster.wait_drained()
         epoch = cluster.epoch
         harm(pool_of(cluster, owner))
@@ -101,7 +101,7 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
         )
         problems = [record for record in caplog.records if "KV accounting" in record.getMessage()]
         assert {record.levelno for record in problems} >= {logging.ERROR}
-        again = await cluster.generate(ask.again())
+        again = await cluster.generate(case.again())
         assert again.succeeded
         assert again.tokens == first.tokens
         status = await cluster.wait_status(
@@ -114,12 +114,12 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
 async def test_broken_accounting_between_steps_ends_the_epoch_but_no_request(
     tiny_llama: Path, every_eighth_step: None
 ) -> None:
-    ask = Ask(prompt=(1, 2, 3), max_tokens=100)
+    case = RequestCase(prompt=(1, 2, 3), max_tokens=100)
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
-        expected = await cluster.generate(ask)
+        expected = await cluster.generate(case)
         for owner in ("coordinator", "w1"):
             epoch = cluster.epoch
-            async with cluster.generating([ask.again()]) as (answer,):
+            async with cluster.generating([case.again()]) as (answer,):
                 async with asyncio.timeout(DEADLINE_S):
                     while len(answer.tokens) < 20:
                         await asyncio.sleep(0.001)

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from stageline.client.errors import ServerError
 from stageline.client.output import TokenLogprobs
 from tests.checkpoints import make_checkpoint
-from tests.integration.asks import mixed_asks
 from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.gate import Gate
 from tests.integration.logprob_reference import LogprobReference
 from tests.integration.outputs import ChoiceOutput, Outputs
+from tests.integration.request_cases import mixed_cases
 from tests.repository import STORIES260K
 from wire.frames import Frame
 from wire.steps import Prefill
@@ -342,7 +342,7 @@ async def test_non_finite_scores_fail_only_their_request_with_the_position(llama
     bad, fine = call_of(poisoned), call_of(prompt_of(30, seed=1), prompt_logprobs=None)
     async with Cluster(directory, layers=LAYERS[2], max_step_tokens=16) as cluster:
         epoch = cluster.epoch
-        async with cluster.generating(mixed_asks(3, tokens_below=POISON)) as others:
+        async with cluster.generating(mixed_cases(3, tokens_below=POISON)) as others:
             with pytest.raises(ServerError) as caught:
                 await bad.run(cluster)
             await fine.run(cluster)

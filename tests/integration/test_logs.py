@@ -14,8 +14,8 @@ from stageline.client.errors import InvalidRequest, ServerError, StagelineError
 from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import PACKAGES
 from tests.integration.alterations import flip_byte
-from tests.integration.asks import mixed_asks
 from tests.integration.cluster import TEST_POLICY, TOKEN
+from tests.integration.request_cases import mixed_cases
 from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
 from wire.frames import Frame
 from wire.ids import id_text, new_request_id
@@ -79,7 +79,7 @@ async def test_served_requests_log_at_debug_and_steps_not_at_all(lines: Lines) -
     async with mock_cluster(3) as cluster:
         for max_tokens in (5, 150):
             lines.clear()
-            check(await cluster.generate_all(mixed_asks(8, max_tokens=max_tokens)))
+            check(await cluster.generate_all(mixed_cases(8, max_tokens=max_tokens)))
             await cluster.wait_drained()
             assert lines.at_least(logging.INFO) == []
             num_lines.append(len(lines.all()))
@@ -142,8 +142,8 @@ async def test_a_request_without_a_pipeline_logs_a_warning_with_its_id(lines: Li
 
 async def test_a_step_fault_logs_epoch_step_stage_and_requests(lines: Lines) -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
-        asks = mixed_asks(4, max_tokens=40)
-        async with cluster.generating(asks) as answers:
+        cases = mixed_cases(4, max_tokens=40)
+        async with cluster.generating(cases) as answers:
             await until(partial(has_tokens, answers, 3))
             injection = cluster.proxy(1).inject(flip_byte, when=_has_slices)
         check(answers)
@@ -166,7 +166,7 @@ async def test_a_step_fault_logs_epoch_step_stage_and_requests(lines: Lines) -> 
 async def test_a_lost_worker_and_the_pause_are_logged(lines: Lines) -> None:
     async with mock_cluster(2) as cluster:
         lines.clear()
-        async with cluster.generating(mixed_asks(3, max_tokens=60)) as answers:
+        async with cluster.generating(mixed_cases(3, max_tokens=60)) as answers:
             await until(partial(has_tokens, answers, 5))
             await cluster.workers["w1"].stop()
             await cluster.start_worker("w1")

@@ -41,7 +41,7 @@ async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
         calls = [asyncio.create_task(end_of(stub)) for _ in range(NUM_CALLS)]
         for _ in range(5):
             await asyncio.sleep(0)
-        time.sleep(held_s)  # noqa: ASYNC251  # gRPC's own threads take the calls meanwhile, and nobody asks for them
+        time.sleep(held_s)  # noqa: ASYNC251  # gRPC threads queue the calls meanwhile
         return Counter(await asyncio.gather(*calls))
 
 

@@ -5,9 +5,9 @@ import asyncio
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from stageline.client.errors import Cancelled
-from tests.integration.asks import mixed_asks
-from tests.integration.cluster import Ask
+from tests.integration.cluster import RequestCase
 from tests.integration.metrics_cluster import HIDDEN, MetricsCluster, Scraped, stages
+from tests.integration.request_cases import mixed_cases
 
 NUM_STAGES = 3
 NUM_REQUESTS, MAX_TOKENS, NUM_PROMPT_TOKENS = 8, 20, 2 * (1 + 8 + 23 + 50)
@@ -23,9 +23,9 @@ def steps_everywhere(scraped: Scraped, num_steps: float) -> bool:
 
 async def test_metrics_count_tokens_steps_and_blocks_of_known_requests() -> None:
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
-        answers = await cluster.generate_all(mixed_asks(NUM_REQUESTS, max_tokens=MAX_TOKENS))
+        answers = await cluster.generate_all(mixed_cases(NUM_REQUESTS, max_tokens=MAX_TOKENS))
         assert all(answer.succeeded for answer in answers)
-        assert not (await cluster.generate(Ask(prompt=(1,), max_tokens=1_000_000))).succeeded
+        assert not (await cluster.generate(RequestCase(prompt=(1,), max_tokens=1_000_000))).succeeded
         await cluster.wait_drained()
         scraped = await cluster.scrape()
         num_steps = scraped.get("stageline_step_duration_seconds_count")
@@ -69,7 +69,7 @@ async def test_metrics_count_tokens_steps_and_blocks_of_known_requests() -> None
 
 async def test_hidden_states_are_counted_per_hop() -> None:
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
-        await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))
+        await cluster.generate(RequestCase(prompt=(1, 2, 3), max_tokens=5))
         await cluster.wait_drained()
         # The prompt and the first four tokens were computed, in bfloat16; LAST sends tokens.
         num_bytes = (3 + 4) * HIDDEN * 2
@@ -90,7 +90,7 @@ async def test_a_stage_that_takes_twice_as_long_has_twice_the_busy_time() -> Non
                 for stage in stages(NUM_STAGES)
             )
         )
-        await cluster.generate_all(mixed_asks(NUM_REQUESTS, max_tokens=40))
+        await cluster.generate_all(mixed_cases(NUM_REQUESTS, max_tokens=40))
         num_steps = (await cluster.scrape()).get("stageline_step_duration_seconds_count")
         after = await cluster.scrape_until(
             lambda scraped: all(
@@ -123,9 +123,9 @@ async def test_prefix_hits_are_counted_across_epochs() -> None:
     prompt = tuple(range(40))  # five blocks of eight
     async with MetricsCluster("step=1ms", num_stages=2) as cluster:
         for _ in range(2):
-            await cluster.generate(Ask(prompt=prompt, max_tokens=2))
+            await cluster.generate(RequestCase(prompt=prompt, max_tokens=2))
         cluster.server.controller.fail_epoch(cluster.epoch, "the test wants another")
-        await cluster.generate(Ask(prompt=prompt, max_tokens=2))
+        await cluster.generate(RequestCase(prompt=prompt, max_tokens=2))
         scraped = await cluster.scrape_until(
             lambda scraped: scraped.get("stageline_kv_prefix_wanted_total") >= 2 * 3 * 5
         )
@@ -142,13 +142,13 @@ async def test_prefix_hits_are_counted_across_epochs() -> None:
 
 async def test_requests_are_counted_by_state_and_outcome() -> None:
     async with MetricsCluster("step=2ms", num_stages=2) as cluster:
-        task = asyncio.create_task(cluster.generate(ask := Ask(prompt=(1, 2), max_tokens=4000)))
+        task = asyncio.create_task(cluster.generate(case := RequestCase(prompt=(1, 2), max_tokens=4000)))
         await cluster.scrape_until(
             lambda scraped: scraped.get("stageline_request_active", state="decode") == 1
         )
         in_flight = await cluster.scrape_until(lambda scraped: scraped.get("stageline_steps_in_flight") > 0)
         assert in_flight.get("stageline_request_duration_seconds_count") == 0
-        cluster.server.engine.cancel(ask.request_id)
+        cluster.server.engine.cancel(case.request_id)
         assert isinstance((await task).error, Cancelled)
         scraped = await cluster.scrape()
         assert scraped.get("stageline_request_active") == 0
@@ -164,7 +164,7 @@ async def test_a_lost_worker_counts_as_a_recovery() -> None:
                 for index in range(3)
             )
         )
-        async with cluster.generating([Ask(prompt=(1, 2, 3), max_tokens=200)]) as answers:
+        async with cluster.generating([RequestCase(prompt=(1, 2, 3), max_tokens=200)]) as answers:
             await cluster.scrape_until(lambda _: len(answers[0].tokens) > 5)
             lost = cluster.server.controller.state.stage_workers[1].identity.name
             await cluster.workers[lost].stop()
@@ -179,7 +179,7 @@ async def test_a_lost_worker_counts_as_a_recovery() -> None:
 
 async def test_open_metrics_of_a_whole_cluster_is_valid() -> None:
     async with MetricsCluster("step=1ms", num_stages=2) as cluster:
-        await cluster.generate_all(mixed_asks(4))
+        await cluster.generate_all(mixed_cases(4))
         await cluster.scrape_until(lambda scraped: scraped.has("stageline_stage_busy_time_seconds_total"))
         text, content_type = await cluster.server.metrics.metrics_text("application/openmetrics-text")
         assert content_type.startswith("application/openmetrics-text")

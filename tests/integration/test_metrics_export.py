@@ -11,8 +11,8 @@ from stage_worker.metrics import CoordinatorExport
 from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import resource_attributes
 from telemetry.settings import MetricsExport, OtlpProtocol, TelemetrySettings
-from tests.integration.asks import mixed_asks
 from tests.integration.metrics_cluster import MetricsCluster
+from tests.integration.request_cases import mixed_cases
 from tests.metric_points import Buckets, Values, exported_values
 from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
@@ -51,7 +51,7 @@ async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables
         async with MetricsCluster(
             "step=1ms", num_stages=3, telemetry=TelemetrySettings(metrics=AT_THE_END)
         ) as cluster:
-            await cluster.generate_all(mixed_asks(6, max_tokens=10))
+            await cluster.generate_all(mixed_cases(6, max_tokens=10))
             await cluster.wait_drained()
             scraped = await cluster.scrape()
             num_steps = scraped.get("stageline_step_duration_seconds_count")
@@ -78,7 +78,7 @@ async def test_a_hung_collector_delays_no_token(collector_variables: pytest.Monk
             "step=1ms", num_stages=2, telemetry=TelemetrySettings(metrics=QUICK)
         ) as cluster:
             await collector.wait_calls(3)
-            answers = await cluster.generate_all(mixed_asks(6, max_tokens=10))
+            answers = await cluster.generate_all(mixed_cases(6, max_tokens=10))
             assert all(answer.succeeded for answer in answers)
             await cluster.scrape_until(
                 lambda scraped: all(
@@ -125,7 +125,7 @@ async def test_an_unresponsive_coordinator_blocks_one_export_at_a_time(
 async def test_with_the_sdk_disabled_workers_export_no_metrics() -> None:
     off = TelemetrySettings(is_disabled=True)
     async with MetricsCluster("step=1ms", num_stages=2, telemetry=off) as cluster:
-        await cluster.generate_all(mixed_asks(2, max_tokens=5))
+        await cluster.generate_all(mixed_cases(2, max_tokens=5))
         scraped = await cluster.scrape()
         assert scraped.get("stageline_generated_tokens_total") == 10
         tasks = {task.get_name() for task in asyncio.all_tasks()}

@@ -19,8 +19,8 @@ from stage_worker.server import Worker
 from stageline.client.errors import InvalidRequest, StepFailed
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.alterations import flip_byte
-from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, Answer, Cluster, RequestCase
+from tests.integration.request_cases import mixed_cases
 from tests.mock_answers import mock_tokens
 from wire.frames import Frame
 from wire.steps import StepResult
@@ -56,7 +56,7 @@ def check(answers: Sequence[Answer]) -> None:
     for answer in answers:
         assert answer.error is None, answer.error
         assert answer.succeeded
-        assert answer.tokens == mock_tokens(answer.ask.prompt, answer.ask.max_tokens, vocab_size=VOCAB_SIZE)
+        assert answer.tokens == mock_tokens(answer.case.prompt, answer.case.max_tokens, vocab_size=VOCAB_SIZE)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -73,7 +73,7 @@ def has_tokens(answers: Sequence[Answer], count: int) -> bool:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 async def test_concurrent_requests_get_the_predicted_tokens(num_stages: int) -> None:
     async with mock_cluster(num_stages) as cluster:
-        check(await cluster.generate_all(mixed_asks(32, max_tokens=20, prompt_lengths=(1, 8, 23, 90))))
+        check(await cluster.generate_all(mixed_cases(32, max_tokens=20, prompt_lengths=(1, 8, 23, 90))))
         status = await cluster.wait_drained()
         assert [worker.device for worker in status.workers] == ["mock"] * num_stages
         assert status.requests.finished == 32
@@ -81,7 +81,7 @@ async def test_concurrent_requests_get_the_predicted_tokens(num_stages: int) -> 
 
 async def test_each_stage_has_times_of_its_own() -> None:
     async with mock_cluster(3, "step=0ms", "step=3ms", "token=1us") as cluster:
-        check(await cluster.generate_all(mixed_asks(6)))
+        check(await cluster.generate_all(mixed_cases(6)))
 
 
 async def test_several_choices_are_each_complete() -> None:
@@ -95,11 +95,11 @@ async def test_several_choices_are_each_complete() -> None:
 
 async def test_cancelled_requests_free_their_blocks_and_affect_no_other() -> None:
     async with mock_cluster(3) as cluster, asyncio.TaskGroup() as tasks:
-        staying = [Answer(ask) for ask in mixed_asks(6, max_tokens=60)]
+        staying = [Answer(case) for case in mixed_cases(6, max_tokens=60)]
         for answer in staying:
-            tasks.create_task(cluster.generate(answer.ask, answer))
-        leaving = [Answer(ask) for ask in mixed_asks(12, max_tokens=2000, seed=1)]
-        running = [tasks.create_task(cluster.generate(answer.ask, answer)) for answer in leaving]
+            tasks.create_task(cluster.generate(answer.case, answer))
+        leaving = [Answer(case) for case in mixed_cases(12, max_tokens=2000, seed=1)]
+        running = [tasks.create_task(cluster.generate(answer.case, answer)) for answer in leaving]
         await until(partial(has_tokens, leaving, 3))
         for task in running:
             task.cancel()
@@ -112,7 +112,7 @@ async def test_cancelled_requests_free_their_blocks_and_affect_no_other() -> Non
 
 async def test_few_blocks_preempt_and_change_no_token() -> None:
     async with mock_cluster(3, max_kv_tokens=128) as cluster:
-        answers = await cluster.generate_all(mixed_asks(12, max_tokens=40))
+        answers = await cluster.generate_all(mixed_cases(12, max_tokens=40))
         check(answers)
         assert sum(answer.usage.restarts for answer in answers if answer.usage) > 0
         await cluster.wait_drained()
@@ -120,9 +120,9 @@ async def test_few_blocks_preempt_and_change_no_token() -> None:
 
 async def test_prefixes_are_shared_as_by_real_stages() -> None:
     async with mock_cluster(2) as cluster:
-        ask = Ask(prompt=tuple(range(64)), max_tokens=4)
-        check([await cluster.generate(ask)])
-        answer = await cluster.generate(ask.again())
+        case = RequestCase(prompt=tuple(range(64)), max_tokens=4)
+        check([await cluster.generate(case)])
+        answer = await cluster.generate(case.again())
         check([answer])
         assert answer.usage is not None
         assert answer.usage.cached_tokens == 63
@@ -132,7 +132,7 @@ async def test_prefixes_are_shared_as_by_real_stages() -> None:
 async def test_a_worker_loss_neither_repeats_nor_loses_a_token() -> None:
     async with mock_cluster(3) as cluster:
         epoch = cluster.epoch
-        async with cluster.generating(mixed_asks(8, max_tokens=60)) as answers:
+        async with cluster.generating(mixed_cases(8, max_tokens=60)) as answers:
             await until(partial(has_tokens, answers, 5))
             await cluster.workers["w1"].stop()
             await cluster.start_worker("w1")
@@ -143,7 +143,7 @@ async def test_a_worker_loss_neither_repeats_nor_loses_a_token() -> None:
 
 async def test_a_mock_step_of_an_hour_is_overdue_and_its_worker_replaced() -> None:
     async with mock_cluster(2, "step=0ms", "step=3600s") as cluster:
-        async with cluster.generating(mixed_asks(3)) as answers:
+        async with cluster.generating(mixed_cases(3)) as answers:
             await cluster.wait_status(lambda status: status.requests.steps_in_flight > 0)
             await cluster.workers["w1"].stop()
             await cluster.start_worker("w2")
@@ -152,8 +152,8 @@ async def test_a_mock_step_of_an_hour_is_overdue_and_its_worker_replaced() -> No
 
 async def test_a_damaged_frame_changes_no_token() -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
-        asks = mixed_asks(9, max_tokens=40)
-        async with cluster.generating(asks) as answers:
+        cases = mixed_cases(9, max_tokens=40)
+        async with cluster.generating(cases) as answers:
             await until(partial(has_tokens, answers, 3))
             injection = cluster.proxy(1).inject(flip_byte, when=_has_slices)
         assert len(injection.steps) == 1
@@ -247,8 +247,8 @@ async def test_out_of_memory_makes_steps_smaller_and_fails_no_request(
 ) -> None:
     times = ("step=500us", "step=500us,oom_at=40")
     async with mock_cluster(2, *times, max_step_tokens=128) as cluster:
-        asks = mixed_asks(12, max_tokens=20, prompt_lengths=(90, 120))
-        check(await cluster.generate_all(asks))
+        cases = mixed_cases(12, max_tokens=20, prompt_lengths=(90, 120))
+        check(await cluster.generate_all(cases))
         status = await cluster.wait_drained()
         assert status.requests.failed == 0
         limited = r"steps are limited to (\d+) tokens and \d+ sequences, because stage 1 ran out of memory"
@@ -265,7 +265,7 @@ async def test_memory_too_small_for_one_block_fails_only_the_request() -> None:
     async with mock_cluster(1, "step=500us,oom_at=8") as cluster:
         with pytest.raises(StepFailed, match="OUT_OF_MEMORY"):
             await cluster.client.complete(list(range(64)), max_tokens=2)
-        check([await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=4))])
+        check([await cluster.generate(RequestCase(prompt=(1, 2, 3), max_tokens=4))])
 
 
 async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Scheduler, "complete", recording)
     async with mock_cluster(3, "step=1ms", "step=2ms", "step=3ms") as cluster:
-        check(await cluster.generate_all(mixed_asks(9)))
+        check(await cluster.generate_all(mixed_cases(9)))
     computed = [result.stage_times for result in results if result.results]
     assert len(computed) > 20
     for times in computed:
@@ -298,7 +298,7 @@ async def test_a_step_of_records_only_takes_a_mock_no_time(monkeypatch: pytest.M
         lambda scheduler, result, now_s: results.append(result) or complete(scheduler, result, now_s),
     )
     async with mock_cluster(2, "step=2ms") as cluster:
-        check([await cluster.generate(Ask(prompt=(1, 2), max_tokens=3))])
+        check([await cluster.generate(RequestCase(prompt=(1, 2), max_tokens=3))])
         await cluster.wait_drained()
     last = results[-1]
     assert last.results == ()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.cluster import Cluster
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from tests.integration.test_drain import places
 
 LAYERS = (1, 1, 1)
@@ -29,10 +29,10 @@ def overwrite_weights(cluster: Cluster, name: str) -> None:
 async def test_requests_continue_without_a_stage_that_produces_non_finite_values(
     tiny_llama: Path, stage: int
 ) -> None:
-    asks = mixed_asks(8)
+    cases = mixed_cases(8)
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
         overwrite_weights(cluster, f"w{stage}")
-        answers = await cluster.generate_all(asks)
+        answers = await cluster.generate_all(cases)
         status = await cluster.client.status()
     SoloRuns(tiny_llama).check(answers)
     assert f"w{stage}" not in places(status)

@@ -19,7 +19,7 @@ from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.torch_backend import TorchBackend
 from stageline_rpc.internal.v1 import forward_pb2, step_pb2
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.cluster import DEADLINE_S, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
 from wire.errors import StaleStream
 from wire.peer_secrets import MAX_TRIES
 from wire.reference import Reference
@@ -86,7 +86,7 @@ async def test_steps_and_heartbeats_continue_during_an_abandoned_reference(
         await set_in_time(endless.has_begun)
         connection = cluster.server.controller.connections["w0"]
         last_message_s = connection.last_message_s
-        assert (await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))).succeeded
+        assert (await cluster.generate(RequestCase(prompt=(1, 2, 3), max_tokens=5))).succeeded
         await cluster.wait_status(lambda _: connection.last_message_s > last_message_s)
         assert not endless.has_ended.is_set()
         requested.cancel()

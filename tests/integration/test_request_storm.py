@@ -11,10 +11,10 @@ import pytest
 import coordinator.scheduler.scheduler
 import stage_worker.validation
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.asks import SoloRuns
 from tests.integration.calls import Caller, StatusCode
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster
 from tests.integration.footprint import Footprint, resident_bytes
+from tests.integration.request_cases import SoloRuns
 from tests.integration.storm import BEHAVIOURS, Storm
 
 pytestmark = pytest.mark.full

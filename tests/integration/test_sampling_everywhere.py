@@ -14,11 +14,11 @@ import torch
 
 from stageline.client.request import GenerateOptions
 from tests.checkpoints import make_checkpoint
-from tests.integration.asks import mixed_asks
 from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.logprob_reference import LogprobReference
 from tests.integration.outputs import Outputs
+from tests.integration.request_cases import mixed_cases
 from tests.unit.stage_worker.sampling.reference_distribution import Context, distribution
 from wire.sampling import StepSampling
 
@@ -163,7 +163,7 @@ async def test_tokens_are_the_same_alone_and_batched_on_any_number_of_stages(
         again = await CASES[2].run(cluster)
         assert again.tokens == solo[2]
         assert [choice.cached_tokens for choice in again.choices.values()] == [16] * 3
-        async with cluster.generating(mixed_asks(16, max_tokens=32)) as others:
+        async with cluster.generating(mixed_cases(16, max_tokens=32)) as others:
             await until(lambda: all(answer.tokens for answer in others))
             assert tokens_of(await run_all(cluster)) == solo
         assert all(answer.succeeded for answer in others)

@@ -28,7 +28,7 @@ from stage_worker.model.rope import Rope
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import drop
-from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster, RequestCase
 from tests.integration.planted_faults import decode_attention_is_zero, keys_and_values_are_not_written
 from wire.errors import Overloaded
 from wire.ids import CHECK_REQUEST
@@ -36,7 +36,7 @@ from wire.reference import Reference
 from wire.steps import StepResult
 
 LAYERS = (2, 2, 2)
-ASK = Ask(prompt=(1, 2, 3, 4, 5), max_tokens=4)
+CASE = RequestCase(prompt=(1, 2, 3, 4, 5), max_tokens=4)
 
 Fault = Callable[[DecoderStage], None]
 
@@ -154,11 +154,11 @@ async def test_a_good_plan_serves_in_the_epoch_after_its_check(model: Path) -> N
             "passed: the log-probabilities of 34 tokens in 7 steps differ from the reference"
         )
         assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
-        answer = await cluster.generate(ASK)
+        answer = await cluster.generate(CASE)
         await cluster.wait_drained()
     async with Cluster(model, layers=LAYERS) as cluster:
         assert (await cluster.client.status()).self_check.detail == "off"
-        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+        assert (await cluster.generate(CASE.again())).tokens == answer.tokens
 
 
 async def test_a_repaired_worker_makes_a_rejected_plan_pass(
@@ -172,7 +172,7 @@ async def test_a_repaired_worker_makes_a_rejected_plan_pass(
         await cluster.workers["w1"].stop()
         await cluster.start_worker("w1")
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-        assert (await cluster.generate(ASK)).succeeded
+        assert (await cluster.generate(CASE)).succeeded
 
 
 async def test_a_new_plan_is_checked_and_a_new_epoch_of_a_checked_plan_is_not(model: Path) -> None:
@@ -252,10 +252,10 @@ async def test_a_bad_worker_that_joins_does_not_stop_a_good_cluster(
     """Zeroed weights on one worker: it is quarantined, and the other workers serve again."""
     zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
     async with Cluster(None, layers=(4, 4, 4), policy=replace(TEST_POLICY, rejoin_grace_s=0.05)) as cluster:
-        answer = await cluster.generate(ASK)
+        answer = await cluster.generate(CASE)
         await cluster.workers["w0"].stop()
         await cluster.wait_status(lambda status: is_serving_with(status, 2))
-        async with cluster.generating([replace(ASK.again(), max_tokens=200)]) as (running,):
+        async with cluster.generating([replace(CASE.again(), max_tokens=200)]) as (running,):
             await cluster.start_worker("w0", model_directory=zeroed)
             status = await cluster.wait_status(
                 lambda status: is_serving_with(status, 2) and quarantined(status) != {}
@@ -268,7 +268,7 @@ async def test_a_bad_worker_that_joins_does_not_stop_a_good_cluster(
         await cluster.workers["w0"].stop()
         await cluster.start_worker("w0")
         await cluster.wait_status(lambda status: is_serving_with(status, 3))
-        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+        assert (await cluster.generate(CASE.again())).tokens == answer.tokens
 
 
 def is_serving_with(status: cluster_pb2.GetStatusResponse, num_stages: int) -> bool:
@@ -285,12 +285,12 @@ def quarantined(status: cluster_pb2.GetStatusResponse) -> dict[str, str]:
 
 
 async def test_an_idle_cluster_is_checked_again_and_keeps_epoch_and_cache(model: Path) -> None:
-    ask = Ask(prompt=tuple(range(20)), max_tokens=4)
+    case = RequestCase(prompt=tuple(range(20)), max_tokens=4)
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
-        answer = await cluster.generate(ask)
+        answer = await cluster.generate(case)
         for _ in range(2):
             await wait_checked(cluster)
-        again = await cluster.generate(ask.again())
+        again = await cluster.generate(case.again())
         assert (again.tokens, cluster.epoch) == (answer.tokens, 2)
         assert again.usage is not None and again.usage.cached_tokens == 16
         # Heartbeats may report blocks of a check; after the last check there are none.
@@ -307,7 +307,7 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
     async with Cluster(
         model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, max_kv_tokens=56
     ) as cluster:
-        assert (await cluster.generate(Ask(prompt=tuple(range(48)), max_tokens=1))).succeeded
+        assert (await cluster.generate(RequestCase(prompt=tuple(range(48)), max_tokens=1))).succeeded
         checks, feed = cluster.server.controller.checks, cluster.server.engine.kv_events
         assert checks is not None
         before, counters = feed.subscribe(), hit_counters(cluster)
@@ -363,7 +363,7 @@ async def test_requests_that_arrive_during_checks_are_served(model: Path) -> Non
             checks.tick()
             assert checks._task is not None
             await asyncio.sleep(0)
-            answers.append(await cluster.generate(ASK.again()))
+            answers.append(await cluster.generate(CASE.again()))
         assert all(answer.succeeded and answer.tokens == answers[0].tokens for answer in answers)
         assert cluster.epoch == 2
 
@@ -381,7 +381,7 @@ async def test_a_frame_lost_in_an_idle_check_becomes_overdue(model: Path) -> Non
     ) as cluster:
         # The step timeout is estimated from these steps.
         for _ in range(8):
-            answer = await cluster.generate(ASK.again())
+            answer = await cluster.generate(CASE.again())
         checks = cluster.server.controller.checks
         assert checks is not None
         await cluster.wait_drained()
@@ -392,7 +392,7 @@ async def test_a_frame_lost_in_an_idle_check_becomes_overdue(model: Path) -> Non
             await lost.happened.wait()
         checks.check._interval_s = 0.0
         async with asyncio.timeout(DEFAULT_POLICY.check_answer_timeout_s / 2):
-            again = await cluster.generate(ASK.again())
+            again = await cluster.generate(CASE.again())
         assert again.tokens == answer.tokens
         assert cluster.epoch > 2
         assert {part.sequence.request_id for step in lost.steps for part in step.slices} == {CHECK_REQUEST}
@@ -402,7 +402,7 @@ async def test_no_request_waits_for_a_reference_to_be_written_to_disk(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0) as cluster:
-        answer = await cluster.generate(ASK)
+        answer = await cluster.generate(CASE)
         checks, is_writing = cluster.server.controller.checks, asyncio.Event()
         assert checks is not None
 
@@ -414,14 +414,14 @@ async def test_no_request_waits_for_a_reference_to_be_written_to_disk(
         checks.check._interval_s = 1e-6
         async with asyncio.timeout(DEADLINE_S):
             await is_writing.wait()
-            assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+            assert (await cluster.generate(CASE.again())).tokens == answer.tokens
 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_stage_that_turns_faulty_while_serving_is_found_and_named(model: Path, stage: int) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
-        assert (await cluster.generate(ASK)).succeeded
+        assert (await cluster.generate(CASE)).succeeded
         untyped: Any = cluster.workers[f"w{stage}"].worker._stage.loaded
         decode_attention_is_zero(untyped.executor._compute._model)
         status = await cluster.wait_status(

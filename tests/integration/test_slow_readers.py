@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.engine.request import Request
-from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, StatusCode, message, message_of, until
-from tests.integration.cluster import Ask, Cluster
+from tests.integration.cluster import Cluster, RequestCase
+from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.ids import parse_request_id
 
 LAYERS = (1, 1, 1)
@@ -38,7 +38,7 @@ async def test_a_reader_too_far_behind_is_cancelled_with_the_reason(
         readers = [slow.generate(message([7], 400, n=num_choices)) for num_choices in (1, 4)]
         for reader in readers:
             await reader.next()
-        async with cluster.generating(mixed_asks(6, max_tokens=40)) as others:
+        async with cluster.generating(mixed_cases(6, max_tokens=40)) as others:
             for reader in readers:
                 await until_ended(cluster, reader.received.request_id)
             status = await cluster.client.status()
@@ -54,7 +54,7 @@ async def test_a_reader_too_far_behind_is_cancelled_with_the_reason(
             assert num_tokens >= 33
             assert reader.num_messages < num_tokens // 2
         tokens = readers[0].received.tokens
-        assert tokens == solo.tokens(Ask(prompt=(7,), max_tokens=400))[: len(tokens)]
+        assert tokens == solo.tokens(RequestCase(prompt=(7,), max_tokens=400))[: len(tokens)]
         await cluster.wait_drained()
 
 
@@ -66,13 +66,13 @@ async def test_a_reader_that_resumes_in_time_gets_all_tokens_in_few_messages(
         Cluster(varied_llama, layers=LAYERS) as cluster,
         Caller(cluster.address, options=SMALL_WINDOW) as slow,
     ):
-        (ask,) = mixed_asks(1, max_tokens=200)
-        reader = slow.generate(message_of(ask))
+        (case,) = mixed_cases(1, max_tokens=200)
+        reader = slow.generate(message_of(case))
         await reader.next()
         await until_ended(cluster, reader.received.request_id)
-        solo.check(await cluster.generate_all(mixed_asks(2)))
+        solo.check(await cluster.generate_all(mixed_cases(2)))
         assert await reader.end() is StatusCode.OK
-        assert reader.received.tokens == solo.tokens(ask)
+        assert reader.received.tokens == solo.tokens(case)
         assert reader.num_messages < 10
         await cluster.wait_drained()
 
@@ -81,13 +81,13 @@ async def test_a_reader_that_resumes_in_time_gets_all_tokens_in_few_messages(
 async def test_the_slow_reader_limit_applies_to_attached_requests_only(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
-    ask = Ask(prompt=(7,), max_tokens=200)
+    case = RequestCase(prompt=(7,), max_tokens=200)
     async with (
         Cluster(varied_llama, layers=LAYERS, max_unread_tokens=32) as cluster,
         Caller(cluster.address) as caller,
         Caller(cluster.address, options=SMALL_WINDOW) as slow,
     ):
-        detached = caller.generate(message_of(ask, keep_s=60.0))
+        detached = caller.generate(message_of(case, keep_s=60.0))
         await detached.until(3)
         detached.cancel()
         # Far more than the limit is buffered when it attaches.
@@ -95,16 +95,16 @@ async def test_the_slow_reader_limit_applies_to_attached_requests_only(
         await until(lambda: request.choices[0].buffer.num_tokens > 100)
         attached = caller.attach(detached.received)
         assert await attached.end() is StatusCode.OK
-        assert attached.received.tokens == solo.tokens(ask)
+        assert attached.received.tokens == solo.tokens(case)
 
-        neglected = slow.generate(message_of(ask.again(), keep_s=60.0))
+        neglected = slow.generate(message_of(case.again(), keep_s=60.0))
         await neglected.next()
         await until_ended(cluster, neglected.received.request_id)
         # An attaching client receives the reason.
         late = caller.attach_at(neglected.received.request_id, 0)
         assert await late.end() is StatusCode.CANCELLED
         assert "the client reads too slowly" in late.details
-        assert late.received.tokens == solo.tokens(ask)[: len(late.received.tokens)]
+        assert late.received.tokens == solo.tokens(case)[: len(late.received.tokens)]
         assert len(late.received.tokens) > 32
         requests = (await cluster.wait_drained()).requests
         assert (requests.finished, requests.cancelled) == (1, 1)

@@ -13,8 +13,8 @@ from stage_worker.backends.contract import KernelChoice
 from stage_worker.config import WorkerConfig
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
-from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
+from tests.integration.request_cases import mixed_cases
 from tests.unit.stage_worker.model.kernel_choices import IN_PLACE, skip_unless_possible
 
 AUTO, PLAIN, COMPILED = KernelChoice
@@ -49,7 +49,7 @@ async def test_status_shows_dtype_and_kernels_of_each_stage(
             assert (worker.device, worker.dtype) == ("cpu", cluster_pb2.DTYPE_BF16)
             assert worker.kernels == "compiled"
             assert "decode by compiled kernels" in worker.kernels_detail
-        answers = await cluster.generate_all(mixed_asks(4))
+        answers = await cluster.generate_all(mixed_cases(4))
         assert all(answer.succeeded for answer in answers)
     assert "compute differently" not in caplog.text
 

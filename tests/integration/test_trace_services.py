@@ -33,7 +33,7 @@ from stageline.client.errors import InvalidRequest, RequestNotFound
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.explain import explain, slowest_stage
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
-from tests.integration.cluster import DEADLINE_S, Ask
+from tests.integration.cluster import DEADLINE_S, RequestCase
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.otlp_spans import REQUEST_ID, served
 from wire.channels import bind, client_channel, new_server
@@ -217,11 +217,13 @@ async def test_the_coordinator_rejects_metrics_of_strangers(channel: grpc.aio.Ch
 
 
 async def test_a_slow_stage_is_named() -> None:
-    ask = Ask(prompt=tuple(range(40)), max_tokens=20)
+    case = RequestCase(prompt=tuple(range(40)), max_tokens=20)
     async with mock_cluster(4, "step=4ms", "step=4ms", "step=8ms", "step=4ms") as cluster:
-        async with cluster.generating([ask, ask.again(), ask.again()]):
+        async with cluster.generating([case, case.again(), case.again()]):
             pass
-        trace = await _whole_trace(cluster.client, id_text(ask.request_id), num_decode_steps=19, num_stages=4)
+        trace = await _whole_trace(
+            cluster.client, id_text(case.request_id), num_decode_steps=19, num_stages=4
+        )
     slow = slowest_stage(trace)
     assert slow is not None
     assert (slow.place.worker, slow.place.index, slow.stands_out) == ("w2", 2, True)

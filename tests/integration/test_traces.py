@@ -14,7 +14,7 @@ from stage_worker.backends.mock_spec import MockSpec
 from stageline.client.errors import StagelineError
 from telemetry.settings import TelemetrySettings, read_environment
 from telemetry.spans import Attr, SpanName
-from tests.integration.cluster import Ask, Cluster
+from tests.integration.cluster import Cluster, RequestCase
 from tests.otlp_collector import CollectedSpan, Collector, collector
 from tests.traces import Tree
 from wire.ids import id_text
@@ -63,10 +63,10 @@ def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
 async def test_a_callers_trace_continues_through_all_stages(collecting: Collector) -> None:
     caller = parse_traceparent(f"00-{TRACE_ID}-{CALLER}-01")
     assert caller is not None
-    ask = Ask(prompt=tuple(range(1, 76)), max_tokens=50)
+    case = RequestCase(prompt=tuple(range(1, 76)), max_tokens=50)
     async with mock_cluster(collecting) as cluster:
         with use_span(NonRecordingSpan(caller)):
-            answer = await cluster.generate(ask)
+            answer = await cluster.generate(case)
         assert answer.usage is not None
         # Three chunks of at most 32 tokens, and a step for each token but the first, on three stages each.
         await collecting.wait_until(
@@ -88,12 +88,12 @@ async def test_a_callers_trace_continues_through_all_stages(collecting: Collecto
 
 
 async def test_the_root_span_has_parameters_outcome_and_durations(collecting: Collector) -> None:
-    ask = Ask(prompt=(1, 2, 3), max_tokens=4, seed=5)
+    case = RequestCase(prompt=(1, 2, 3), max_tokens=4, seed=5)
     async with mock_cluster(collecting) as cluster:
-        await cluster.generate(ask)
+        await cluster.generate(case)
         await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
     attributes = roots(collecting.spans)[0].attributes
-    assert attributes[Attr.REQUEST_ID] == id_text(ask.request_id)
+    assert attributes[Attr.REQUEST_ID] == id_text(case.request_id)
     assert attributes[Attr.REQUEST_MAX_TOKENS] == 4
     assert attributes[Attr.REQUEST_TEMPERATURE] == 1.0
     assert attributes[Attr.PROMPT_TOKENS] == 3
@@ -106,15 +106,15 @@ async def test_the_root_span_has_parameters_outcome_and_durations(collecting: Co
 async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
     collecting: Collector,
 ) -> None:
-    asks = [Ask(prompt=tuple(range(first, first + 24)), max_tokens=60) for first in (1, 100)]
+    cases = [RequestCase(prompt=tuple(range(first, first + 24)), max_tokens=60) for first in (1, 100)]
     async with mock_cluster(collecting, max_kv_tokens=128, trace_sample=0.0) as cluster:
-        await cluster.generate_all(asks)
+        await cluster.generate_all(cases)
         await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
         await collecting.wait_until(
             lambda spans: any(span.name == SpanName.STAGE_DECODE for span in spans), timeout_s=10
         )
     (root,) = roots(collecting.spans)
-    assert root.attributes[Attr.REQUEST_ID] == id_text(asks[1].request_id)
+    assert root.attributes[Attr.REQUEST_ID] == id_text(cases[1].request_id)
     assert root.attributes[Attr.NUM_PREEMPTIONS] >= 1
     tree = Tree.of(collecting.spans, root.span.trace_id.hex())
     tree.check_connected()
@@ -125,9 +125,9 @@ async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
 
 
 async def test_a_trace_stays_connected_when_a_worker_fails(collecting: Collector) -> None:
-    ask = Ask(prompt=tuple(range(1, 40)), max_tokens=80)
+    case = RequestCase(prompt=tuple(range(1, 40)), max_tokens=80)
     async with mock_cluster(collecting) as cluster:
-        async with cluster.generating([ask]) as (answer,):
+        async with cluster.generating([case]) as (answer,):
             while len(answer.tokens) < 20:
                 await asyncio.sleep(0.005)
             await cluster.workers["w1"].stop()
@@ -155,15 +155,15 @@ async def test_a_trace_stays_connected_when_a_worker_fails(collecting: Collector
 
 async def test_a_rejected_request_is_recorded_although_unsampled(collecting: Collector) -> None:
     async with mock_cluster(collecting, trace_sample=0.0) as cluster:
-        served = await cluster.generate(Ask(prompt=(1, 2), max_tokens=2))
-        refused = await cluster.generate(Ask(prompt=(1, 2), max_tokens=10**6))
+        served = await cluster.generate(RequestCase(prompt=(1, 2), max_tokens=2))
+        refused = await cluster.generate(RequestCase(prompt=(1, 2), max_tokens=10**6))
         assert served.succeeded
         assert isinstance(refused.error, StagelineError)
         await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
     (root,) = roots(collecting.spans)
     assert root.span.status.code == 2
     assert root.attributes[Attr.OUTCOME] == "failed"
-    assert root.attributes[Attr.REQUEST_ID] == id_text(refused.ask.request_id)
+    assert root.attributes[Attr.REQUEST_ID] == id_text(refused.case.request_id)
 
 
 def names_recorded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[SpanName]:
@@ -184,7 +184,7 @@ async def test_unsampled_requests_are_not_recorded(
 ) -> None:
     async with mock_cluster(collecting, trace_sample=0.0) as cluster:
         recorded = names_recorded(cluster, monkeypatch)
-        assert (await cluster.generate(Ask(prompt=(1, 2), max_tokens=20))).succeeded
+        assert (await cluster.generate(RequestCase(prompt=(1, 2), max_tokens=20))).succeeded
         assert recorded == []
 
 
@@ -194,12 +194,12 @@ async def test_a_hung_collector_delays_no_request_and_lost_spans_are_counted(
     monkeypatch.setattr(telemetry.span_sinks, "QUEUED_SPANS", 16)
     monkeypatch.setattr(telemetry.span_sinks, "COLLECTOR_BATCH_SPANS", 4)
     collecting.may_answer.clear()
-    asks = [Ask(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
+    cases = [RequestCase(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
     async with mock_cluster(collecting) as cluster:
         recorded = names_recorded(cluster, monkeypatch)
-        answers = await cluster.generate_all(asks)
+        answers = await cluster.generate_all(cases)
         assert all(answer.succeeded for answer in answers)
         # Each request has spans for intake, queue, a chunk, decode work and itself.
-        assert len(recorded) >= 5 * len(asks)
+        assert len(recorded) >= 5 * len(cases)
         assert cluster.server.recorder.num_dropped >= len(recorded) - 16 - 4
         collecting.may_answer.set()

@@ -16,12 +16,12 @@ from checkpoint import Checkpoint
 from checkpoint.hashes import Hashes, TensorHasher, hash_when_idle
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
-from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster, RequestCase
 
 LAYERS = (1, 1, 1)
 POLICY = replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05)
 NEVER = replace(TEST_POLICY, weights_idle_s=3600.0)
-ASK = Ask(prompt=(5, 17, 99), max_tokens=12)
+CASE = RequestCase(prompt=(5, 17, 99), max_tokens=12)
 TENSOR = "model.layers.1.mlp.gate_proj.weight"
 LEVELS = {
     cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED: "unchecked",
@@ -85,9 +85,9 @@ async def test_a_changed_byte_outside_all_samples_quarantines_the_worker(model: 
                 status.state == cluster_pb2.CLUSTER_STATE_SERVING and levels(status) == ["full"] * 2
             )
         )
-        answer = await cluster.generate(ASK)
+        answer = await cluster.generate(CASE)
     async with Cluster(model, layers=LAYERS, policy=NEVER) as cluster:
-        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+        assert (await cluster.generate(CASE.again())).tokens == answer.tokens
 
 
 async def test_the_same_files_are_rejected_when_their_worker_rejoins(model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from stageline_rpc.internal.v1 import join_pb2, step_pb2
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.frame_messages import encode_frame
-from tests.integration.cluster import Ask, Cluster
+from tests.integration.cluster import Cluster, RequestCase
 from tests.integration.doubles import PredecessorDouble, StreamEnded
 from tests.integration.scenario import HIDDEN_SIZE
 from tests.integration.stage_bench import Log, StageBench, assign_message, new_assignment, stage_bench
@@ -32,7 +32,7 @@ from wire.tensors import ScaledDType, TensorView, WireDType, number_of
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 MIDDLE, LAST = 1, 2
 LAYERS = (1, 1, 1)
-ASKS = [Ask(prompt=tuple(range(first, first + 9)), max_tokens=12) for first in (3, 40, 77, 101)]
+CASES = [RequestCase(prompt=tuple(range(first, first + 9)), max_tokens=12) for first in (3, 40, 77, 101)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ async def tokens_of(
         wire_dtype=wire_dtype,
         worker_wire_dtypes=worker_wire_dtypes,
     ) as cluster:
-        answers = [await cluster.generate(ask.again()) for ask in ASKS]
+        answers = [await cluster.generate(case.again()) for case in CASES]
         assert all(answer.succeeded for answer in answers)
         return [answer.tokens for answer in answers]
 
@@ -124,7 +124,7 @@ async def test_mock_stages_send_payloads_of_the_right_size(
         wire_dtype=wire_dtype,
         worker_wire_dtypes=overrides,
     ) as cluster:
-        answer = await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))
+        answer = await cluster.generate(RequestCase(prompt=(1, 2, 3), max_tokens=5))
     assert answer.tokens == mock_tokens((1, 2, 3), 5, vocab_size=1000)
 
 

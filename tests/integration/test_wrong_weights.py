@@ -13,11 +13,11 @@ from checkpoint import Checkpoint
 from coordinator.cluster.checks import WeightsCheck
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, make_checkpoint
-from tests.integration.cluster import TEST_POLICY, Ask, Cluster
+from tests.integration.cluster import TEST_POLICY, Cluster, RequestCase
 
 LAYERS = (2, 2)
 POLICY = replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05)
-ASK = Ask(prompt=(5, 17, 99), max_tokens=8)
+CASE = RequestCase(prompt=(5, 17, 99), max_tokens=8)
 MEMORY_BYTES = [memory_mib * 1024 * 1024 for memory_mib in (256, 128, 64)]
 WRONG_VALUE = 60.0
 SERVING, BLOCKED = cluster_pb2.CLUSTER_STATE_SERVING, cluster_pb2.CLUSTER_STATE_BLOCKED
@@ -57,7 +57,7 @@ def without_workers(model: Path, *, cache_directory: Path | None = None) -> Clus
 
 async def right_tokens(model: Path) -> list[int]:
     async with Cluster(model, layers=LAYERS) as cluster:
-        return (await cluster.generate(ASK.again())).tokens
+        return (await cluster.generate(CASE.again())).tokens
 
 
 def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
@@ -93,7 +93,7 @@ async def test_two_of_three_serve_wherever_the_wrong_worker_ranks(
         for name in ("good", "good2"):
             await cluster.start_worker(name, memory_bytes=memory.pop(0))
         await cluster.wait_status(is_compared)
-        assert (await cluster.generate(ASK.again())).tokens == await right_tokens(model)
+        assert (await cluster.generate(CASE.again())).tokens == await right_tokens(model)
     # The reference stored for the next coordinator is right as well.
     async with Cluster(
         model, layers=LAYERS, self_check=True, policy=POLICY, cache_directory=cache

@@ -4,25 +4,25 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.cluster import Answer, Ask
+from tests.integration.cluster import Answer, RequestCase
 from tests.local_pipeline import LocalPipeline, Request
 from wire.sampling import StepSampling
 
 VOCAB_SIZE = 128
 
 
-def mixed_asks(
+def mixed_cases(
     count: int,
     *,
     max_tokens: int = 24,
     seed: int = 0,
     prompt_lengths: Sequence[int] = (1, 8, 23, 50),
     tokens_below: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[RequestCase]:
     """Alternate greedy and seeded requests of different lengths."""
     generator = random.Random(seed)
     return [
-        Ask(
+        RequestCase(
             prompt=tuple(
                 generator.randrange(tokens_below) for _ in range(prompt_lengths[index % len(prompt_lengths)])
             ),
@@ -40,15 +40,17 @@ class SoloRuns:
         self._pipeline = LocalPipeline(directory, layers, num_blocks=64)
         self._known: dict[tuple[tuple[int, ...], int, int | None, int], list[int]] = {}
 
-    def tokens(self, ask: Ask, *, choice: int = 0) -> list[int]:
+    def tokens(self, case: RequestCase, *, choice: int = 0) -> list[int]:
         """Expected tokens of one choice."""
         # Without a seed all choices are the same.
-        key = (ask.prompt, ask.max_tokens, ask.seed, choice if ask.seed is not None else 0)
+        key = (case.prompt, case.max_tokens, case.seed, choice if case.seed is not None else 0)
         if key not in self._known:
             sampling = StepSampling(
-                temperature=0.0 if ask.seed is None else 1.0, top_k=0, top_p=1.0, seed=ask.seed or 0
+                temperature=0.0 if case.seed is None else 1.0, top_k=0, top_p=1.0, seed=case.seed or 0
             )
-            request = Request(prompt=ask.prompt, max_tokens=ask.max_tokens, sampling=sampling, choice=key[-1])
+            request = Request(
+                prompt=case.prompt, max_tokens=case.max_tokens, sampling=sampling, choice=key[-1]
+            )
             (self._known[key],) = self._pipeline.serve([request]).tokens
         return self._known[key]
 
@@ -57,4 +59,4 @@ class SoloRuns:
         for answer in answers:
             assert answer.error is None, answer.error
             assert answer.succeeded
-            assert answer.tokens == self.tokens(answer.ask)
+            assert answer.tokens == self.tokens(answer.case)
