@@ -134,16 +134,18 @@ def change_slice(change: Callable[[StepSlice], StepSlice]) -> Alteration:
     return change_step(lambda step: replace(step, slices=(change(step.slices[0]), *step.slices[1:])))
 
 
-def _later(part: StepSlice) -> StepSlice:
-    step = part.inference_step
+def _later(step_slice: StepSlice) -> StepSlice:
+    step = step_slice.inference_step
     if isinstance(step, Decode):
-        return replace(part, inference_step=Decode(step.position + 1))
+        return replace(step_slice, inference_step=Decode(step.position + 1))
     # Both numbers grow, or the chunk would pass the end of its prefill.
-    return replace(part, inference_step=Prefill(step.start + 1, step.num_tokens, step.num_prefill_tokens + 1))
+    return replace(
+        step_slice, inference_step=Prefill(step.start + 1, step.num_tokens, step.num_prefill_tokens + 1)
+    )
 
 
-def _of_unknown_sequence(part: StepSlice) -> StepSlice:
-    return replace(part, sequence=SequenceKey(new_request_id(), 0))
+def _of_unknown_sequence(step_slice: StepSlice) -> StepSlice:
+    return replace(step_slice, sequence=SequenceKey(new_request_id(), 0))
 
 
 def _shape(frame: Frame) -> tuple[int, int]:

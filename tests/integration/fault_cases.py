@@ -74,28 +74,28 @@ def _twice(step: Step, _: TensorView) -> Messages:
     return _frame(doubled, hidden_for(doubled, HIDDEN_SIZE))
 
 
-def _unknown_sequence(part: StepSlice) -> StepSlice:
-    return replace(part, sequence=SequenceKey(new_request_id(), 0))
+def _unknown_sequence(step_slice: StepSlice) -> StepSlice:
+    return replace(step_slice, sequence=SequenceKey(new_request_id(), 0))
 
 
-def _later(part: StepSlice) -> StepSlice:
-    assert isinstance(part.inference_step, Decode)
-    return replace(part, inference_step=Decode(part.inference_step.position + 1))
+def _later(step_slice: StepSlice) -> StepSlice:
+    assert isinstance(step_slice.inference_step, Decode)
+    return replace(step_slice, inference_step=Decode(step_slice.inference_step.position + 1))
 
 
-def _earlier(part: StepSlice) -> StepSlice:
-    assert isinstance(part.inference_step, Decode)
-    return replace(part, inference_step=Decode(part.inference_step.position - 1))
+def _earlier(step_slice: StepSlice) -> StepSlice:
+    assert isinstance(step_slice.inference_step, Decode)
+    return replace(step_slice, inference_step=Decode(step_slice.inference_step.position - 1))
 
 
-def _as_prefill(part: StepSlice) -> StepSlice:
-    position = part.first_position
-    return replace(part, inference_step=Prefill(position, 1, position + 1))
+def _as_prefill(step_slice: StepSlice) -> StepSlice:
+    position = step_slice.first_position
+    return replace(step_slice, inference_step=Prefill(position, 1, position + 1))
 
 
 def _second_start(step: Step, hidden: TensorView) -> Messages:
-    part = step.slices[0]
-    start = StartRecord(part.sequence, part.restart_count, 1, (1, 2), GREEDY)
+    step_slice = step.slices[0]
+    start = StartRecord(step_slice.sequence, step_slice.restart_count, 1, (1, 2), GREEDY)
     return _frame(replace(step, starts=(start,)), hidden)
 
 
@@ -183,20 +183,20 @@ FRAME_FAULTS = (
     FrameFault(
         "other-restart_count",
         K.SLICE_SET,
-        _with_slice(lambda part: replace(part, restart_count=3)),
+        _with_slice(lambda step_slice: replace(step_slice, restart_count=3)),
         ("restart count 3", "restart count 0"),
     ),
     FrameFault("twice-in-a-step", K.SLICE_SET, _twice, ("two slices",), names=(0,)),
     FrameFault(
         "token-outside-vocabulary",
         K.SLICE_SET,
-        _with_slice(lambda part: replace(part, tokens=(128,))),
+        _with_slice(lambda step_slice: replace(step_slice, tokens=(128,))),
         ("token 128", "vocabulary of 128"),
     ),
     FrameFault(
         "token-count",
         K.SLICE_SET,
-        _with_slice(lambda part: replace(part, tokens=(1, 2))),
+        _with_slice(lambda step_slice: replace(step_slice, tokens=(1, 2))),
         ("2 tokens", "expects 1"),
     ),
     FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),

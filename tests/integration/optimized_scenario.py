@@ -22,8 +22,8 @@ def count_ends_twice() -> None:
     complete = Scheduler.complete
 
     def doubled(self: Scheduler, result: StepResult, now_s: float) -> Sequence[SequenceUpdate]:
-        progress = complete(self, result, now_s)
-        return [update for one in progress for update in [one] * (1 if one.finish_reason is None else 2)]
+        updates = complete(self, result, now_s)
+        return [update for update in updates for _ in range(1 if update.finish_reason is None else 2)]
 
     Scheduler.complete = doubled  # type: ignore[method-assign, assignment]
 

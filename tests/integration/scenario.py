@@ -75,9 +75,9 @@ def expected_outputs(assignment: Assignment) -> list[Comparable]:
 
 
 def _scripted_results(step: Step) -> Iterator[SliceResult]:
-    for part in step.slices:
-        if part.is_sampled:
-            yield SliceResult(part.sequence, part.restart_count, 11 + part.first_position)
+    for step_slice in step.slices:
+        if step_slice.is_sampled:
+            yield SliceResult(step_slice.sequence, step_slice.restart_count, 11 + step_slice.first_position)
 
 
 def _content(output: StageOutput) -> TensorView | StepResult | None:

@@ -99,15 +99,15 @@ async def test_an_ended_request_can_be_read_from_any_token(worded_llama: Path, s
         Caller(cluster.address) as caller,
     ):
         whole = caller.generate(request_of(shape, keep_s=60.0))
-        parts = [Received(whole.received.request_id)]
+        prefixes = [Received(whole.received.request_id)]
         while await whole.next() is not None:
-            parts.append(deepcopy(whole.received))
-        assert len(parts) > 30
-        for part in parts:
-            reader = caller.attach(part)
+            prefixes.append(deepcopy(whole.received))
+        assert len(prefixes) > 30
+        for prefix in prefixes:
+            reader = caller.attach(prefix)
             assert await reader.end() is StatusCode.OK
             assert reader.received.outputs == whole.received.outputs
-            assert part.choices[0].usage == whole.received.choices[0].usage
+            assert prefix.choices[0].usage == whole.received.choices[0].usage
         assert (await cluster.wait_drained()).requests.kept == 1
 
 

@@ -32,7 +32,7 @@ def counts(status: cluster_pb2.GetStatusResponse) -> tuple[int, int, int]:
 
 async def test_a_cancel_during_the_last_token(varied_llama: Path) -> None:
     def computes_the_last_token(frame: Frame) -> bool:
-        return any(part.inference_step == Decode(3 + 10 - 2) for part in frame.step.slices)
+        return any(step_slice.inference_step == Decode(3 + 10 - 2) for step_slice in frame.step.slices)
 
     async with (
         Cluster(varied_llama, layers=LAYERS, hop_proxies=[0]) as cluster,
@@ -80,7 +80,7 @@ async def test_a_cancel_takes_effect_before_the_end_or_not_at_all(varied_llama: 
 
 async def test_a_cancel_between_prompt_chunks(varied_llama: Path) -> None:
     def is_in_the_middle(frame: Frame) -> bool:
-        steps = (part.inference_step for part in frame.step.slices)
+        steps = (step_slice.inference_step for step_slice in frame.step.slices)
         return any(isinstance(step, Prefill) and step.start >= 64 for step in steps)
 
     async with (

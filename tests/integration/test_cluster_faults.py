@@ -53,14 +53,14 @@ def num_loads() -> Iterator[mock.Mock]:
 
 def is_decode(frame: Frame) -> bool:
     """Whether all slices are decodes after the first few tokens."""
-    parts = frame.step.slices
-    steps = [part.inference_step for part in parts]
+    slices = frame.step.slices
+    steps = [step_slice.inference_step for step_slice in slices]
     return bool(steps) and frame.step.step_id > 12 and all(isinstance(step, Decode) for step in steps)
 
 
 def is_chunk(frame: Frame) -> bool:
     """Whether the frame has a later chunk of a prompt."""
-    steps = [part.inference_step for part in frame.step.slices]
+    steps = [step_slice.inference_step for step_slice in frame.step.slices]
     return any(isinstance(step, Prefill) and step.start > 0 for step in steps)
 
 
@@ -110,8 +110,8 @@ async def test_a_request_with_three_faulty_steps_fails_alone(
     unlucky = cases[2].request_id
 
     def carries_it(frame: Frame) -> bool:
-        parts = [part for part in frame.step.slices if part.sequence.request_id == unlucky]
-        return any(isinstance(part.inference_step, Prefill) for part in parts)
+        slices = [step_slice for step_slice in frame.step.slices if step_slice.sequence.request_id == unlucky]
+        return any(isinstance(step_slice.inference_step, Prefill) for step_slice in slices)
 
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch

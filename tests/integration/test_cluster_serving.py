@@ -34,7 +34,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def num_decodes(step: Step) -> int:
-    return sum(isinstance(part.inference_step, Decode) for part in step.slices)
+    return sum(isinstance(step_slice.inference_step, Decode) for step_slice in step.slices)
 
 
 @pytest.mark.matrix(1)

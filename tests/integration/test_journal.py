@@ -111,13 +111,16 @@ async def test_clients_that_reattach_get_the_output_of_an_undisturbed_run(tmp_pa
 
 def assert_same(got: list[Completion], expected: list[Completion]) -> None:
     assert len(got) == len(expected)
-    for one, other in zip(got, expected, strict=True):
-        assert (one.token_ids, one.text, one.finish_reason) == (
-            other.token_ids,
-            other.text,
-            other.finish_reason,
+    for completion, wanted in zip(got, expected, strict=True):
+        assert (completion.token_ids, completion.text, completion.finish_reason) == (
+            wanted.token_ids,
+            wanted.text,
+            wanted.finish_reason,
         )
-        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+        for mine, theirs in (
+            (completion.logprobs, wanted.logprobs),
+            (completion.prompt_logprobs, wanted.prompt_logprobs),
+        ):
             assert [token.token_id for token in mine or ()] == [token.token_id for token in theirs or ()]
             assert [token.logprob or 0.0 for token in mine or ()] == pytest.approx(
                 [token.logprob or 0.0 for token in theirs or ()], abs=1e-3

@@ -273,7 +273,7 @@ async def test_preempted_requests_report_each_log_probability_once(
 
 def reaches(position: int, frame: Frame) -> bool:
     """Whether the frame has a prefill from `position` or later."""
-    steps = [part.inference_step for part in frame.step.slices]
+    steps = [step_slice.inference_step for step_slice in frame.step.slices]
     return any(isinstance(step, Prefill) and step.start >= position for step in steps)
 
 
@@ -324,7 +324,11 @@ async def test_other_chunk_boundaries_after_a_restart_repeat_nothing(
             cluster.server.controller.fail_epoch(cluster.epoch, "made up")
             gate.open()
         await cluster.wait_drained()
-        starts = {part.first_position for step in cluster.proxy(0).steps.values() for part in step.slices}
+        starts = {
+            step_slice.first_position
+            for step in cluster.proxy(0).steps.values()
+            for step_slice in step.slices
+        }
     assert {24, 72} <= starts
     scored.check(outputs, reference)
 

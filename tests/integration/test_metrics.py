@@ -114,8 +114,8 @@ async def test_a_stage_that_takes_twice_as_long_has_twice_the_busy_time() -> Non
     for stage in stages(NUM_STAGES):
         assert spent("busy", stage) + spent("wait", stage) <= spent("serving", stage) * 1.001
     # The coordinator measures the same without the workers.
-    part = "stageline_step_part_time_seconds_total"
-    computed = [after.get(part, stage=stage, part="compute") for stage in stages(NUM_STAGES)]
+    name = "stageline_step_part_time_seconds_total"
+    computed = [after.get(name, stage=stage, part="compute") for stage in stages(NUM_STAGES)]
     assert computed.index(max(computed)) == 1
 
 

@@ -51,8 +51,8 @@ def slices_of(pipeline: LocalPipeline, requests: list[Request]) -> tuple[Run, Se
 
     def note(step: Step, run: Run) -> None:
         owners = {sequence.key: index for index, sequence in enumerate(run.sequences)}
-        for part in step.slices:
-            seen[owners[part.sequence]].append((step.step_id, part.first_position))
+        for step_slice in step.slices:
+            seen[owners[step_slice.sequence]].append((step.step_id, step_slice.first_position))
 
     pipeline.on_step = note
     return pipeline.serve(requests), seen

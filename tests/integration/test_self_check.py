@@ -395,7 +395,9 @@ async def test_a_frame_lost_in_an_idle_check_becomes_overdue(model: Path) -> Non
             again = await cluster.generate(CASE.again())
         assert again.tokens == answer.tokens
         assert cluster.epoch > 2
-        assert {part.sequence.request_id for step in lost.steps for part in step.slices} == {CHECK_REQUEST}
+        assert {step_slice.sequence.request_id for step in lost.steps for step_slice in step.slices} == {
+            CHECK_REQUEST
+        }
 
 
 async def test_no_request_waits_for_a_reference_to_be_written_to_disk(

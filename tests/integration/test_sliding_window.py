@@ -125,7 +125,7 @@ def test_a_hit_needs_the_whole_prefix_and_releases_its_head_at_once(mistral: Pat
 
     def watch(step: Step, run: Run) -> None:
         second = run.sequences[1]
-        if any(part.sequence == second.key for part in step.slices):
+        if any(step_slice.sequence == second.key for step_slice in step.slices):
             held.append((len(second.kv.held_blocks), second.kv.num_released_blocks))
 
     pipeline.on_step = watch
