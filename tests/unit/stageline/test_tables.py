@@ -117,8 +117,8 @@ def test_the_status_shows_block_sharing_and_integrity() -> None:
     assert "Prefix cache on, KV accounting consistent" in _render(status_view(status))
     status.kv.integrity = cluster_pb2.KV_INTEGRITY_VERDICT_INCONSISTENT
     status.kv.detail = "w0: 7 free + 2 active"
-    told = "Prefix cache on, KV accounting inconsistent: w0: 7 free + 2 active"
-    assert told in _render(status_view(status))
+    line = "Prefix cache on, KV accounting inconsistent: w0: 7 free + 2 active"
+    assert line in _render(status_view(status))
 
 
 def test_the_status_names_the_cause_of_the_last_end_of_an_epoch() -> None:

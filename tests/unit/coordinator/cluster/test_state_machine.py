@@ -387,7 +387,7 @@ def test_a_worker_with_wrong_weights_is_replaced_and_not_reused() -> None:
     cluster.lose("c")
     assert state.phase is not ClusterPhase.SERVING
     assert "a" not in cluster.stage_names
-    assert state.weights_differ("a", "told again") == []
+    assert state.weights_differ("a", "reported again") == []
     assert state.workers["a"].detail == "its weights differ: tensor x"
 
 

@@ -85,9 +85,7 @@ def test_a_failed_choice_ends_its_request_alone(new_model: NewModel) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_choice_that_fails_in_the_step_in_which_another_finishes_fails_the_request(
-    new_model: NewModel, failing: int
-) -> None:
+def test_a_choice_that_fails_as_another_finishes_fails_the_request(new_model: NewModel, failing: int) -> None:
     model = new_model()
     request = RequestCase(n=2, max_tokens=1).request()
     call = model.submit(request)

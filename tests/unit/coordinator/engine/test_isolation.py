@@ -382,7 +382,7 @@ def test_draining_starts_no_queued_request(new_model: NewModel) -> None:
     model.run_step()
     assert not model.engine.is_idle
     model.stop()
-    assert not model.engine.is_idle, "it has begun, and goes on in the next epoch"
+    assert not model.engine.is_idle, "it has started and continues in the next epoch"
     model.start(64)
     model.engine.stop_admitting()
     late = case_of(3).request(arrival=9)

@@ -491,10 +491,10 @@ def test_the_first_stage_that_deviates_is_named() -> None:
     assert "; first, the hidden states of stage 0 (worker a) differ by " in verdict.detail
 
 
-@pytest.mark.parametrize("told", [{}, {0: array("f", [1.0])}])
-def test_no_stage_is_named_without_its_hidden_states(told: dict[int, array[float]]) -> None:
+@pytest.mark.parametrize("recorded", [{}, {0: array("f", [1.0])}])
+def test_no_stage_is_named_without_its_hidden_states(recorded: dict[int, array[float]]) -> None:
     wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
-    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong), states=told)
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong), states=recorded)
     assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, None)
     assert verdict.detail.endswith("no hidden states of stage 0 to compare")
 

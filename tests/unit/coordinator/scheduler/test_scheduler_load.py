@@ -162,7 +162,7 @@ class Load:
             self.arrive()
         if not model.is_serving:
             model.begin_epoch()
-        # At worst every request is computed again for every other one, one token at a time.
+        # In the worst case every request is recomputed for every other one, one token at a time.
         model.drain(max_steps=20 + self.num_tokens * (self.num_requests + 2))
         model.check_all_ended()
 

@@ -122,7 +122,7 @@ def test_a_position_off_by_one_exceeds_the_tolerance(
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_the_nan_of_a_failed_sequence_reaches_neither_batch_mates_nor_the_next_owner(
+def test_the_nan_of_a_failed_sequence_stays_in_its_pages_and_rows(
     choice: str, checkpoints: dict[str, Checkpoint]
 ) -> None:
     kernels, checkpoint = CHOICES[choice], checkpoints["llama"]
