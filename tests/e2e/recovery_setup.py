@@ -102,9 +102,9 @@ async def ends_correctly_or_with_a_typed_error(
     await cluster.until(is_idle)
 
 
-async def serves_normally(client: Client, asks: list[Ask], expected: list[list[int]], *, salt: str) -> None:
+async def serves_normally(client: Client, cases: list[Ask], expected: list[list[int]], *, salt: str) -> None:
     """Assert that the next requests are served normally."""
-    streams = Streams(client, asks, cache_salt=f"afterwards {salt}")
+    streams = Streams(client, cases, cache_salt=f"afterwards {salt}")
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected))
 

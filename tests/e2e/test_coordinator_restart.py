@@ -27,7 +27,7 @@ from tests.e2e.clusters import (
 from tests.e2e.commands import run_stageline
 
 NUM_TOKENS = 200
-ASKS: list[dict[str, Any]] = [
+CASES: list[dict[str, Any]] = [
     {"prompt": random_prompt(length, seed=5), **options}
     for length, options in [
         (1, {}),
@@ -62,11 +62,11 @@ class _Streams:
     """All requests concurrently."""
 
     def __init__(self, client: Client) -> None:
-        self.streams = [_Stream() for _ in ASKS]
+        self.streams = [_Stream() for _ in CASES]
         self._news = asyncio.Event()
         self._tasks = [
-            asyncio.create_task(self._read(client, ask, stream))
-            for ask, stream in zip(ASKS, self.streams, strict=True)
+            asyncio.create_task(self._read(client, case, stream))
+            for case, stream in zip(CASES, self.streams, strict=True)
         ]
 
     async def all_have(self, num_tokens: int) -> None:
@@ -84,12 +84,12 @@ class _Streams:
     def _num_generated(self) -> list[int]:
         return [
             max((len(tokens) for tokens in stream.tokens.values()), default=0)
-            - (len(ask["prompt"]) if ask.get("echo") else 0)
-            for ask, stream in zip(ASKS, self.streams, strict=True)
+            - (len(case["prompt"]) if case.get("echo") else 0)
+            for case, stream in zip(CASES, self.streams, strict=True)
         ]
 
-    async def _read(self, client: Client, ask: dict[str, Any], stream: _Stream) -> None:
-        async for output in client.generate(max_tokens=NUM_TOKENS, timeout_s=120, **ask):
+    async def _read(self, client: Client, case: dict[str, Any], stream: _Stream) -> None:
+        async for output in client.generate(max_tokens=NUM_TOKENS, timeout_s=120, **case):
             stream.add(output)
             self._news.set()
 

@@ -25,14 +25,14 @@ MODEL = f"layers=8,vocab={VOCAB_SIZE}"
 
 @pytest.mark.full
 async def test_poisoned_devices_under_load_change_no_token(tmp_path: Path) -> None:
-    asks = mixed_asks(8, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=53)
-    expected = [list(mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for ask in asks]
+    cases = mixed_asks(8, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=53)
+    expected = [list(mock_tokens(case.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for case in cases]
     arguments = ("--workers", "3", "--mock", "step=5ms,poison_after=150", "--mock-model", MODEL)
     async with Terminal("up", *arguments, "--listen", "127.0.0.1:0", temporary=tmp_path) as up:
         match = await up.expect(r"Serving at (127\.0\.0\.1:\d+)\.", timeout_s=START_TIMEOUT_S)
         async with Client(match[1]) as client:
             for round_number in range(2):
-                streams = Streams(client, asks, cache_salt=f"round {round_number}")
+                streams = Streams(client, cases, cache_salt=f"round {round_number}")
                 await streams.end(timeout_s=DEADLINE_S)
                 assert streams.problems(expected) == []
         await up.expect(r"worker-\d \(pid \d+\) ended: exit code 3", timeout_s=DEADLINE_S)

@@ -33,8 +33,8 @@ VOCAB_SIZE = 1000
 DISK_BYTES = 4 * 2**20
 NUM_TOKENS = 400
 INFERENCE = "stageline.v1.Inference"
-ASKS = mixed_asks(6, lengths=(1, 60), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=3)
-EXPECTED = [mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE) for ask in ASKS]
+CASES = mixed_asks(6, lengths=(1, 60), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=3)
+EXPECTED = [mock_tokens(case.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE) for case in CASES]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class FullDisk:
 
     def __init__(self, disk: Path, cluster: LocalCluster, client: Client) -> None:
         self.cluster = cluster
-        self.streams = [Stream(ask) for ask in ASKS]
+        self.streams = [Stream(case) for case in CASES]
         self._filler = disk / "filler"
         self._tasks = [asyncio.create_task(stream.read(client, timeout_s=120)) for stream in self.streams]
 
@@ -86,7 +86,7 @@ class FullDisk:
         async with asyncio.timeout(90):
             await asyncio.gather(*self._tasks)
         pairs = zip(self.streams, EXPECTED, strict=True)
-        assert [stream.problem(tokens) for stream, tokens in pairs] == [""] * len(ASKS)
+        assert [stream.problem(tokens) for stream, tokens in pairs] == [""] * len(CASES)
         await wait_for_status(self.cluster.address, is_idle)
 
     async def are_paused(self) -> None:

@@ -17,12 +17,12 @@ from tests.poisoned_stageline import POISON_VARIABLE
 
 POISON = VOCAB_SIZE - 1
 NUM_TOKENS = 60
-ASKS = [
-    ask
-    for ask in mixed_asks(24, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=POISON, seed=47)
-    if POISON not in mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)
+CASES = [
+    case
+    for case in mixed_asks(24, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=POISON, seed=47)
+    if POISON not in mock_tokens(case.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)
 ]
-EXPECTED = [list(mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for ask in ASKS]
+EXPECTED = [list(mock_tokens(case.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for case in CASES]
 
 
 async def test_a_request_that_kills_its_workers_fails_alone(
@@ -35,9 +35,9 @@ async def test_a_request_that_kills_its_workers_fails_alone(
     made = dataclasses.replace(made, environment={**made.environment, POISON_VARIABLE: str(POISON)})
     async with FaultyCluster(made) as cluster, Client(cluster.address) as client:
         restarting = asyncio.create_task(_keep_up(cluster))
-        streams = Streams(client, ASKS)
+        streams = Streams(client, CASES)
         await streams.all_have(3)
-        poison = Stream(dataclasses.replace(ASKS[0], prompt=(1, 2, POISON, 3)))
+        poison = Stream(dataclasses.replace(CASES[0], prompt=(1, 2, POISON, 3)))
         await asyncio.wait_for(poison.read(client, cache_salt="poison"), DEADLINE_S)
         await streams.end(timeout_s=DEADLINE_S)
         await cluster.until(is_idle)

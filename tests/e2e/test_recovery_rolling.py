@@ -24,17 +24,17 @@ NUM_STREAMS = 32
 async def test_a_rolling_restart_of_three_workers_fails_no_request(
     steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
-    asks = mixed_asks(NUM_STREAMS, lengths=(1, 90), max_tokens=60, vocab_size=VOCAB_SIZE, seed=45)
+    cases = mixed_asks(NUM_STREAMS, lengths=(1, 90), max_tokens=60, vocab_size=VOCAB_SIZE, seed=45)
     async with (
         FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
-        answers = dict(zip(asks, await undisturbed(client, asks), strict=True))
+        answers = dict(zip(cases, await undisturbed(client, cases), strict=True))
 
-        def expected(ask: Ask) -> Sequence[int]:
-            return answers[ask]
+        def expected(case: Ask) -> Sequence[int]:
+            return answers[case]
 
-        async with ConstantLoad(client, asks, expected, num_streams=NUM_STREAMS) as load:
+        async with ConstantLoad(client, cases, expected, num_streams=NUM_STREAMS) as load:
             await load.next_token(timeout_s=DEADLINE_S)
             for name in cluster.worker_names:
                 started_s = now_s()

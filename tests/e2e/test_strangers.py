@@ -212,8 +212,8 @@ async def test_drain_needs_the_operator_token(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.read_text().strip() not in cluster.coordinator.read_log()
     elsewhere = await run_stageline(
-        "drain", "nobody", "--coordinator", cluster.address, XDG_STATE_HOME="/nonexistent"
+        "drain", "unknown", "--coordinator", cluster.address, XDG_STATE_HOME="/nonexistent"
     )
     assert "error[NO_TOKEN]" in elsewhere.the_error()
-    here = await run_stageline("drain", "nobody", "--coordinator", cluster.address)
+    here = await run_stageline("drain", "unknown", "--coordinator", cluster.address)
     assert "error[WORKER_NOT_FOUND]" in here.the_error() or "error[NOT_FOUND]" in here.the_error()

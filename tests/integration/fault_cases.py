@@ -25,7 +25,7 @@ HIDDEN_SIZE = 64
 class FrameFault:
     """`messages` breaks a valid decode step of two sequences. `expected_texts` must occur in its message.
 
-    `names` are the sequences whose requests the report must name; none where the frame is too broken to tell.
+    `names` are the sequences whose requests the report must name; none where the frame is too broken.
     """
 
     name: str

@@ -63,10 +63,10 @@ async def start_spare(cluster: Cluster) -> str:
 
 async def test_a_drain_of_an_unknown_worker_is_rejected() -> None:
     async with mock_cluster(1) as cluster:
-        with pytest.raises(WorkerNotFound, match="worker 'nobody' not found"):
-            await cluster.client.drain("nobody", token=TOKEN)
+        with pytest.raises(WorkerNotFound, match="worker 'unknown' not found"):
+            await cluster.client.drain("unknown", token=TOKEN)
         async with client_channel(cluster.address) as channel:
-            request = cluster_pb2.DrainRequest(worker="nobody")
+            request = cluster_pb2.DrainRequest(worker="unknown")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await cluster_pb2_grpc.ClusterStub(channel).Drain(
                     request, metadata=(("authorization", f"Bearer {TOKEN}"),)
