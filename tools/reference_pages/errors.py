@@ -15,8 +15,8 @@ Every gRPC error that Stageline sends carries a `google.rpc.ErrorInfo` with `dom
 library, in `reason` beside `error` in the dashboard's JSON, and in the line that ends a command or a process:
 
 ```
-$ stageline generate "Hello" --temperature 200
-stageline: error[INVALID_REQUEST]: temperature is 200, must be in [0, 100]
+$ stageline generate "Hello" --logit-bias 5=101
+stageline: error[INVALID_REQUEST]: logit_bias of token 5 is 101, must be in [-100, 100]
 ```
 
 """

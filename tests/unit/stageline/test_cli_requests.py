@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -23,6 +24,8 @@ from stageline.cli.generate import generate
 from stageline.cli.request_flags import SAMPLING_NUMBER_FLAGS, EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
+from tests.repository import REPOSITORY
+from tests.unit.coordinator.api.small_requests import refusal, request_of
 from wire.addresses import DEFAULT_ADDRESS
 from wire.ids import id_text, new_request_id, parse_request_id
 from wire.user_files import token_path, write_secret
@@ -123,6 +126,16 @@ def test_omitted_flags_are_left_to_the_server(address: str, seen: list[dict[str,
     (options,) = seen
     parse_request_id(options.pop("request_id"))
     assert options == {"max_tokens": 100}
+
+
+def test_the_example_of_the_error_reference_is_what_a_server_returns(
+    address: str, seen: list[dict[str, Any]]
+) -> None:
+    page = (REPOSITORY / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    ((command, line),) = re.findall(r"^\$ stageline (.*)\n(.*)$", page, re.M)
+    assert main([*shlex.split(command), "--coordinator", address]) == 1
+    text = refusal(request_of(1, 0, sampling={"logit_bias": seen[0]["logit_bias"]}))
+    assert parse_error_line(line) == ("INVALID_REQUEST", text)
 
 
 def test_chat_has_the_sampling_and_stop_flags() -> None:
