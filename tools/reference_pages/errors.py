@@ -19,6 +19,10 @@ $ stageline generate "Hello" --logit-bias 5=101
 stageline: error[INVALID_REQUEST]: logit_bias of token 5 is 101, must be in [-100, 100]
 ```
 
+A mistake that the command finds before it calls the coordinator is `USAGE` with exit code 2, such as a number
+outside the range in `--help`. A mistake that the client library or the coordinator finds is `INVALID_REQUEST`
+with exit code 1.
+
 """
 _REASONS = f"""
 {GENERATED}
