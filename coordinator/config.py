@@ -1,6 +1,5 @@
 """Configuration of a coordinator."""
 
-import math
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
 from wire.addresses import DEFAULT_ADDRESS, parse_address
-from wire.flags import Flag, check_limits, check_positive, checkpoint_directory, file_path, listen_address
+from wire.flags import Flag, check_limits, checkpoint_directory, file_path, listen_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
 
@@ -111,7 +110,9 @@ class CoordinatorConfig:
     ] = None
     self_check_interval_s: Annotated[
         float,
-        _model("--self-check-interval", "SECONDS", "Interval of self-checks while idle; 0 disables them"),
+        _model(
+            "--self-check-interval", "SECONDS", "Interval of self-checks while idle; 0 disables them", min=0
+        ),
     ] = 600.0
 
     block_size: Annotated[int, _batching("--block-size", "N", "Tokens per KV block", min=1, max=2**16)] = 16
@@ -161,7 +162,9 @@ class CoordinatorConfig:
     ] = None
     max_decode_slowdown: Annotated[
         float,
-        _batching("--max-decode-slowdown", "X", "Maximum mean slowdown of decode steps by prefill chunks"),
+        _batching(
+            "--max-decode-slowdown", "X", "Maximum mean slowdown of decode steps by prefill chunks", above=1
+        ),
     ] = DEFAULT_MAX_DECODE_SLOWDOWN
 
     queue_size: Annotated[
@@ -200,21 +203,23 @@ class CoordinatorConfig:
         ),
     ] = 4096
     priority_age_s: Annotated[
-        float, _admission("--priority-age", "SECONDS", "Waiting time worth one priority class")
+        float, _admission("--priority-age", "SECONDS", "Waiting time worth one priority class", above=0)
     ] = 10.0
 
-    heartbeat_s: Annotated[float, _failures("--heartbeat", "SECONDS", "Worker heartbeat interval")] = (
-        DEFAULT_POLICY.heartbeat_interval_s
-    )
-    lease_s: Annotated[float, _failures("--lease", "SECONDS", "Silence after which a worker is lost")] = (
-        DEFAULT_POLICY.lease_s
-    )
+    heartbeat_s: Annotated[
+        float, _failures("--heartbeat", "SECONDS", "Worker heartbeat interval", above=0)
+    ] = DEFAULT_POLICY.heartbeat_interval_s
+    lease_s: Annotated[
+        float, _failures("--lease", "SECONDS", "Silence after which a worker is lost", above=0)
+    ] = DEFAULT_POLICY.lease_s
     recovery_timeout_s: Annotated[
-        float, _failures("--recovery-timeout", "SECONDS", "Maximum wait of requests for a pipeline")
+        float, _failures("--recovery-timeout", "SECONDS", "Maximum wait of requests for a pipeline", above=0)
     ] = DEFAULT_POLICY.recovery_timeout_s
     drain_timeout_s: Annotated[
         float,
-        _failures("--drain-timeout", "SECONDS", "Maximum time to finish running requests before exit"),
+        _failures(
+            "--drain-timeout", "SECONDS", "Maximum time to finish running requests before exit", above=0
+        ),
     ] = DEFAULT_POLICY.drain_timeout_s
     journal: Annotated[
         Path | None,
@@ -229,7 +234,10 @@ class CoordinatorConfig:
     reattach_timeout_s: Annotated[
         float,
         _failures(
-            "--reattach-timeout", "SECONDS", "Wait of journalled requests for their clients after a restart"
+            "--reattach-timeout",
+            "SECONDS",
+            "Wait of journalled requests for their clients after a restart",
+            above=0,
         ),
     ] = 60.0
 
@@ -271,6 +279,8 @@ class CoordinatorConfig:
             "RATIO",
             "Share of requests to trace, 0 to 1",
             unset="OTEL_TRACES_SAMPLER, else all",
+            min=0,
+            max=1,
         ),
     ] = None
     trace_store: Annotated[
@@ -322,18 +332,6 @@ class CoordinatorConfig:
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
             raise ValueError(
                 f"client_key {self.client_key!r} is not a metadata key: use a-z, 0-9, '-', '_', '.'"
-            )
-        check_positive("priority_age_s", self.priority_age_s)
-        check_positive("reattach_timeout_s", self.reattach_timeout_s)
-        if not 0 <= self.self_check_interval_s < math.inf:
-            raise ValueError(
-                f"self_check_interval_s is {self.self_check_interval_s:g}, but must be finite and at least 0"
-            )
-        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
-            raise ValueError(f"trace_sample is {self.trace_sample:g}, but must be from 0 to 1")
-        if not 1 < self.max_decode_slowdown < math.inf:
-            raise ValueError(
-                f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"
             )
         if self.mock_model is not None:
             parse_mock_model(self.mock_model)

@@ -16,7 +16,6 @@ from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
 from wire.flags import (
     Flag,
     check_limits,
-    check_positive,
     checkpoint_directory,
     listen_address,
     peer_address,
@@ -183,6 +182,7 @@ class WorkerConfig:
             "SECONDS",
             "Time that a step may compute after the coordinator has given it up; then the process exits with "
             "code 3",
+            above=0,
         ),
     ] = 30.0
     mock: Annotated[
@@ -213,7 +213,6 @@ class WorkerConfig:
             parse_peer_address(self.advertise)
         if self.mock is not None:
             self._check_mock()
-        check_positive("step_timeout_s", self.step_timeout_s)
         if self.num_threads is not None:
             check_threads(self.num_threads)
         if self.cpu_set is not None:

@@ -58,6 +58,7 @@ class Flag:
 
     `unset` describes the default None. `parse` converts the flag's text, `format` a value to text that
     `parse` accepts; without them the field's type is used. `off` names a flag that sets the field to None.
+    `above` is an exclusive minimum; a number is always finite.
     """
 
     name: str
@@ -65,8 +66,9 @@ class Flag:
     help: str
     unset: str | None = None
     panel: str | None = None
-    min: int | None = None
-    max: int | None = None
+    min: float | None = None
+    above: float | None = None
+    max: float = math.inf
     parse: Callable[[str], Any] | None = None
     format: Callable[[Any], Any] = plain
     off: str | None = None
@@ -159,17 +161,13 @@ def _text_type(annotation: Any, flag: Flag) -> type:
 
 
 def check_limits(config: object) -> None:
-    """Raise ValueError for a number outside the `min` and `max` of its flag."""
+    """Raise ValueError for a number outside the `min` or `above` and the `max` of its flag."""
     for setting in settings_of(type(config)):
-        low, high = setting.flag.min, setting.flag.max
-        value = setting.value_in(config)
-        if value is not None and low is not None and value < low:
-            raise ValueError(f"{setting.flag.name} is {value}, the minimum is {low}")
-        if value is not None and high is not None and value > high:
-            raise ValueError(f"{setting.flag.name} is {value}, the limit is {high}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise ValueError for a number that is not positive and finite."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value:g}, must be positive and finite")
+        flag, value = setting.flag, setting.value_in(config)
+        if value is None or (flag.min is None and flag.above is None):
+            continue
+        is_above = value > flag.above if flag.min is None else value >= flag.min
+        if not (is_above and value <= flag.max and value < math.inf):
+            low = f"({flag.above}" if flag.min is None else f"[{flag.min}"
+            high = f"{flag.max}{']' if flag.max < math.inf else ')'}"
+            raise ValueError(f"{flag.name} is {value}, must be in {low}, {high}")

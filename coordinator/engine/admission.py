@@ -55,7 +55,7 @@ class AdmissionLimits:
     def __post_init__(self) -> None:
         for name in ("queue_size", "max_client_requests", "max_unread_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise ValueError(f"{name} is {value}, must be in [1, inf)")
 
 
 class Admission:

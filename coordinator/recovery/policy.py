@@ -133,13 +133,13 @@ class RecoveryPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 < getattr(self, field.name) < math.inf:
-                raise ValueError(f"{field.name} must be positive and finite, got {getattr(self, field.name)}")
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}, must be in (0, inf)")
         if self.lease_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"a lease of {self.lease_s} s is less than two heartbeats of {self.heartbeat_interval_s} s"
             )
         if self.step_ratio_quantile > 1:
-            raise ValueError(f"step_ratio_quantile must be at most 1, got {self.step_ratio_quantile}")
+            raise ValueError(f"step_ratio_quantile is {self.step_ratio_quantile}, must be in (0, 1]")
 
 
 DEFAULT_POLICY = RecoveryPolicy()

@@ -42,13 +42,13 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_step_sequences", "max_steps_in_flight"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} is {getattr(self, name)}, must be in [1, inf)")
         if not 1 <= self.min_in_flight <= self.max_steps_in_flight:
             raise ValueError(
-                f"min_steps_in_flight must be in [1, {self.max_steps_in_flight}], got {self.min_in_flight}"
+                f"min_steps_in_flight is {self.min_in_flight}, must be in [1, {self.max_steps_in_flight}]"
             )
         if self.max_decode_slowdown <= 1:
-            raise ValueError(f"max_decode_slowdown must be above 1, got {self.max_decode_slowdown}")
+            raise ValueError(f"max_decode_slowdown is {self.max_decode_slowdown}, must be in (1, inf)")
 
     @property
     def min_in_flight(self) -> int:

@@ -93,7 +93,7 @@ def leave(house: House, request: Request) -> None:
 
 @pytest.mark.parametrize("name", ["queue_size", "max_client_requests", "max_unread_tokens"])
 def test_a_limit_below_one_is_rejected(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=rf"{name} is 0, must be in \[1, inf\)"):
         AdmissionLimits(**{"queue_size": 1, name: 0})
 
 

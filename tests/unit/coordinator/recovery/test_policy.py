@@ -19,7 +19,7 @@ def test_the_defaults_are_valid() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
 def test_a_wait_that_is_not_positive_and_finite_is_rejected_by_name(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value}"):
+    with pytest.raises(ValueError, match=rf"{name} is {value}, must be in \(0, inf\)"):
         RecoveryPolicy(**{name: value})
 
 

@@ -720,5 +720,5 @@ def test_a_mock_model_cannot_be_checked() -> None:
 
 @pytest.mark.parametrize("interval_s", [-1.0, math.inf, math.nan])
 def test_an_impossible_interval_is_rejected(interval_s: float) -> None:
-    with pytest.raises(ValueError, match="self_check_interval_s is"):
+    with pytest.raises(ValueError, match=rf"--self-check-interval is {interval_s}, must be in \[0, inf\)"):
         config(self_check_interval_s=interval_s)

@@ -544,7 +544,7 @@ def test_a_restarted_sequence_is_not_part_of_its_old_step() -> None:
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_step_sequences", "max_steps_in_flight"])
 def test_limits_below_one_are_rejected(name: str) -> None:
     values = {"max_step_tokens": 1, "max_step_sequences": 1, "max_steps_in_flight": 1, name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=rf"{name} is 0, must be in \[1, inf\)"):
         SchedulerLimits(**values)
 
 
