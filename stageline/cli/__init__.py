@@ -1,9 +1,9 @@
 """The `stageline` command: its subcommands, registered here."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +33,16 @@ _COMMANDS = {
     "bench": ("stageline.cli.bench", _USE),
 }
 """Module and panel of each command, in the order of --help."""
+_REJECTED = {
+    "greater_than_equal": "{value!r} is less than {ge}",
+    "less_than_equal": "{value!r} is more than {le}",
+    "int_parsing": "{value!r} is not an integer",
+    "int_parsing_size": "the number is too large",
+    "float_parsing": "{value!r} is not a number",
+    "bool_parsing": "{value!r} is not a boolean (true or false)",
+    "value_error": "{error}",
+}
+"""Texts for pydantic's types of errors, whose own texts lack the value."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -102,11 +112,18 @@ def _with_hint(error: Exception) -> str:
 
 
 def _one_line(error: typer.TyperException) -> str:
+    if (errors := getattr(error.__cause__, "errors", None)) is not None:  # pydantic's, through typer
+        error.message = _describe_rejected(errors()[0]) or error.message
     message = " ".join(error.format_message().split()).removesuffix(".")
     context = getattr(error, "ctx", None)  # only errors of usage have one
     if context is None:
         return message
     return f"{message}{_source(error, context)} (see {context.command_path} --help)"
+
+
+def _describe_rejected(details: Mapping[str, Any]) -> str:
+    text = _REJECTED.get(details["type"], "")
+    return text.format(value=str(details["input"]), **details.get("ctx", {}))
 
 
 def _source(error: typer.TyperException, context: typer.Context) -> str:

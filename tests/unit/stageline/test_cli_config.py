@@ -215,7 +215,7 @@ def test_the_source_of_higher_precedence_sets_the_dashboard(
         ("prefix-cache = 'no'", 'prefix-cache is "no", but must be true or false'),
         ("trace-bytes = 4096", "trace-bytes is 4096, but must be a string"),
         ("layers = [1, 2]", "layers is [1, 2], but must be a string"),
-        ("queue-size = 0", "Input should be greater than or equal to 1, from "),
+        ("queue-size = 0", "'0' is less than 1, from "),
         ("trace-bytes = '5'", "'5' has no unit: write for example 5GiB or 5MiB, from "),
         ("log-level = 'loud'", "'loud' is not one of 'debug', 'info', 'warning', 'error', from "),
         ("stages", "is not TOML: "),
@@ -240,15 +240,23 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(
     assert "none.toml: No such file or directory" in parse_error_line(capsys.readouterr().err)[1]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("STAGELINE_QUEUE_SIZE", "many", "'--queue-size': 'many' is not an integer"),
+        ("STAGELINE_PREFIX_CACHE", "maybe", "'--prefix-cache': 'maybe' is not a boolean (true or false)"),
+    ],
+)
 def test_a_wrong_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    message: str,
 ) -> None:
-    monkeypatch.setenv("STAGELINE_QUEUE_SIZE", "many")
+    monkeypatch.setenv(variable, value)
     assert main(["coordinator", "--stages", "2"]) == 2
-    assert (
-        "valid integer, unable to parse string as an integer, from STAGELINE_QUEUE_SIZE"
-        in (parse_error_line(capsys.readouterr().err)[1])
-    )
+    assert f"{message}, from {variable}" in parse_error_line(capsys.readouterr().err)[1]
 
 
 def test_the_printed_configuration_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
