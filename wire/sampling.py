@@ -32,6 +32,8 @@ def _share(help: str) -> Range:
 
 
 BIAS_RANGE = Range(-100, 100)
+KEEP_RANGE_S = Range(0, 3600, excludes_low=True)
+"""Time to keep the output of a detached request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from wire.errors import InvalidRequest
 from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
 from wire.sampling import (
     BIAS_RANGE,
+    KEEP_RANGE_S,
     MAX_TOP_LOGPROBS,
     SAMPLING_NUMBERS,
     GrammarSpec,
@@ -259,7 +260,6 @@ def _num_choices(message: inference_pb2.SamplingParameters) -> int:
 DEFAULT_MAX_TOKENS = 256
 TEXT_SLACK = 4
 DEFAULT_KEEP_S = 60.0
-MAX_KEEP_S = 3600.0
 
 PRIORITY_OF_MESSAGE: dict[int, Priority] = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -442,8 +442,8 @@ def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
     if not policy.HasField("keep_for"):
         return DEFAULT_KEEP_S
     keep_s = policy.keep_for.seconds + policy.keep_for.nanos / 1e9
-    if not 0 < keep_s <= MAX_KEEP_S:
-        raise InvalidRequest(f"keep_for is {keep_s:g} s, must be in (0, {MAX_KEEP_S:g}]")
+    if keep_s not in KEEP_RANGE_S:
+        raise InvalidRequest(f"keep_for is {keep_s:g} s, must be in {KEEP_RANGE_S}")
     return keep_s
 
 

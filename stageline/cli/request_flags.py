@@ -10,9 +10,8 @@ import typer
 
 from stageline.cli.options import option_parser, parse_non_negative, parse_number
 from stageline.client.request import Detach, GenerateOptions, Priority
-from wire.sampling import SAMPLING_NUMBERS, SamplingNumber
+from wire.sampling import KEEP_RANGE_S, SAMPLING_NUMBERS, Range, SamplingNumber
 
-_number = option_parser(parse_number)
 _non_negative = option_parser(parse_non_negative)
 
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
@@ -28,15 +27,19 @@ MaxTokens: TypeAlias = Annotated[
 """Each command has its own default."""
 
 
-def _number_flag(number: SamplingNumber) -> inspect.Parameter:
+def _parser_of(valid: Range) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = parse_number(text)
-        if value not in number.range:
-            raise ValueError(f"{text!r} is not in {number.range}")
+        if value not in valid:
+            raise ValueError(f"{text!r} is not in {valid}")
         return value
 
+    return option_parser(parse)
+
+
+def _number_flag(number: SamplingNumber) -> inspect.Parameter:
     text = f"{number.range.help.removesuffix('.')}; in {number.range}."
-    flag = _sampling(metavar=number.range.metavar, parser=option_parser(parse), help=text)
+    flag = _sampling(metavar=number.range.metavar, parser=_parser_of(number.range), help=text)
     hint = Annotated[float | None, flag]
     return inspect.Parameter(number.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
 
@@ -138,8 +141,9 @@ class LifeFlags(TypedDict, total=False):
         _life(
             "--detach",
             metavar="SECONDS",
-            parser=_number,
-            help="Continue when this command exits, and keep the output this long; see `stageline attach`.",
+            parser=_parser_of(KEEP_RANGE_S),
+            help="Continue when this command exits, and keep the output this long, in "
+            f"{KEEP_RANGE_S}; see `stageline attach`.",
         ),
     ]
     request_id: Annotated[

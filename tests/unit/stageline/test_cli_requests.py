@@ -311,7 +311,7 @@ def test_the_secret_of_a_detached_request_is_private_and_deleted_with_it(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     kept = tmp_path / "stageline" / "requests"
     line = ["generate", "x", "--max-tokens", "1", "--coordinator", address]
-    assert main([*line, "--detach", "0"]) == 0
+    assert main([*line, "--detach", "0.001"]) == 0
     (first,) = kept.iterdir()
     assert (stat.S_IMODE(first.stat().st_mode), stat.S_IMODE(kept.stat().st_mode)) == (0o600, 0o700)
     assert len(first.read_text().strip()) == 43

@@ -22,7 +22,6 @@ from coordinator.api.request_parser import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_KEEP_S,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     TEXT_SLACK,
@@ -51,7 +50,7 @@ from tests.unit.coordinator.api.small_requests import (
 from tests.unit.text.letters_codec import VOCAB_SIZE, letters
 from wire.errors import InvalidRequest
 from wire.ids import id_text, new_request_id
-from wire.sampling import StepSampling
+from wire.sampling import KEEP_RANGE_S, StepSampling
 from wire.status_codec import duration
 
 SamplingParameters = inference_pb2.SamplingParameters
@@ -608,7 +607,10 @@ def test_an_unknown_priority_is_rejected() -> None:
         (OnDisconnect(action=OnDisconnect.ACTION_CANCEL), None),
         (OnDisconnect(action=OnDisconnect.ACTION_DETACH), DEFAULT_KEEP_S),
         (OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(1e-3)), 1e-3),
-        (OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(MAX_KEEP_S)), MAX_KEEP_S),
+        (
+            OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(KEEP_RANGE_S.high)),
+            KEEP_RANGE_S.high,
+        ),
     ],
 )
 def test_output_is_kept_only_where_requested(policy: OnDisconnect | None, keep_s: float | None) -> None:
@@ -617,7 +619,7 @@ def test_output_is_kept_only_where_requested(policy: OnDisconnect | None, keep_s
     )
 
 
-@pytest.mark.parametrize("keep_s", [0.0, -1.0, MAX_KEEP_S + 1, 1e9, -1e9])
+@pytest.mark.parametrize("keep_s", [0.0, -1.0, KEEP_RANGE_S.high + 1, 1e9, -1e9])
 def test_a_time_to_keep_out_of_range_is_rejected(keep_s: float) -> None:
     policy = OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_for=duration(keep_s))
     assert refusal(request_of(1, on_disconnect=policy)) == f"keep_for is {keep_s:g} s, must be in (0, 3600]"
