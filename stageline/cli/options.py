@@ -160,7 +160,8 @@ Coordinator: TypeAlias = Annotated[
         parser=option_parser(peer_address),
         metavar="HOST:PORT",
         envvar="STAGELINE_COORDINATOR",
-        help="Coordinator address.",
+        show_envvar=False,
+        help="Coordinator address, also set by STAGELINE_COORDINATOR.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]

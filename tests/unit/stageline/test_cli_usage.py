@@ -51,7 +51,10 @@ from wire.tensors import ScaledDType
         ("attach", "Missing argument 'REQUEST_ID'"),
         ("attach x --from-token -1", "Invalid value for '--from-token'"),
         ("cancel", "Missing argument 'REQUEST_ID'"),
-        ("generate x --coordinator here", "address 'here' is not HOST:PORT"),
+        (
+            "generate x --coordinator here",
+            "Invalid value for '--coordinator': address 'here' is not HOST:PORT",
+        ),
         ("generate x --coordinator here:0", "address 'here:0' has port 0"),
         ("generate x --coordinator here:70000", "has port 70000, the limit is 65535"),
         ("generate 1,x --token-ids", "'1,x' is not a list of token ids such as 1,15,7"),
