@@ -182,9 +182,13 @@ def read_toml(path: Path, config: type) -> dict[str, Any]:
             types[key_of(setting.flag.off)] = bool
     values: dict[str, Any] = {}
     for key, value in _entries(path).items():
+        if isinstance(value, dict):
+            text = f"section {key!r}: sections are not supported, write keys at the top level"
+            raise typer.BadParameter(f"{path}: {text}")
         if key not in types:
-            nearest = get_close_matches(key, types, n=1, cutoff=0)[0]
-            raise typer.BadParameter(f"{path}: unknown key {key!r}, the nearest known one is {nearest!r}")
+            nearest = get_close_matches(key, types, n=1)
+            hint = f", the nearest known one is {nearest[0]!r}" if nearest else ""
+            raise typer.BadParameter(f"{path}: unknown key {key!r}{hint}")
         _check_type(path, key, value, types[key])
         values[parameter_of(key)] = value
     return values
@@ -195,7 +199,9 @@ def _entries(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # also of text that is not UTF-8
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path} is not UTF-8 text") from None
+    except ValueError as error:
         raise typer.BadParameter(f"{path} is not TOML: {error}") from None
 
 

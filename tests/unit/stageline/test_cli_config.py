@@ -206,8 +206,9 @@ def test_the_source_of_higher_precedence_sets_the_dashboard(
     [
         ("max-step-token = 1", "unknown key 'max-step-token', the nearest known one is 'max-step-tokens'"),
         ("max_step_tokens = 1", "unknown key 'max_step_tokens', the nearest known one is 'max-step-tokens'"),
-        ("print-config = true", "unknown key 'print-config'"),
-        ("[coordinator]\nstages = 1", "unknown key 'coordinator'"),
+        ("print-config = true", "unknown key 'print-config' (see"),
+        ("[coordinator]\nstages = 1", "section 'coordinator': sections are not supported, write keys at the"),
+        ("[http]\nlisten = 1", "section 'http': sections are not supported, write keys at the top level"),
         ("queue-size = '5'", 'queue-size is "5", but must be a whole number'),
         ("queue-size = 5.0", "queue-size is 5.0, but must be a whole number"),
         ("queue-size = true", "queue-size is true, but must be a whole number"),
@@ -238,6 +239,9 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(
 ) -> None:
     assert main(["worker", "--config", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: No such file or directory" in parse_error_line(capsys.readouterr().err)[1]
+    (tmp_path / "latin.toml").write_bytes("name = 'é'".encode("latin-1"))
+    assert main(["worker", "--config", str(tmp_path / "latin.toml")]) == 2
+    assert "latin.toml is not UTF-8 text (see" in parse_error_line(capsys.readouterr().err)[1]
 
 
 @pytest.mark.parametrize(
