@@ -186,7 +186,7 @@ class Controller:
         if not self.connections.remove(connection):
             return  # It was removed before, or it has rejoined and its old stream ended.
         self._events.left(name, reason)
-        self._note_unrelated_death(self.state.workers.find(name))
+        self._note_unrelated_death(self.state.workers.find_live(name))
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason, cause))
         if self.checks is not None:
             self.checks.worker_left(name)
@@ -230,7 +230,7 @@ class Controller:
                 self._events.unexpected_message(name, unknown)
 
     def _weights_differ(self, name: str, reason: str) -> None:
-        record = self.state.workers.find(name)
+        record = self.state.workers.find_live(name)
         if record is None or record.has_wrong_weights:
             return  # It may report once more after each join.
         self._events.weights_differ(name, reason)

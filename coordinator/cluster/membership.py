@@ -134,14 +134,14 @@ class Members:
         """The live or lost worker with this name."""
         return self._records.get(name)
 
-    def live(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
+    def find_process(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
         """The record of this worker process; None if it is lost or replaced."""
         record = self._records.get(name)
         if record is None or not record.is_live or record.identity.incarnation != incarnation:
             return None
         return record
 
-    def find(self, name: str) -> WorkerRecord | None:
+    def find_live(self, name: str) -> WorkerRecord | None:
         """The live worker with this name."""
         record = self._records.get(name)
         return record if record is not None and record.is_live else None
@@ -185,13 +185,13 @@ class Members:
 
     def set_silent(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
         """Mark whether heartbeats of a worker are missing within its lease."""
-        record = self.live(name, incarnation)
+        record = self.find_process(name, incarnation)
         if record is not None:
             record.is_silent = is_silent
 
     def release(self, name: str, incarnation: Incarnation) -> bool:
         """End the hold of a worker; False if it is not held."""
-        record = self.live(name, incarnation)
+        record = self.find_process(name, incarnation)
         if record is None or record.state is not WorkerState.JOINING:
             return False
         record.state, record.detail = WorkerState.SPARE, ""

@@ -204,7 +204,7 @@ class PlanChoice:
         self._good_template = self._template
         self._update_doubts(members)
         for name, problem in self._refusals.culprits().items():
-            record = members.find(name)
+            record = members.find_live(name)
             if record is not None and record.stage is None:
                 record.quarantine(problem)
                 record.is_culprit = True

@@ -123,7 +123,7 @@ class ClusterState:
 
     def stage_of(self, worker: str) -> StagePlan | None:
         """The stage of a live worker in the current plan."""
-        record = self.workers.find(worker)
+        record = self.workers.find_live(worker)
         return None if record is None else record.stage
 
     def start(self) -> list[Action]:
@@ -150,7 +150,7 @@ class ClusterState:
             HandshakeMismatch: a mock stage among real ones, or a real one among mocks.
         """
         self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
-        known = self.workers.find(identity.name)
+        known = self.workers.find_live(identity.name)
         had_stage = known is not None and known.stage is not None
         actions: list[Action] = []
         if known is not None:
@@ -180,7 +180,7 @@ class ClusterState:
 
         Events of an older incarnation are ignored.
         """
-        record = self.workers.live(name, incarnation)
+        record = self.workers.find_process(name, incarnation)
         if record is None:
             return []
         had_stage = record.stage is not None
@@ -210,7 +210,7 @@ class ClusterState:
     @handles(ClusterEvent.DRAIN)
     def drain(self, name: str) -> list[Action]:
         """Drain a worker: move its layers, or finish running requests if no worker can take them."""
-        record = self.workers.find(name)
+        record = self.workers.find_live(name)
         if record is None or record.is_draining:
             return []
         record.is_draining = True
@@ -222,7 +222,7 @@ class ClusterState:
     @handles(ClusterEvent.DRAINED)
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
         """The running requests have finished for which a draining worker waited."""
-        record = self.workers.live(name, incarnation)
+        record = self.workers.find_process(name, incarnation)
         if record is None or not record.is_draining or record.stage is None:
             return []
         return self._abandon_plan(f"worker {name} is drained", EndCause.REPLANNED)
@@ -241,7 +241,7 @@ class ClusterState:
     @handles(ClusterEvent.LOADED)
     def loaded(self, name: str, plan_id: int) -> list[Action]:
         """A worker has loaded and warmed up its stage."""
-        record = self.workers.find(name)
+        record = self.workers.find_live(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
         record.state, record.detail, record.num_failed_loads = WorkerState.READY, "", 0
@@ -254,7 +254,7 @@ class ClusterState:
         """A worker could not load its stage; a final failure or repeated ones quarantine it until it
         rejoins.
         """
-        record = self.workers.find(name)
+        record = self.workers.find_live(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
         is_out = record.fail_to_load(reason, max_failures=1 if is_final else self._policy.max_failed_loads)
@@ -267,7 +267,7 @@ class ClusterState:
         A report about an older plan counts too, because the worker's results may be wrong. Plans that failed
         because of the worker or its reference may be tried again.
         """
-        record = self.workers.find(name)
+        record = self.workers.find_live(name)
         if record is None or record.has_wrong_weights:
             return []
         record.quarantine(f"its weights differ: {reason}")

@@ -83,7 +83,7 @@ class FailureDetector(Generic[Worker]):
         self._on_lease_over = on_lease_over
         self._on_tick = on_tick
         self._on_steady = on_steady
-        self._on_time = on_window
+        self._on_window = on_window
         self._steady_since_s = 0.0
         self._timed_since_s = 0.0
 
@@ -125,5 +125,5 @@ class FailureDetector(Generic[Worker]):
             self._on_steady()
             self.restart()
         if now_s - self._timed_since_s > self._policy.steady_window_s:
-            self._on_time()
+            self._on_window()
             self._timed_since_s = now_s

@@ -89,7 +89,7 @@ class RandomWalk:
         return self._random.choice([*NAMES, *4 * self._cluster.stage_names])
 
     def _identity(self) -> WorkerIdentity | None:
-        record = self._state.workers.find(self._name())
+        record = self._state.workers.find_live(self._name())
         return None if record is None else record.identity
 
     def _epoch(self) -> int:

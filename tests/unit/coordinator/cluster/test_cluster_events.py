@@ -75,7 +75,7 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @rule(name=names, is_silent=st.booleans())
     def set_silent(self, name: str, is_silent: bool) -> None:
-        record = self.state.workers.find(name)
+        record = self.state.workers.find_live(name)
         if record is not None:
             self.state.workers.set_silent(name, record.identity.incarnation, is_silent=is_silent)
             assert record.is_silent == is_silent
