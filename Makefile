@@ -83,7 +83,7 @@ proto-accept: $(BUF)
 
 $(BUF):
 	@command -v npm > /dev/null || { echo "make lint checks the protocol with buf, which npm installs; install Node.js with npm"; exit 1; }
-	@npm install --silent --no-audit --no-fund --prefix $(VENV)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
+	@npm install --loglevel=error --no-audit --no-fund --prefix $(VENV)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
 
 venv: $(INSTALLED)
 
