@@ -21,7 +21,6 @@ from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.steps import StageLoad
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
 from wire.ids import id_text
-from wire.interceptors import sent_reason
 from wire.status_codec import duration, timestamp
 
 KIND_TO_MESSAGE: dict[StepKind, telemetry_pb2.StepKind.ValueType] = {
@@ -167,8 +166,8 @@ def _request(request: RequestActivity) -> telemetry_pb2.RequestActivity:
         started_us=_maybe_us(request.started_s),
         first_token_us=_maybe_us(request.first_token_s),
         ended_us=_maybe_us(request.ended_s),
-        error="" if request.error is None else str(request.error),
-        reason="" if request.error is None else sent_reason(request.error),
+        error=request.error,
+        reason=request.reason,
     )
 
 

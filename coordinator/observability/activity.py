@@ -16,8 +16,8 @@ from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stag
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.trace_view.explain import ratio_to_median, stands_out
-from wire.errors import ServingError
 from wire.ids import RequestId
+from wire.interceptors import sent_reason
 from wire.steps import Step
 
 
@@ -54,7 +54,8 @@ class RequestActivity:
     started_s: float | None
     first_token_s: float | None
     ended_s: float | None
-    error: ServingError | None
+    error: str
+    reason: str
 
 
 class RequestHistory(FactObserver):
@@ -112,7 +113,9 @@ def _activity(record: RequestRecord) -> RequestActivity:
         started_s=record.started_s,
         first_token_s=record.first_token_s,
         ended_s=record.ended_s,
-        error=record.error,
+        # Not the exception: its traceback would keep the call and its request.
+        error="" if record.error is None else str(record.error),
+        reason="" if record.error is None else sent_reason(record.error),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import fields
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.unit.coordinator.engine.request_cases import RequestCase
 from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
 from tests.unit.telemetry.recording import ListSink, recorder_into
 from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
+from wire.interceptors import sent_reason
 
 
 class Story:
@@ -204,7 +206,17 @@ def test_a_request_that_has_ended_is_remembered_with_its_end(
     assert snapshot.live == ()
     (ended,) = snapshot.ended
     assert (ended.request_id, ended.phase, ended.ended_s) == (request.id, phase, 1002.0)
-    assert ended.error is error
+    assert ended.error == ("" if error is None else str(error))
+    assert ended.reason == ("" if error is None else sent_reason(error))
+
+
+def test_an_ended_request_keeps_no_exception() -> None:
+    """Its traceback would hold the frames of the call, and so the request with its output."""
+    story = Story()
+    request = story.accept(1000.0)
+    story.end(request, 1002.0, RequestCancelled("cancelled"))
+    (ended,) = story.at(1003.0).ended
+    assert not any(isinstance(getattr(ended, field.name), BaseException) for field in fields(ended))
 
 
 def test_only_the_last_of_many_requests_are_kept() -> None:
