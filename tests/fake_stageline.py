@@ -53,7 +53,7 @@ class FakeCluster(cluster_pb2_grpc.ClusterServicer, join_pb2_grpc.MembershipServ
             model="fake-stories",
             dtype=cluster_pb2.DTYPE_F32,
             state=self._state(is_complete=is_complete),
-            detail="" if is_complete else f"{len(self._joined)} of {self._num_stages} workers have joined",
+            detail="" if is_complete else f"{len(self._joined)} of {self._num_stages} workers joined",
             num_stages=self._num_stages,
             num_blocks=64,
             block_size=16,

@@ -99,7 +99,7 @@ class ClusterState:
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
-        self.detail = f"waiting for {num_stages} workers"
+        self.detail = f"0 of {num_stages} workers joined"
         self.epoch = last_epoch
         self.end_cause: EndCause | None = None  # of the last epoch that ended
         self.plan: Plan | None = None
@@ -437,7 +437,7 @@ class ClusterState:
         else:
             return self._assign(plan)
         self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
-        self.detail = f"{reason}; {text}" if reason else text
+        self.detail = text if text.startswith(reason) else f"{reason}; {text}"
         self.workers.release_stages()
         return self._dismiss()
 

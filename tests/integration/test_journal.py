@@ -153,7 +153,9 @@ async def test_requests_restored_without_workers_wait_and_then_fail(tmp_path: Pa
     async with second:
         status = await second.wait_status(lambda status: status.requests.failed == 1)
         assert status.requests.waiting == 0
-        with pytest.raises(Unavailable, match="no pipeline within 10 s: waiting for 2 workers"):
+        with pytest.raises(
+            Unavailable, match="no pipeline within 10 s: 0 of 2 workers joined; layers 0-5 need"
+        ):
             await restored.read_rest(second)
 
 

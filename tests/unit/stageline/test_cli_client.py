@@ -163,7 +163,7 @@ def test_status_shows_model_state_and_requests(address: str, capsys: pytest.Capt
     assert main(["status", "--coordinator", address]) == 0
     output = capsys.readouterr().out
     assert "fake-stories in f32, 2 stages" in output
-    assert "waiting for workers: 0 of 2 workers have joined" in output
+    assert "waiting for workers: 0 of 2 workers joined" in output
     assert "3 finished" in output
 
 

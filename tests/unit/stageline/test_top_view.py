@@ -32,11 +32,11 @@ def test_before_the_first_pipeline_top_shows_a_notice() -> None:
             model="m",
             num_stages=3,
             state=cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
-            detail="1 of 3 workers have joined",
+            detail="1 of 3 workers joined",
         ),
         telemetry_pb2.GetActivityResponse(now_us=NOW_US, summary="Idle: no step in the last 10 s."),
     )
-    assert "waiting for workers: 1 of 3 workers have joined" in text
+    assert "waiting for workers: 1 of 3 workers joined" in text
     assert "Idle: no step in the last 10 s." in text
     assert "bubble" not in text
 

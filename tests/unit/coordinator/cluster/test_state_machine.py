@@ -31,7 +31,7 @@ def only_begin(actions: list[Action]) -> BeginEpoch:
 
 def test_no_plan_is_made_before_the_last_worker_joins() -> None:
     cluster = ClusterDriver(num_stages=3)
-    assert cluster.state.detail == "waiting for 3 workers"
+    assert cluster.state.detail == "0 of 3 workers joined"
     assert cluster.join("a") == []
     assert cluster.join("b") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS

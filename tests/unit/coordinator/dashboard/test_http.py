@@ -61,7 +61,7 @@ class Coordinator:
 
     @property
     def state(self) -> Any:
-        return SimpleNamespace(phase=self.phase, detail="2 of 3 workers have joined")
+        return SimpleNamespace(phase=self.phase, detail="2 of 3 workers joined")
 
     @property
     def availability(self) -> Any:
