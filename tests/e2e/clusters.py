@@ -122,7 +122,7 @@ async def wait_for_status(
 ) -> cluster_pb2.GetStatusResponse:
     """Poll until the condition holds, within `timeout_s`; return that status."""
     deadline = asyncio.get_running_loop().time() + timeout_s
-    async with Client(address) as client:
+    async with Client(address, connect_timeout_s=timeout_s) as client:
         while not condition(status := await client.status()):
             if asyncio.get_running_loop().time() > deadline:
                 raise AssertionError(f"not within {timeout_s:g} s; last status:\n{status}")
