@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
 from wire.channels import client_channel
@@ -15,12 +16,6 @@ from wire.clock import ClusterClock, Exchange, wall_clock_us
 
 log = logging.getLogger(__name__)
 
-
-WELCOME_TIMEOUT_S = 10.0
-LOADING_TIMEOUT_S = 120.0
-"""Maximum time for other workers to load the layers of a leaving worker."""
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 0.5
 
 LOADING_BEATS = 4
 """Heartbeats per interval in a load: a tokenizer's tables hold the GIL for most of a second."""
@@ -69,12 +64,12 @@ class CoordinatorClient:
         self._heartbeat = heartbeat
         self._stage = stage
         self._clock = clock
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff_s = WORKER_POLICY.first_rejoin_delay_s
         self._logged_outage = ""
         self._rejoin_secret = b""
         self._connection: _Connection | None = None
         self._is_leaving = False
-        self.leave_timeout_s = LOADING_TIMEOUT_S
+        self.leave_timeout_s = WORKER_POLICY.loading_timeout_s
         """Maximum wait for the coordinator's Leave after `ask_to_leave`."""
 
     def ask_to_leave(self) -> bool:
@@ -100,11 +95,11 @@ class CoordinatorClient:
                 log.info("leaving the cluster: %s", left.reason)
                 if left.exit_process:
                     return
-                self._backoff_s = MAX_BACKOFF_S
+                self._backoff_s = WORKER_POLICY.max_rejoin_delay_s
             if self._is_leaving:
                 return
             await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            self._backoff_s = min(2 * self._backoff_s, WORKER_POLICY.max_rejoin_delay_s)
 
     async def _join_once(self) -> _Left:
         async with client_channel(self._coordinator) as channel:
@@ -115,10 +110,10 @@ class CoordinatorClient:
                 call.cancel()
 
     async def _serve(self, call: Call) -> _Left:
-        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+        async with asyncio.timeout(WORKER_POLICY.welcome_timeout_s):
             welcome = await self._welcome(call)
-        self._backoff_s, self._logged_outage = FIRST_BACKOFF_S, ""
-        self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
+        self._backoff_s, self._logged_outage = WORKER_POLICY.first_rejoin_delay_s, ""
+        self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + WORKER_POLICY.loading_timeout_s
         self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
@@ -192,7 +187,7 @@ class CoordinatorClient:
         elif isinstance(error, CoordinatorSilent):
             kind = reason = str(error)
         else:
-            reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
+            reason = f"no welcome within {WORKER_POLICY.welcome_timeout_s:g} s"
         if self._is_leaving:
             log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
         elif self._logged_outage != kind:

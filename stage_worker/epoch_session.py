@@ -21,6 +21,7 @@ from stage_worker.backends.contract import (
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.next_stage_stream import NextStageStream
+from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
@@ -39,10 +40,6 @@ QUEUED_FRAMES = 64
 """Frames that may wait; more than a coordinator has in flight, so that queueing is measured here."""
 KEPT_TOKENS = 2048
 """Limit on kept hidden states of a self-check, far above what one sends."""
-
-
-IDLE_CHECK_INTERVAL_S = 1.0
-"""Interval of checks for idleness, in which KV accounting can be verified."""
 
 
 class _VerifyAccounting:
@@ -244,7 +241,7 @@ class EpochSession:
 
     async def _verify_when_idle(self) -> None:
         while True:
-            await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
+            await asyncio.sleep(WORKER_POLICY.idle_check_interval_s)
             if self._executor.is_check_due and self.is_idle:
                 await self._inbox.put(_VerifyAccounting())
 

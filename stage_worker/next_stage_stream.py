@@ -7,14 +7,13 @@ from typing import Any
 import grpc
 
 from stage_worker.backends.contract import HandedOn, TimedOutput
+from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_frame, encode_result_frame
 from wire.stage_calls import HELLO_RETRY_S, open_forward
 from wire.steps import StepResult
-
-DIAL_TIMEOUT_S = 5.0
 
 Request = bytes | deliver_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -44,10 +43,12 @@ class NextStageStream:
         """Connect, send hello, and wait for accepted."""
         self._channel = client_channel(self._address)
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
+            async with asyncio.timeout(WORKER_POLICY.dial_timeout_s):
                 answer = await self._greet(self._channel)
         except TimeoutError:
-            raise self._fault(f"did not accept the stream within {DIAL_TIMEOUT_S:g} s") from None
+            raise self._fault(
+                f"did not accept the stream within {WORKER_POLICY.dial_timeout_s:g} s"
+            ) from None
         if answer.WhichOneof("message") != "accepted":
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
         self._is_accepted = True

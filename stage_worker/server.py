@@ -23,6 +23,7 @@ from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.metrics import WorkerMetrics, resident_bytes
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.service import StageService
 from stage_worker.spans import StageSpans
 from stage_worker.stage_manager import StageManager
@@ -43,8 +44,6 @@ log = logging.getLogger(__name__)
 
 STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
-_STOP_GRACE_S = 0.5
-_REPORT_TIMEOUT_S = 1.0
 
 
 class Worker:
@@ -118,7 +117,7 @@ class Worker:
             if self._has_failed.is_set():
                 # The coordinator ends the stream when it receives the report, which is being sent.
                 client.stop_dialling()
-                await asyncio.wait({joined}, timeout=_REPORT_TIMEOUT_S)
+                await asyncio.wait({joined}, timeout=WORKER_POLICY.report_timeout_s)
                 raise DeviceError(f"device {self._backend.device} failed: {self._device_failure}")
             for task in (orders, joined):
                 if task.done():
@@ -138,11 +137,11 @@ class Worker:
     async def stop(self) -> bool:
         """Stop server and backend. Returns False when the backend is still busy."""
         await self.metrics.close()
-        await self._server.stop(_STOP_GRACE_S)
+        await self._server.stop(WORKER_POLICY.stop_grace_s)
         if self._recorder is not None:
             await self._recorder.close()
         await _cancel(self._health_tasks)
-        return self._backend.stop(timeout_s=_STOP_GRACE_S)
+        return self._backend.stop(timeout_s=WORKER_POLICY.stop_grace_s)
 
     def _start_telemetry(self) -> None:
         """Start telemetry, which needs the worker's name."""

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.addresses import peer_host
@@ -14,7 +15,6 @@ from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, Stal
 from wire.reference import encode_reference
 from wire.stage_calls import Messages, forward_handler, reference_handler
 
-HELLO_TIMEOUT_S = 10.0
 MAX_UNTRUSTED_BYTES = 64 * 1024
 """Maximum message size before the secret is checked; hellos and reference requests have a few KiB."""
 
@@ -50,12 +50,12 @@ class StageService:
 
 async def _hello(messages: Messages) -> forward_pb2.HopHello:
     try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
+        async with asyncio.timeout(WORKER_POLICY.hello_timeout_s):
             message = await anext(messages, b"")
         _check_size(message)
         first = forward_pb2.ForwardRequest.FromString(message)
     except TimeoutError:
-        raise StaleStream(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        raise StaleStream(f"no hello within {WORKER_POLICY.hello_timeout_s:g} s") from None
     except DecodeError:
         raise HandshakeMismatch("first message", expected="hello", got="bytes that are no message") from None
     if first.WhichOneof("message") != "hello":

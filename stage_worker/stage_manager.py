@@ -21,6 +21,7 @@ from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
+from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 MAX_PER_HOST = 4
 """The previous stage has one stream per epoch; streams of recently failed epochs may still be waiting."""
 MAX_WAITING = 16
-"""Only one of them can be the previous stage. Each holds a connection for up to `EPOCH_WAIT_S`."""
+"""Only one of them can be the previous stage. Each holds a connection for up to `epoch_wait_s`."""
 
 
 class EarlyStreams:
@@ -73,9 +74,6 @@ class EarlyStreams:
         self._refused.note("a stream", problem, host=host)
         raise Overloaded(f"{problem}: retry when the epoch has begun", retry_after_s=HELLO_RETRY_S)
 
-
-EPOCH_WAIT_S = 10.0
-"""Maximum wait of a stream for its epoch's BeginEpoch."""
 
 Reply = Callable[[join_pb2.JoinRequest], None]
 Order = (
@@ -219,12 +217,12 @@ class StageManager:
     async def _wait_begun(self, epoch: int) -> None:
         """Wait for the epoch, which the previous stage may learn of first. Raises StaleStream."""
         try:
-            async with asyncio.timeout(EPOCH_WAIT_S):
+            async with asyncio.timeout(WORKER_POLICY.epoch_wait_s):
                 while epoch > self._last_epoch:
                     await self._epoch_began.wait()
         except TimeoutError:
             raise StaleStream(
-                f"epoch {epoch} has not begun on this stage within {EPOCH_WAIT_S:g} s"
+                f"epoch {epoch} has not begun on this stage within {WORKER_POLICY.epoch_wait_s:g} s"
             ) from None
 
     async def reference(self, request: forward_pb2.ComputeReferenceRequest, *, host: str) -> Reference:

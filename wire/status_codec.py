@@ -43,7 +43,7 @@ def _completed_value(message_type: Any, value: Any) -> Any:
     if message_type.GetOptions().map_entry:
         return value
     if isinstance(value, list):
-        return [_completed(message_type, each) for each in value]
+        return [_completed(message_type, item) for item in value]
     return _completed(message_type, value)
 
 

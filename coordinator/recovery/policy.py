@@ -1,4 +1,4 @@
-"""Every threshold, limit and wait of failure handling, with its unit and reason."""
+"""Every threshold, limit and wait of the coordinator's failure handling, with its unit and reason."""
 
 import math
 from dataclasses import dataclass, fields

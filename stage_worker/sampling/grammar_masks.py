@@ -24,15 +24,10 @@ from torch import Tensor
 from checkpoint import is_named
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE, GrammarError, GrammarMatcher, GrammarTokenizer
+from stage_worker.policy import WORKER_POLICY
 from wire.ids import SequenceKey
 from wire.sampling import GrammarSpec
 from wire.steps import StartRecord
-
-MASK_WAIT_S = 1.5
-"""Limit of the time that `apply` waits for the masks of all rows of a step.
-
-Less than the coordinator's least step timeout, so that a slow grammar fails its own sequence, not the step.
-"""
 
 _SPREAD = torch.tensor(
     [[0.0 if octet >> bit & 1 else -torch.inf for bit in range(8)] for octet in range(256)]
@@ -74,7 +69,7 @@ class GrammarMasks:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         pool: Executor | None = None,
-        wait_s: float = MASK_WAIT_S,
+        wait_s: float = WORKER_POLICY.mask_wait_s,
     ) -> None:
         """`directory` is the checkpoint's; `pool` must run its work in order, one at a time."""
         self._directory = directory

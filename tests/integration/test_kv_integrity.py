@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvcache import BlockPool, integrity
 from stage_worker import epoch_session
+from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
 from tests.integration.request_cases import mixed_cases
@@ -24,7 +26,7 @@ def at_every_poll() -> Iterator[None]:
     """Check the accounting at every idle poll."""
     with (
         mock.patch.object(integrity, "IDLE_POLLS", 1),
-        mock.patch.object(epoch_session, "IDLE_CHECK_INTERVAL_S", 0.05),
+        mock.patch.object(epoch_session, "WORKER_POLICY", replace(WORKER_POLICY, idle_check_interval_s=0.05)),
     ):
         yield
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 
 from stage_worker import next_stage_stream, service, stage_manager
 from stage_worker.assignment import Assignment
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import MAX_PER_HOST
 from stageline_rpc.internal.v1 import forward_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -189,7 +191,7 @@ async def test_a_hello_that_is_too_large_is_rejected_unparsed(assignment: Assign
 async def test_a_stream_that_sends_no_hello_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(service, "WORKER_POLICY", replace(WORKER_POLICY, hello_timeout_s=0.05))
     async with stage_bench(assignment) as bench:
         predecessor = PredecessorDouble(bench.worker.advertised_address)
         ended = await predecessor.end()
@@ -200,7 +202,7 @@ async def test_a_stream_that_sends_no_hello_is_ended(
 async def test_a_stream_whose_epoch_never_begins_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_manager, "EPOCH_WAIT_S", 0.05)
+    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, epoch_wait_s=0.05))
     async with stage_bench(assignment) as bench:
         ended = await refusal(bench, setting(epoch=5))
         assert ended.code is grpc.StatusCode.ABORTED
@@ -304,7 +306,7 @@ async def test_an_unreachable_next_stage_is_reported(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage_bench(assignment) as bench:
-        monkeypatch.setattr(next_stage_stream, "DIAL_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(next_stage_stream, "WORKER_POLICY", replace(WORKER_POLICY, dial_timeout_s=0.2))
         address, bench.next_stage.address = bench.next_stage.address, "127.0.0.1:1"
         bench.epoch += 1
         bench.link.send(begin_epoch=bench.begin_message())

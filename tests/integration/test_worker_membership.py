@@ -17,8 +17,9 @@ from checkpoint import DType
 from stage_worker.assignment import Assignment
 from stage_worker.backends import torch_backend
 from stage_worker.backends.contract import DeviceError
-from stage_worker.coordinator_client import LOADING_TIMEOUT_S, JoinRefused
+from stage_worker.coordinator_client import JoinRefused
 from stage_worker.loading import stage_loader
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.server import Worker
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -384,4 +385,4 @@ async def test_the_coordinator_sets_the_drain_timeout(
     async with running_worker(worker_config(coordinator.address)) as worker:
         link = await coordinator.link()
         await link.next_heartbeat()
-        assert worker.leave_timeout_s == 600 + LOADING_TIMEOUT_S
+        assert worker.leave_timeout_s == 600 + WORKER_POLICY.loading_timeout_s

@@ -1,4 +1,4 @@
-"""docs/reference/limits.md: the fields of `RecoveryPolicy`."""
+"""docs/reference/limits.md: the fields of `RecoveryPolicy` and `WorkerPolicy`."""
 
 from tools.reference_pages.markdown import GENERATED, table
 from tools.reference_pages.source import fields_of
@@ -6,16 +6,33 @@ from tools.reference_pages.source import fields_of
 _LIMITS = f"""\
 # Limits of failure handling
 
-Every threshold, limit and wait of failure handling: `RecoveryPolicy` in `coordinator/recovery/policy.py`.
-Names end in their unit: `_s` is seconds, `_tokens` tokens; the others are counts and ratios.
+Every threshold, limit and wait of failure handling. Names end in their unit: `_s` is seconds, `_tokens`
+tokens; the others are counts and ratios.
 {GENERATED}
 [failures.md](../failures.md) describes the failures they belong to.
+"""
+_OF_COORDINATOR = """
+## Coordinator
+
+`RecoveryPolicy` in `coordinator/recovery/policy.py`:
+
+"""
+_OF_WORKER = """
+
+## Worker
+
+`WorkerPolicy` in `stage_worker/policy.py`:
 
 """
 
 
 def limits() -> str:
-    """Every field of `RecoveryPolicy`."""
-    policy = fields_of("coordinator/recovery/policy.py", "RecoveryPolicy")
-    rows = [(name, default, meaning) for name, _, default, meaning in policy]
-    return _LIMITS + table(("name", "default", "meaning"), rows)
+    """Every field of both policies."""
+    coordinator = _fields("coordinator/recovery/policy.py", "RecoveryPolicy")
+    worker = _fields("stage_worker/policy.py", "WorkerPolicy")
+    return f"{_LIMITS}{_OF_COORDINATOR}{coordinator.rstrip()}{_OF_WORKER}{worker}"
+
+
+def _fields(path: str, policy: str) -> str:
+    rows = [(name, default, meaning) for name, _, default, meaning in fields_of(path, policy)]
+    return table(("name", "default", "meaning"), rows)

@@ -1,0 +1,36 @@
+"""Every wait of a worker for other processes, with its unit and reason."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPolicy:
+    """All values are seconds."""
+
+    welcome_timeout_s: float = 10.0
+    """Maximum time until the coordinator welcomes a worker that dialled it."""
+    first_rejoin_delay_s: float = 0.1
+    """Pause before a worker dials the coordinator again; doubles with each failure."""
+    max_rejoin_delay_s: float = 0.5
+    """Maximum pause before a worker dials the coordinator again."""
+    loading_timeout_s: float = 120.0
+    """Maximum time for other workers to load the layers of a leaving worker, beyond the drain timeout."""
+    dial_timeout_s: float = 5.0
+    """Maximum time until the next stage accepts a stream; then the hop is reported."""
+    hello_timeout_s: float = 10.0
+    """Maximum time to the first message of a stream from the stage before."""
+    epoch_wait_s: float = 10.0
+    """Maximum wait of a stream from the stage before for its epoch to begin on this stage."""
+    mask_wait_s: float = 1.5
+    """Maximum wait per step for grammar masks. Less than the coordinator's `min_step_timeout_s`, so that a
+    slow grammar fails its own sequence and not the step.
+    """
+    idle_check_interval_s: float = 1.0
+    """Interval of KV integrity checks while no step arrives."""
+    stop_grace_s: float = 0.5
+    """Maximum time for running calls and the running step at exit."""
+    report_timeout_s: float = 1.0
+    """Maximum time to send a device fault before exit."""
+
+
+WORKER_POLICY = WorkerPolicy()
