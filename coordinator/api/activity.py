@@ -177,7 +177,7 @@ def _epoch(epoch: EpochSpan) -> telemetry_pb2.EpochActivity:
         started_us=_us(epoch.started_s),
         stopped_us=_maybe_us(epoch.stopped_s),
         cause=epoch.cause.value if epoch.cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
-        reason=epoch.reason,
+        detail=epoch.reason,
     )
 
 

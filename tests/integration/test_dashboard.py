@@ -128,7 +128,7 @@ async def test_activity_shows_a_new_epoch_and_the_pause_before_it() -> None:
         first, *_, last = (await get(cluster, "api/activity"))["epochs"]
         assert int(first["stopped_us"]) <= int(last["started_us"])
         assert last["stopped_us"] is None
-        assert first["cause"] == "EPOCH_END_CAUSE_DEATH" and "w1" in first["reason"]
+        assert first["cause"] == "EPOCH_END_CAUSE_DEATH" and "w1" in first["detail"]
         assert (await get(cluster, "api/status"))["end_cause"] == "EPOCH_END_CAUSE_DEATH"
 
 

@@ -118,7 +118,7 @@ export class Timeline {
     for (const epoch of this.store.epochs) {
       if (epoch.started_us > freeFromUs) add(epoch.started_us);
       freeFromUs = epoch.stopped_us ?? Infinity;
-      reason = `epoch ${epoch.epoch} ended (${epoch.cause}): ${epoch.reason}`;
+      reason = `epoch ${epoch.epoch} ended (${epoch.cause}): ${epoch.detail}`;
     }
     add(Infinity);
     return gaps

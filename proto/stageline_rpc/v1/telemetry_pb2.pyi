@@ -5,7 +5,7 @@ Traces of requests, and recent activity of the pipeline.
 
 Times on the monotonic clock of the coordinator are integers in microseconds (`_us`): a response has hundreds of them,
 they are only compared with each other and with `now_us`, and a Timestamp each would multiply the size of a response.
-All other times are Timestamp and Duration.
+Windows and quantiles are seconds (`_s`), as in metrics. All other times are Timestamp and Duration.
 """
 
 from collections import abc as _abc
@@ -765,13 +765,13 @@ class EpochActivity(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STARTED_US_FIELD_NUMBER: _builtins.int
     STOPPED_US_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     started_us: _builtins.int
     stopped_us: _builtins.int
     """Unset: the epoch is current."""
-    reason: _builtins.str
+    detail: _builtins.str
     """Why the epoch ended, in words and as a code; unspecified if the coordinator stopped it."""
     cause: _cluster_pb2.EpochEndCause.ValueType
     def __init__(
@@ -780,12 +780,12 @@ class EpochActivity(_message.Message):
         epoch: _builtins.int = ...,
         started_us: _builtins.int = ...,
         stopped_us: _builtins.int | None = ...,
-        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
         cause: _cluster_pb2.EpochEndCause.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "cause", b"cause", "epoch", b"epoch", "reason", b"reason", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "cause", b"cause", "detail", b"detail", "epoch", b"epoch", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stopped_us: _TypeAlias = _typing.Literal["stopped_us"]  # noqa: Y015
     _WhichOneofArgType__stopped_us: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us"]  # noqa: Y015

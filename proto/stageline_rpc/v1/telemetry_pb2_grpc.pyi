@@ -5,7 +5,7 @@ Traces of requests, and recent activity of the pipeline.
 
 Times on the monotonic clock of the coordinator are integers in microseconds (`_us`): a response has hundreds of them,
 they are only compared with each other and with `now_us`, and a Timestamp each would multiply the size of a response.
-All other times are Timestamp and Duration.
+Windows and quantiles are seconds (`_s`), as in metrics. All other times are Timestamp and Duration.
 """
 
 from collections import abc as _abc

@@ -31,7 +31,7 @@ def test_the_end_of_an_epoch_is_a_sentence_and_a_code() -> None:
         recorder.epoch_started(epoch, 1.0)
         recorder.epoch_stopped(cause, "worker w1 is lost", 2.0)
     epochs = _encode(recorder).epochs
-    assert {epoch.reason for epoch in epochs} == {"worker w1 is lost"}
+    assert {epoch.detail for epoch in epochs} == {"worker w1 is lost"}
     names = [cluster_pb2.EpochEndCause.Name(epoch.cause) for epoch in epochs]
     assert names == [f"EPOCH_END_CAUSE_{cause.name}" for cause in EndCause] + ["EPOCH_END_CAUSE_UNSPECIFIED"]
     assert len(names) == len(cluster_pb2.EpochEndCause.values())
