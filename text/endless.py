@@ -1,7 +1,7 @@
 """Finds rules of Lark grammars and JSON schemas that no finite text matches.
 
-llguidance accepts `start: /a+/ start` and computes its only text without end; here such rules are found
-first, in linear time. The `lark` library reads too little: not `T{2,3}`, `a[capture]`, `%json {}`, `<|eot|>`.
+llguidance accepts `start: /a+/ start` and never finishes on it, so such rules are rejected beforehand, in
+linear time. The `lark` library reads too little: not `T{2,3}`, `a[capture]`, `%json {}`, `<|eot|>`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class AttachSecretMismatch(ServingError):
 
 
 class TokenMissing(ServingError):
-    """`Drain` without the operator token."""
+    """An operator's call, such as `Drain`, without the operator token."""
 
 
 class TokenMismatch(ServingError):

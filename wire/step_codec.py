@@ -389,7 +389,7 @@ def _decode_slice(message: step_pb2.StepSlice) -> StepSlice:
 
 def _decode_prefill(message: step_pb2.StepSlice, key: SequenceKey, num_tokens: int) -> Prefill:
     if not message.HasField("prefill"):
-        raise StepFault(StepFaultKind.SLICE_SET, f"slice of {key} has no inference step")
+        raise StepFault(StepFaultKind.SLICE_SET, f"slice of {key} is neither prefill nor decode")
     prefill = message.prefill
     step = Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
     if num_tokens != step.num_tokens or num_tokens == 0:

@@ -87,7 +87,7 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
 
 
 async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:
-    """First message of a stream, `nothing` if it ends before. Raises InvalidRequest after `timeout_s`."""
+    """Return a stream's first message, or `nothing` if it ends. Raises InvalidRequest after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(aiter(messages), nothing)

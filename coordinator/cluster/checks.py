@@ -132,7 +132,7 @@ class WeightsCheck:
             self._add(_Question(worker, stage, plan_id, self._idle_s) for worker, stage in stages)
 
     def plan_failed(self, plan_id: int, stages: Stages, source: WorkerIdentity | None) -> None:
-        """Compare the weights of a plan that failed its self-check, and those of its reference's `source`."""
+        """Compare the weights of the failed plan's workers, and of `source`, which computed the reference."""
         self._is_urgent = True
         self._add(_Question(worker, stage, plan_id, 0.0) for worker, stage in stages)
         if source is not None:

@@ -58,7 +58,7 @@ class FailureAttribution:
         history.num_faults += 1
         history.num_tokens_at_fault = request.num_generated_tokens
         if history.num_faults > policy.max_step_retries:
-            text = f"all {history.num_faults} steps that computed this request were refused; the last"
+            text = f"all {history.num_faults} steps with this request were rejected; the last"
             self._fail(request, StepFailed(f"{text}: {fault}"))
         elif history.num_faults == policy.max_step_retries:
             self._isolation.suspect(running)

@@ -245,8 +245,7 @@ def keep_min_p(tokens: KeptTokens) -> None:
 
 
 def keep_typical(tokens: KeptTokens) -> None:
-    """Keep the smallest set of tokens, by distance of their surprise to the entropy, that reaches
-    typical_p.
+    """Keep the tokens whose surprise is nearest to the entropy, until their probability reaches typical_p.
 
     Equals of the last token are included. Source: Meister et al., 2022, arXiv:2202.00666.
     """

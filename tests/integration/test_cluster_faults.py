@@ -121,7 +121,7 @@ async def test_a_request_with_three_faulty_steps_fails_alone(
         assert failed.case.request_id == unlucky
         assert failed.error is not None
         assert failed.error.code == "ABORTED"
-        expected = "all 3 steps that computed this request were refused; the last: stage 1, step "
+        expected = "all 3 steps with this request were rejected; the last: stage 1, step "
         assert failed.error.message.startswith(expected)
         assert FLIPPED.kind.name in failed.error.message
         slowest_s = failed.ended_s - injection.at_s

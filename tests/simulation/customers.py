@@ -206,7 +206,7 @@ class Visit:
         was_unserved = self._cluster.oracle.unserved_s >= POLICY.recovery_timeout_s - 0.1
         if code is Code.UNAVAILABLE and was_unserved:
             return
-        if code is Code.ABORTED and "all 3 steps that computed this request were refused" in text:
+        if code is Code.ABORTED and "all 3 steps with this request were rejected" in text:
             return  # the oracle decides whether a fault had a cause
         if code is Code.INTERNAL and _POISONED.match(text):
             return  # deaths in a row, by chance

@@ -98,7 +98,7 @@ def change_slice(change: Callable[[step_pb2.StepSlice], object]) -> bytes:
         (lambda part: part.decode.SetInParent(), "2 tokens, its inference step expects 1"),
         (lambda part: (part.ClearField("tokens"), part.prefill.ClearField("num_tokens")), "0 tokens"),
         (lambda part: setattr(part.prefill, "num_prefill_tokens", 17), r"chunk \[16, 18\) .* 17 prefill"),
-        (lambda part: part.ClearField("prefill"), "has no inference step"),
+        (lambda part: part.ClearField("prefill"), "is neither prefill nor decode"),
     ],
     ids=["too many tokens", "too few", "a decode of two", "no tokens", "past the end", "no inference step"],
 )

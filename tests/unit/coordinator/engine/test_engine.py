@@ -324,7 +324,7 @@ def test_the_third_faulty_step_fails_a_request_and_not_its_successors(new_model:
     model.fault(model.sent[-1].step_id, request_ids=(request.id,))
     assert isinstance(request.error, StepFailed)
     assert str(request.error) == (
-        "all 3 steps that computed this request were refused; the last: stage 0, step 1: POSITION: "
+        "all 3 steps with this request were rejected; the last: stage 0, step 1: POSITION: "
     )
     assert (ended_as(request), model.totals) == (FAILED, (0, 0, 1))
     assert call.tokens(0) == solo(case, 0).tokens[: len(call.tokens(0))]
