@@ -1,21 +1,22 @@
 """Blocks, the signals that change their owners, and KV events.
 
-All classes are frozen and hashable; hashes and ids are unsigned 64-bit integers. `parent` is the sequence
-hash of the previous block, None for the first block.
+Objects are hashable and never modified after construction. The classes are not declared frozen, because
+constructing a frozen dataclass takes twice as long. Hashes and ids are unsigned 64-bit integers; `parent` is
+the sequence hash of the previous block, None for the first block.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class FullBlock:
     """A complete block, identified by its content and all content before it."""
 
     sequence_hash: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PartialBlock:
     """An incomplete block; its id is unique within an epoch and never shared."""
 
@@ -25,7 +26,7 @@ class PartialBlock:
 Block = FullBlock | PartialBlock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Use:
     """Adds one owner to each of `blocks`, in order; `block_hashes` belong to the full blocks among them."""
 
@@ -34,7 +35,7 @@ class Use:
     parent: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Promote:
     """`partial` became full and is identified by its content from now on."""
 
@@ -44,14 +45,14 @@ class Promote:
     block_hash: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Deref:
     """Removes one owner; a block without owners stays cached until eviction."""
 
     block: Block
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Destroy:
     """Removes one owner; without owners the page is freed and its content dropped at once."""
 
@@ -61,7 +62,7 @@ class Destroy:
 Signal = Use | Promote | Deref | Destroy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Stored:
     """Consecutive full blocks that entered the pool after the block `parent`."""
 
@@ -71,7 +72,7 @@ class Stored:
     event_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Removed:
     """Full blocks that left the pool, by sequence hash; the router dialect fixes the field's name."""
 

@@ -104,7 +104,7 @@ class EndRecord:
     restart_count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SequenceSignal:
     """A KV signal and the sequence whose block table it changes."""
 

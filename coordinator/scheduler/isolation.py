@@ -82,8 +82,9 @@ class Isolation:
 
     def on_token(self, sequence: Sequence) -> bool:
         """Clear `sequence` after a token. Returns True if it must wait for remaining suspects."""
-        self.discard(sequence)
-        return self.is_active
+        if self._suspects:
+            self.discard(sequence)
+        return bool(self._suspects)
 
     def is_alone(self, sequence: Sequence) -> bool:
         """Whether `sequence` is a suspect in a group without others."""

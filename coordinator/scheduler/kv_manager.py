@@ -187,15 +187,21 @@ class KvCacheManager:
 
         Raises OutOfBlocks without appending the token; the previous block may have been promoted.
         """
-        self.push(sequence.key, sequence.kv, sequence.newest_token)
+        active = sequence.kv
+        if self._window is not None:
+            self._release_hidden(sequence.key, active, self._window, len(active))
+        if signals := active.push(sequence.newest_token):
+            self._open_block(sequence.key, active, signals)
 
     def push(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
         """Like `append`, for a sequence outside of the scheduler."""
         if self._window is not None:
             self._release_hidden(key, active, self._window, len(active))
-        signals = active.push(token)
-        if not signals:
-            return
+        if signals := active.push(token):
+            self._open_block(key, active, signals)
+
+    def _open_block(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
+        """Apply the signals of the last push, or revert it and raise OutOfBlocks."""
         try:
             for signal in self._ledger.settle(active, signals):
                 self._apply(key, active, signal)

@@ -339,9 +339,8 @@ class Sequence:
     def take_decode(self) -> StepSlice:
         """Take the newest token for a step."""
         position = self._num_computed
-        self._require(
-            not self._is_token_due and position == len(self._tokens) - 1, "has one token to compute"
-        )
+        if self._is_token_due or position != len(self._tokens) - 1:
+            raise self._broken("has one token to compute")
         self._num_computed = position + 1
         self._is_token_due = True
         return StepSlice(self._key, self._restart_count, (self._tokens[-1],), Decode(position))
@@ -373,7 +372,8 @@ class Sequence:
 
         With `max_tokens` 0, the token only signals that the prompt is computed.
         """
-        self._require(self._is_token_due and self._num_computed == len(self._tokens), "waits for a token")
+        if not self._is_token_due or self._num_computed != len(self._tokens):
+            raise self._broken("waits for a token")
         self._is_token_due = False
         if self._max_tokens == 0:
             return self.finish(FinishReason.LENGTH)
@@ -423,10 +423,13 @@ class Sequence:
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise InvariantBroken(
-                f"expected that sequence {self._key} {what}; it is in state {self._state.name} "
-                f"with {self._num_computed} of {len(self._tokens)} tokens computed"
-            )
+            raise self._broken(what)
+
+    def _broken(self, what: str) -> InvariantBroken:
+        return InvariantBroken(
+            f"expected that sequence {self._key} {what}; it is in state {self._state.name} "
+            f"with {self._num_computed} of {len(self._tokens)} tokens computed"
+        )
 
     def _move_to(self, state: SequenceState) -> None:
         check_transition(self._key, self._state, state)
