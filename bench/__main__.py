@@ -5,6 +5,7 @@
     python -m bench --list              list the groups
     python -m bench --quick             smoke test: few rounds and small sizes
     python -m bench --record            replace the recorded run of these groups
+    python -m bench --output F.json     also write a row per figure: {name, measured, bound, ratio, target}
 
 Exit code: 0; 1 if a figure could not be measured; with --strict also if one is worse, misses its target or is
 impossible; 2 for a wrong command line.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from rich.console import Console
 from bench.harness import recorded
 from bench.harness.catalogue import GROUPS, chosen
 from bench.harness.figure import Verdict
-from bench.harness.group import Setting
+from bench.harness.group import Group, Setting
 from bench.harness.machine import Machine
 from bench.harness.readme import with_recorded
 from bench.harness.recorded import Change, Compared
@@ -45,7 +47,8 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.list:
         for group in GROUPS:
-            print(f"{group.name:<12} {group.about} (about {group.about_s} s)")
+            by_name = "" if group.is_default else ", by name only"
+            print(f"{group.name:<12} {group.about} (about {group.about_s} s{by_name})")
         return 0
     if options.markdown:
         print(markdown(recorded.read(RECORDED)))
@@ -55,24 +58,32 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
+    return _run(groups, options)
+
+
+def _run(groups: list[Group], options: argparse.Namespace) -> int:
     console, progress = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     setting = Setting(
         is_quick=options.quick,
-        output_directory=options.output,
+        output_directory=LATEST if _is_rows_file(options.output) else options.output,
         cache_directory=_cache_directory(),
         say=lambda text: progress.print(f"  {text}", style="dim", highlight=False),
+        coordinator_arguments=tuple(shlex.split(options.coordinator)),
     )
     machine = Machine.here()
     console.print(f"{machine}\n", highlight=False)
-    options.output.mkdir(parents=True, exist_ok=True)
+    setting.output_directory.mkdir(parents=True, exist_ok=True)
     results = uvloop.run(run_groups(groups, setting))
     before = recorded.read(RECORDED)
     figures = [figure for result in results for figure in result.figures]
     compared = [*recorded.compare(figures, before), *recorded.gone(results, before)]
     show(results, compared, console)
-    _keep(results, machine, options, console)
+    _keep(results, machine, options, setting.output_directory, console)
+    if _is_rows_file(options.output):
+        recorded.write(options.output, recorded.rows(figures))
+        console.print(f"rows: {options.output}", highlight=False)
     return _exit_code(results, compared, is_strict=options.strict)
 
 
@@ -90,8 +101,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="exit code 1 if a figure is worse, misses its target or is impossible",
     )
     parser.add_argument("--record", action="store_true", help="record this run for its groups")
-    parser.add_argument("--output", type=Path, default=LATEST, metavar="DIRECTORY")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=LATEST,
+        metavar="PATH",
+        help="folder of numbers and timelines; a name that ends in .json is a file of rows instead",
+    )
+    parser.add_argument(
+        "--coordinator",
+        default="",
+        metavar="FLAGS",
+        help='further flags of the coordinator of real stages: --coordinator="--max-decode-slowdown 10"',
+    )
     options = parser.parse_args(arguments)
+    if options.record and options.coordinator:
+        parser.error("runs with --coordinator are not recorded")
     if options.quick and options.record:
         parser.error("--quick runs are not recorded")
     return options
@@ -102,16 +127,24 @@ def _cache_directory() -> Path:
     return Path(base) / "stageline-bench"
 
 
+def _is_rows_file(output: Path) -> bool:
+    return output.suffix == ".json"
+
+
 def _keep(
-    results: list[GroupResult], machine: Machine, options: argparse.Namespace, console: Console
+    results: list[GroupResult],
+    machine: Machine,
+    options: argparse.Namespace,
+    folder: Path,
+    console: Console,
 ) -> None:
     run = recorded.as_json(results, machine, is_quick=options.quick)
-    recorded.write(options.output / RUN_FILE, run)
-    console.print(f"\nnumbers and timelines: {options.output}", highlight=False)
+    recorded.write(folder / RUN_FILE, run)
+    console.print(f"\nnumbers and timelines: {folder}", highlight=False)
     if options.record:
         recorded.write(RECORDED, recorded.merged(recorded.read(RECORDED), run))
         README.write_text(with_recorded(README.read_text(), recorded.read(RECORDED)))
-        for timeline in options.output.glob("*_timeline.svg"):
+        for timeline in folder.glob("*_timeline.svg"):
             shutil.copy(timeline, RESULTS)
         console.print(f"recorded in {RECORDED} and {README}", highlight=False)
 

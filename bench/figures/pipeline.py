@@ -18,7 +18,7 @@ EVEN_TARGET, UNEVEN_TARGET = 0.97, 0.95
 LIMIT = 1.002
 STEP_SEQUENCES = 4
 """Maximum sequences of a step; with enough requests this makes more steps than stages."""
-FREE_STAGES = 4
+FREE_STAGES = (4, 8, 16)
 TIMELINE_OF, TIMELINE_S = 8, 0.5
 
 
@@ -30,9 +30,12 @@ async def measure(setting: Setting) -> list[Figure]:
         figures.append(await efficiency(setting, name, [STAGE_MS] * num_stages, target=EVEN_TARGET))
     name = f"pipeline, stages of {', '.join(map(str, UNEVEN_MS))} ms"
     figures.append(await efficiency(setting, name, UNEVEN_MS, target=UNEVEN_TARGET))
-    name = f"pipeline, {FREE_STAGES} stages of {STAGE_MS} ms, steps of any size, tokens"
-    stages_ms = [STAGE_MS] * FREE_STAGES
-    figures.append(await efficiency(setting, name, stages_ms, target=None, step_sequences=None))
+    for num_stages in FREE_STAGES[:1] if setting.is_quick else FREE_STAGES:
+        name = f"pipeline, {num_stages} stages of {STAGE_MS} ms, steps of any size, tokens"
+        stages_ms = [STAGE_MS] * num_stages
+        figures.append(
+            await efficiency(setting, name, stages_ms, target=EVEN_TARGET, step_sequences=None, noise=0.03)
+        )
     return figures
 
 
@@ -44,6 +47,7 @@ async def efficiency(
     target: float | None,
     window_s: float = 5.0,
     step_sequences: int | None = STEP_SEQUENCES,
+    noise: float = 0.02,
 ) -> Figure:
     """Steps per second in steady decode, against one step per time of the slowest stage.
 
@@ -62,17 +66,23 @@ async def efficiency(
             settle_s=max(1.0, 2 * sum(stages_ms) / 1e3),
             window_s=window_s,
         )
-        if len(stages_ms) == TIMELINE_OF:
+        if len(stages_ms) == TIMELINE_OF and step_sequences:
             begin_s, end_s = window.end_s - TIMELINE_S, window.end_s
             title = f"{name}, {num_streams} streams in decode"
             write_timeline(setting, cluster, begin_s, end_s, name="pipeline", title=title)
     bound = 1e3 / max(stages_ms)
     setting.say(f"{name}: {rate.steps_per_s:.2f} of {bound:.2f} steps/s")
-    return _figure(name, stages_ms, rate, num_streams=num_streams, target=target)
+    return _figure(name, stages_ms, rate, num_streams=num_streams, target=target, noise=noise)
 
 
 def _figure(
-    name: str, stages_ms: Sequence[int], rate: SteadyRate, *, num_streams: int, target: float | None
+    name: str,
+    stages_ms: Sequence[int],
+    rate: SteadyRate,
+    *,
+    num_streams: int,
+    target: float | None,
+    noise: float,
 ) -> Figure:
     return Figure(
         name=f"{name} : one step per {max(stages_ms)} ms",
@@ -81,7 +91,7 @@ def _figure(
         unit="steps/s",
         target=target,
         limit=LIMIT,
-        noise=0.02,
+        noise=noise,
         how="results per second, first to last in a window of steady decode : 1 / slowest stage",
         details={
             "tokens_per_step": rate.tokens_per_step,

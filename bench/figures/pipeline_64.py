@@ -6,7 +6,7 @@ from bench.figures.pipeline import efficiency
 from bench.harness.figure import Figure
 from bench.harness.group import Setting
 
-NUM_STAGES, STAGE_MS, TARGET = 64, 50, 0.9
+NUM_STAGES, STAGE_MS, TARGET = 64, 50, 0.95
 
 
 async def measure(setting: Setting) -> list[Figure]:

@@ -18,7 +18,7 @@ from bench.harness.streams import prefill_rate
 
 NUM_PROMPTS = 16
 HUGGING_FACE_BATCH = 8
-OF_BOUND = 0.6
+OF_BOUND = 0.8
 OF_ONE_WORKER = 1.85
 OF_HUGGING_FACE = 1.2
 

@@ -30,9 +30,9 @@ GROUPS = (
     ),
     Group(
         name="pipeline",
-        about="steps/s of 2, 4, 8 and 16 mock stages of 20 ms, and of uneven ones; timeline",
+        about="steps/s of 2 to 16 mock stages of 20 ms, of uneven ones, and with steps of any size; timeline",
         module="bench.figures.pipeline",
-        about_s=75,
+        about_s=100,
     ),
     Group(
         name="pipeline-64",
@@ -65,12 +65,6 @@ GROUPS = (
         about_s=50,
     ),
     Group(
-        name="mixed-load",
-        about="inter-token latency during arrivals of long prompts",
-        module="bench.figures.mixed_load",
-        about_s=40,
-    ),
-    Group(
         name="telemetry",
         about="steps/s of 8 mock stages with every request traced : without telemetry",
         module="bench.figures.telemetry",
@@ -87,6 +81,22 @@ GROUPS = (
         about="resident memory of mock workers",
         module="bench.figures.mock_memory",
         about_s=10,
+    ),
+    Group(
+        name="burst",
+        about="bursts of 8, 16 and 32 requests : prefill, then steady decode",
+        module="bench.figures.burst",
+        about_s=170,
+        is_default=False,
+        timeout_s=900.0,
+    ),
+    Group(
+        name="arrivals",
+        about="latencies and goodput of random arrivals at 70 % of capacity",
+        module="bench.figures.arrivals",
+        about_s=150,
+        is_default=False,
+        timeout_s=900.0,
     ),
 )
 

@@ -14,13 +14,15 @@ class Setting:
     """Settings of a group. `is_quick`: few rounds and small sizes, as a smoke test.
 
     `say` prints a line of progress. Files of the run go to `output_directory`; reusable ones (a checkpoint
-    with random weights) to `cache_directory`.
+    with random weights) to `cache_directory`. `coordinator_arguments` are further flags of the coordinator of
+    real stages.
     """
 
     is_quick: bool
     output_directory: Path
     cache_directory: Path
     say: Callable[[str], None]
+    coordinator_arguments: tuple[str, ...] = ()
 
     def rounds(self, full: int, quick: int = 1) -> int:
         """Number of repetitions."""

@@ -67,6 +67,17 @@ def _cpu_line(key: str) -> str | None:
     return next((value.strip() for name, _, value in lines if name.strip() == key), None)
 
 
+MIN_NEIGHBOUR_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A process of others and its share of all cores' time, 0 to 1."""
+
+    name: str
+    share: float
+
+
 class ForeignLoad:
     """Share of the processors used by others: all busy time but of this process and its children.
 
@@ -76,6 +87,7 @@ class ForeignLoad:
 
     def __init__(self) -> None:
         self._start = _snapshot()
+        self._cpu_s = _foreign_cpu_s()
 
     def share(self) -> float:
         """Share of all cores' time since the beginning, 0 to 1."""
@@ -85,6 +97,34 @@ class ForeignLoad:
             return 0.0
         foreign_s = (busy_s - busy_then_s) - (own_s - own_then_s)
         return min(1.0, max(0.0, foreign_s / ((now_s - started_s) * (psutil.cpu_count() or 1))))
+
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """Running processes of others with at least 1 % of all cores' time since the beginning, busiest
+        first.
+        """
+        duration_s = time.monotonic() - self._start[0]
+        if duration_s < 1:
+            return ()
+        total_s = duration_s * (psutil.cpu_count() or 1)
+        found = [
+            Neighbour(name, (cpu_s - self._cpu_s.get((process, name), 0.0)) / total_s)
+            for (process, name), cpu_s in _foreign_cpu_s().items()
+        ]
+        busy = [neighbour for neighbour in found if neighbour.share >= MIN_NEIGHBOUR_SHARE]
+        return tuple(sorted(busy, key=lambda neighbour: -neighbour.share))
+
+
+def _foreign_cpu_s() -> dict[tuple[tuple[int, float], str], float]:
+    """CPU seconds of each process but this one and its children, by (pid, start) and name."""
+    this = psutil.Process()
+    own = {this.pid, *(child.pid for child in this.children(recursive=True))}
+    found = {}
+    for process in psutil.process_iter(["pid", "create_time", "name", "cpu_times"]):
+        facts = process.info
+        if facts["pid"] not in own and facts["cpu_times"] is not None:
+            times = facts["cpu_times"]
+            found[(facts["pid"], facts["create_time"]), facts["name"]] = times.user + times.system
+    return found
 
 
 def _snapshot() -> tuple[float, float, float]:

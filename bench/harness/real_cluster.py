@@ -22,7 +22,10 @@ def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
         model_directory=checkpoint(setting.cache_directory),
         num_threads=1,
         memory_bytes=MEMORY_BYTES,
-        coordinator_arguments=("--kv-tokens", str(KV_TOKENS), "--max-model-len", "4096"),
+        coordinator_arguments=(
+            *("--kv-tokens", str(KV_TOKENS), "--max-model-len", "4096"),
+            *setting.coordinator_arguments,
+        ),
     )
     return BenchCluster(config, vocab_size=LLAMA_88M.vocab)
 

@@ -80,6 +80,10 @@ def as_json(results: Iterable[GroupResult], machine: Machine, *, is_quick: bool)
                 "name": result.name,
                 "took_s": round(result.took_s, 1),
                 "foreign_share": round(result.foreign_share, 3),
+                "neighbours": [
+                    {"name": neighbour.name, "share": round(neighbour.share, 3)}
+                    for neighbour in result.neighbours
+                ],
                 "problem": result.problem,
             }
             for result in results
@@ -106,6 +110,20 @@ def _entry(group: str, figure: Figure) -> dict[str, Any]:
     }
 
 
+def rows(figures: Iterable[Figure]) -> list[dict[str, Any]]:
+    """The result of each figure, without how it was measured; for other programs."""
+    return [
+        {
+            "name": figure.name,
+            "measured": _rounded(figure.measured),
+            "bound": _rounded(figure.bound),
+            "ratio": _rounded(figure.ratio),
+            "target": figure.target,
+        }
+        for figure in figures
+    ]
+
+
 def _rounded(value: float) -> float:
     """Round to four significant digits; more would be noise in the file."""
     return float(f"{value:.4g}")
@@ -127,7 +145,7 @@ def read(file: Path) -> dict[str, Any]:
     return run
 
 
-def write(file: Path, run: Mapping[str, Any]) -> None:
-    """Write a run and create its folder."""
+def write(file: Path, run: Mapping[str, Any] | list[dict[str, Any]]) -> None:
+    """Write a run, or its rows, and create the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(run, indent=1) + "\n")

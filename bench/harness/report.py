@@ -15,6 +15,7 @@ from bench.harness.recorded import Change, Compared
 from bench.harness.run import GroupResult
 
 MUCH_FOREIGN_LOAD = 0.05
+MOST_NAMED = 4
 
 _VERDICT_STYLES = {
     Verdict.REACHED: "green",
@@ -34,9 +35,10 @@ def show(results: Iterable[GroupResult], compared: Iterable[Compared], console: 
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("recorded", no_wrap=True)
+    table.add_column("others", justify="right", no_wrap=True)
     for result in results:
         for figure in result.figures:
-            table.add_row(*_row(figure, changes.get(figure.name)))
+            table.add_row(*_row(figure, changes.get(figure.name)), f"{result.foreign_share:.0%}")
         if result.figures:
             table.add_section()
     console.print(table)
@@ -117,8 +119,17 @@ def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> lis
     ]
     lines += [f"[bold red]gone[/] {change.name}" for change in compared if change.change is Change.GONE]
     lines += [
-        f"[yellow]doubtful[/] {result.name}: other processes used {result.foreign_share:.0%} of the machine"
+        f"[yellow]doubtful[/] {result.name}: {_others(result)}"
         for result in results
         if result.foreign_share > MUCH_FOREIGN_LOAD
     ]
     return lines
+
+
+def _others(result: GroupResult) -> str:
+    """Load of other processes, with the busiest ones that still run."""
+    text = f"other processes used {result.foreign_share:.0%} of the machine"
+    busiest = [
+        f"{escape(neighbour.name)} {neighbour.share:.0%}" for neighbour in result.neighbours[:MOST_NAMED]
+    ]
+    return f"{text}; {len(result.neighbours)} are busy: {', '.join(busiest)}" if busiest else text

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from bench.harness.catalogue import measure_of
 from bench.harness.figure import Figure
 from bench.harness.group import Group, Measure, Setting
-from bench.harness.machine import ForeignLoad
+from bench.harness.machine import ForeignLoad, Neighbour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
     """Result of a group; without figures `problem` has the reason.
 
-    `foreign_share` is the share of the machine's time used by other processes.
+    `foreign_share` is the share of the machine's time used by other processes; `neighbours` are those that
+    used the most and still run.
     """
 
     name: str
@@ -25,6 +26,7 @@ class GroupResult:
     problem: str | None = None
     took_s: float = 0.0
     foreign_share: float = 0.0
+    neighbours: tuple[Neighbour, ...] = ()
 
 
 async def run_groups(
@@ -46,4 +48,9 @@ async def _run(group: Group, setting: Setting, load: Callable[[Group], Measure])
     except Exception as error:
         # continue with the other groups after any error
         result = GroupResult(name=group.name, problem=f"{type(error).__name__}: {error}")
-    return replace(result, took_s=time.monotonic() - started_s, foreign_share=others.share())
+    return replace(
+        result,
+        took_s=time.monotonic() - started_s,
+        foreign_share=others.share(),
+        neighbours=others.neighbours(),
+    )

@@ -22,6 +22,7 @@ OF_OTHER_TOOLS = {
         "--minutes",
         "--no-deps",
         "--no-trace",
+        "--output",
         "--quick",
         "--rate",
         "--record",

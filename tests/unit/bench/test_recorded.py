@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,12 @@ def test_a_run_round_trips(tmp_path: Path) -> None:
     run = run_of(figure(ratios=(0.7, 0.8, 0.9), details={"tokens_per_step": 7.99}))
     recorded.write(file, run)
     assert recorded.read(file) == run
+
+
+def test_a_row_has_the_numbers_of_a_figure_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    recorded.write(file, recorded.rows([figure("a", measured=61.23456, target=0.8), latency(99)]))
+    assert json.loads(file.read_text()) == [
+        {"name": "a", "measured": 61.23, "bound": 100.0, "ratio": 0.6123, "target": 0.8},
+        {"name": "latency", "measured": 99.0, "bound": 100.0, "ratio": 0.99, "target": None},
+    ]

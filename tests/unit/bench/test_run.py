@@ -8,6 +8,7 @@ import pytest
 from bench.harness.catalogue import GROUPS, chosen
 from bench.harness.figure import Figure
 from bench.harness.group import Group, Setting
+from bench.harness.machine import Neighbour
 from bench.harness.product_bound import StageWork, slowest_candidates
 from bench.harness.recorded import Change, Compared
 from bench.harness.report import remarks
@@ -70,11 +71,18 @@ def test_regressions_are_listed_below_the_table() -> None:
         Compared("b", Change.SAME, -0.05, 0.1),
         Compared("c", Change.GONE),
     ]
-    lines = remarks([GroupResult(name="decode", foreign_share=0.2)], compared)
+    neighbours = (Neighbour("compiler", 0.15), Neighbour("shell", 0.03))
+    results = [
+        GroupResult(name="decode", foreign_share=0.2),
+        GroupResult(name="hop", foreign_share=0.19, neighbours=neighbours),
+        GroupResult(name="clients", foreign_share=0.04, neighbours=neighbours[1:]),
+    ]
+    lines = remarks(results, compared)
     assert [line.rpartition("]")[2].strip() for line in lines] == [
         "a: -20%, noise is up to 10%",
         "c",
         "decode: other processes used 20% of the machine",
+        "hop: other processes used 19% of the machine; 2 are busy: compiler 15%, shell 3%",
     ]
 
 
