@@ -253,6 +253,7 @@ class Controller:
         """Handle a step that a stage refused: starts a new epoch."""
         if report.epoch != self.state.epoch:
             return
+        self._engine.deliver()
         workers = dict(enumerate(record.identity.name for record in self.state.stage_workers))
         in_step = self._engine.sequences_in_step(report.step_id)
         self._events.step_fault(report, in_step, workers.get(report.stage))
@@ -499,6 +500,7 @@ class Controller:
             self.checks.end()
         self._failure_detector.restart()
         if self.availability.is_serving:
+            self._engine.deliver()
             self._attribute(action)
             self._engine.stop_epoch(action.cause, action.reason)
             self.availability.end()

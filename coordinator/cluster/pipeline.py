@@ -18,7 +18,7 @@ from wire.frames import encode_frame
 from wire.ids import Incarnation
 from wire.log_context import log_context
 from wire.peer_secrets import HopSecrets, RefusedPeers
-from wire.stage_calls import HELLO_RETRY_S, ForwardCall, open_forward
+from wire.stage_calls import HELLO_RETRY_S, ForwardCall, StartedWrite, open_forward
 from wire.step_codec import encode_step
 from wire.steps import Step
 
@@ -58,13 +58,16 @@ class PipelineLink:
         self._on_broken = on_broken
         self._timeout_s = timeout_s
         self._now_us = now_us
-        self._steps: asyncio.Queue[tuple[Step, int]] = asyncio.Queue()
+        self._writes: asyncio.Queue[bytes | StartedWrite] = asyncio.Queue()
         self._call: ForwardCall | None = None
+        self._idle_call: ForwardCall | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def send(self, step: Step) -> None:
-        """Queue a step; never blocks."""
-        self._steps.put_nowait((step, self._now_us()))
+        """Hand a step to gRPC in this turn of the event loop, or queue it behind an unfinished write."""
+        for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=self._now_us()):
+            call, self._idle_call = self._idle_call, None
+            self._writes.put_nowait(message if call is None else StartedWrite(call.write(message)))
 
     async def open(self) -> None:
         """Connect to FIRST and wait until it accepts the stream. Raises LinkBroken with the reason."""
@@ -106,12 +109,13 @@ class PipelineLink:
             await asyncio.sleep(HELLO_RETRY_S)
 
     async def _write(self, call: ForwardCall) -> None:
-        """Write queued steps until the stream ends, which `_watch` reports."""
+        """Finish or do the writes of `send` until the stream ends, which `_watch` reports."""
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             while True:
-                step, ready_at_us = await self._steps.get()
-                for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=ready_at_us):
-                    await call.write(message)
+                if self._writes.empty():
+                    self._idle_call = call
+                write = await self._writes.get()
+                await (call.write(write) if isinstance(write, bytes) else write)
 
     async def _watch(self, call: ForwardCall) -> None:
         try:
@@ -173,7 +177,7 @@ class Pipeline:
         return self._link
 
     def send(self, step: Step) -> None:
-        """Queue a step of the current epoch; never blocks."""
+        """Send a step of the current epoch; see `PipelineLink.send`."""
         assert self._link is not None, "no epoch has started"
         self._link.send(step)
 

@@ -135,22 +135,17 @@ class Durability:
         """Convert `time_s` from the clock of `now_s` to wall-clock time."""
         return None if time_s is None else self.wall_clock() + time_s - now_s
 
-    def add_step(self, updates: Sequence[SequenceUpdate]) -> bool:
-        """Journal the updates of a step.
-
-        Returns:
-            False if a record is buffered: its output must not be delivered until it is written.
-        """
+    def add_step(self, updates: Sequence[SequenceUpdate]) -> None:
+        """Journal the updates of a step. Its output must not be delivered while writes fail."""
         journal = self.journal
         if journal is None:
-            return True
+            return
         known = (update for update in updates if journal.has(update.sequence.key.request_id))
         entries = [_entry(update) for update in known if update.error is None]
         if entries:
             at = self.wall_clock()
             self._num_steps += 1
             self._write(("step", self._num_steps), lambda: journal.add_step(entries, at=at))
-        return self.failure is None
 
     def end(self, request: Request) -> None:
         """Journal the end of a request, or remove a request that is not kept."""

@@ -2,19 +2,25 @@
 
 All methods run on the event loop without awaiting, so no lock is needed. After each event the engine sends
 steps until the scheduler has none.
+
+After a result, the next steps leave first. What does not decide them waits for the next turn of the loop, or
+for the next call of the engine if that comes earlier: text and stop strings, readers, observers, KV events
+(`Engine.deliver`). So other calls find every result delivered.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator, plan_limit_error
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
 from coordinator.engine.observer import EndCause, EngineObserver
-from coordinator.engine.output_stream import OutputStream, Positions
+from coordinator.engine.output_stream import CallSoon, OutputStream, Positions, ReaderWakeups
 from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.policy import RecoveryPolicy
@@ -44,6 +50,10 @@ DEADLINE_SLACK_S = 0.05
 """Difference allowed between gRPC's deadline timer and the engine's clock."""
 
 
+def _call_soon(callback: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(callback)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """Numbers of the engine at one time; sequences are those of live requests.
@@ -71,9 +81,11 @@ class Engine:
         *,
         policy: RecoveryPolicy,
         clock: Callable[[], float] = time.monotonic,
+        call_soon: CallSoon = _call_soon,
         durability: Durability | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
+        """`call_soon` calls a function in the next turn of the event loop."""
         self._limits = limits
         self._durability = durability or Durability(policy=policy)
         self._clock = clock
@@ -85,9 +97,14 @@ class Engine:
         self._send: Callable[[Step], None] | None = None
         self._sent_s = deque[float]()
         self._undelivered = list[SequenceUpdate]()
+        self._facts = deque[Callable[[], None]]()
+        self._call_soon = call_soon
+        self._is_delivery_due = False
+        self._has_freed_blocks = False
+        self._readers = ReaderWakeups(call_soon)
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
-        self.kv_events = KvEventPublisher()
+        self.kv_events = KvEventPublisher(before_snapshot=self.publish_kv_events)
 
     def now_s(self) -> float:
         """Current time on the clock of deadlines."""
@@ -185,6 +202,7 @@ class Engine:
             ClusterUnavailable: the request is too long for the current plan.
             JournalUnavailable: the record could not be written.
         """
+        self.deliver()
         self._registry.check_new(request.id)
         self.admission.check_queue(len(request.choices))
         if (error := plan_limit_error(request, self._max_sequence_tokens)) is not None:
@@ -207,6 +225,7 @@ class Engine:
         The switch happens between two steps: the previous stream gets no output after it. Raises
         RequestNotFound, and InvalidRequest for positions beyond the output.
         """
+        self.deliver()
         self._durability.check_not_suspended()
         stream = self._attach(self._registry.find(request_id), positions, deadline_s)
         self._durability.set_deadline(stream.request, deadline_s, now_s=self._clock())
@@ -235,12 +254,14 @@ class Engine:
 
     def suspend(self) -> None:
         """End live requests with RequestSuspended; the journal lets a restarted coordinator continue."""
+        self.deliver()
         if self._durability.suspend():
             for request in self._registry.live:
                 self.fail(request, RequestSuspended(SUSPENDED))
 
     def detach(self, stream: OutputStream) -> None:
         """Close `stream`. Its request continues without a reader if it is kept, else it is cancelled."""
+        self.deliver()
         request = stream.request
         if request.stream is not stream:
             return
@@ -256,6 +277,7 @@ class Engine:
 
         The request's blocks are freed with the next step.
         """
+        self.deliver()
         request = self._registry.find(request_id)
         if request.is_live:
             self._cancel(request, RequestCancelled("the request was cancelled"))
@@ -319,6 +341,7 @@ class Engine:
     def stop_epoch(self, cause: EndCause | None = None, reason: str = "") -> None:
         """Stop sending steps; running sequences return to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
+        self.deliver()
         self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_events.end_epoch()
@@ -337,27 +360,50 @@ class Engine:
 
     def fail_all(self, reason: str) -> None:
         """Fail every live request with ClusterUnavailable."""
+        self.deliver()
         for request in self._registry.live:
             self.fail(request, ClusterUnavailable(reason))
 
     def fail_waiting(self, since_s: float, reason: str) -> None:
         """Fail live requests accepted at or before `since_s` (engine clock) with ClusterUnavailable."""
+        self.deliver()
         for request in self._registry.live:
             if request.accepted_s <= since_s:
                 self.fail(request, ClusterUnavailable(reason))
 
     def complete(self, result: StepResult) -> int:
-        """Apply the result of the oldest step; return its number of new tokens. Raises ResultMismatch."""
+        """Apply the result of the oldest step and send the next ones; `deliver` does the rest soon after.
+
+        Returns its number of new tokens. Raises ResultMismatch.
+        """
+        self.deliver()
         now_s = self._clock()
         updates = self._scheduler.complete(result, now_s)
-        self._observer.step_completed(result, updates, self._sent_s.popleft(), now_s)
+        sent_s = self._sent_s.popleft()
+        self._facts.append(partial(self._observer.step_completed, result, updates, sent_s, now_s))
         if requeued := self._scheduler.take_requeued():
+            self._record_facts()  # before the next start: the observer decides whether stages trace it
             self._observer.requeued(requeued, now_s)
         self._undelivered += updates
-        if self._durability.add_step(updates):
-            self._deliver_undelivered()
+        self._durability.add_step(updates)
         self._send_steps()
         return sum(update.token is not None for update in updates)
+
+    def deliver(self) -> None:
+        """Hand completed results to observers, requests and readers.
+
+        Output waits while journal writes fail. A sequence that a stop string ends may be in a step that was
+        sent meanwhile: that token is discarded when it arrives, as after a cancellation.
+        """
+        self._is_delivery_due = False
+        self._record_facts()
+        if self._undelivered and self._durability.failure is None:
+            updates, self._undelivered = self._undelivered, []
+            for update in updates:
+                self._deliver(update)
+            if self._has_freed_blocks:
+                self._send_steps()
+        self.publish_kv_events()
 
     def sweep(self) -> None:
         """End expired requests. Call periodically.
@@ -369,8 +415,7 @@ class Engine:
         now_s = self._clock()
         self._registry.expire(now_s)
         self._durability.retry(now_s)
-        if self._durability.failure is None:
-            self._deliver_undelivered()
+        self.deliver()
         self._durability.sweep(self._registry)
         for request in self._registry.live:
             if self._cancel_if_late(request) or request.stream is not None or request.keep_s is not None:
@@ -393,11 +438,6 @@ class Engine:
             request.stream.supersede()
         request.stream, request.deadline_s, request.reattach_until_s = stream, deadline_s, None
         return stream
-
-    def _deliver_undelivered(self) -> None:
-        updates, self._undelivered = self._undelivered, []
-        for update in updates:
-            self._deliver(update)
 
     def _deliver(self, update: SequenceUpdate) -> None:
         key = update.sequence.key
@@ -427,7 +467,7 @@ class Engine:
     def _notify(self, request: Request, stream: OutputStream, *, num_tokens: int) -> None:
         """Wake the reader; cancel the request if the reader lags too far behind."""
         stream.num_unread_tokens += num_tokens
-        stream.wake()
+        self._readers.add(stream)
         unread, limit = stream.num_unread_tokens, self._limits.max_unread_tokens
         if unread > limit:
             text = f"the client reads too slowly: {unread} tokens are unread, the limit is {limit}"
@@ -439,6 +479,7 @@ class Engine:
         if update.token is not None and choice.buffer.append(update.token, update.logprobs):
             if reason is None:
                 self._scheduler.finish(choice.sequence, FinishReason.STOP)
+                self._has_freed_blocks = True
             reason = FinishReason.STOP
         if reason is not None:
             choice.buffer.finish(reason)
@@ -464,11 +505,14 @@ class Engine:
     def _drop(self, request: Request, state: SequenceState) -> None:
         for sequence in request.live_sequences:
             self._scheduler.drop(sequence, state)
+            self._has_freed_blocks = True
 
     def _end(self, request: Request, error: ServingError | None = None) -> None:
         now_s = self._clock()
         self._retry_after.record_end(now_s)
         request.end(now_s, error)
+        if request.stream is not None:
+            self._readers.add(request.stream)
         self._registry.end(request)
         self._durability.end(request)
         self._observer.ended(request, error, now_s)
@@ -487,17 +531,31 @@ class Engine:
         Nothing is sent while journal writes fail, because new tokens could not be delivered. So at most the
         steps that were in flight are buffered, with at most one token per sequence each.
         """
-        if self._send is None or self._durability.failure is not None:
+        if self._send is None:
+            return
+        self._deliver_soon()
+        self._has_freed_blocks = False
+        if self._durability.failure is not None:
             return
         while (step := self._scheduler.next_step(started_s := self._clock())) is not None:
             sent_s = self._clock()
-            self._observer.step_scheduled(sent_s - started_s)
             if preempted := self._scheduler.take_preempted():
+                self._record_facts()
                 self._observer.preempted(preempted, sent_s)
-            self._observer.step_sent(step, sent_s)
             self._sent_s.append(sent_s)
             self._send(step)
-        self.publish_kv_events()
+            self._facts.append(partial(self._observer.step_scheduled, sent_s - started_s))
+            self._facts.append(partial(self._observer.step_sent, step, sent_s))
+
+    def _deliver_soon(self) -> None:
+        if not self._is_delivery_due:
+            self._is_delivery_due = True
+            self._call_soon(self.deliver)
+
+    def _record_facts(self) -> None:
+        """Report the facts so far to the observer, in their order."""
+        while self._facts:
+            self._facts.popleft()()
 
     def publish_kv_events(self) -> None:
         """Publish the KV events of the ledger. Call after each change, so that snapshots are consistent."""

@@ -255,12 +255,6 @@ class Request:
         require(not self.live_sequences, "request ended before its last sequence")
         self._ended_s = now_s
         self._error = error
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake the reader, if any."""
-        if self.stream is not None:
-            self.stream.wake()
 
 
 def _with_top(logprobs: abc.Sequence[TokenLogprobs | None], num_top: int) -> tuple[TokenLogprobs | None, ...]:

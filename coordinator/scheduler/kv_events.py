@@ -95,8 +95,12 @@ class KvSubscription:
 class KvEventPublisher:
     """Sends the events of the KV ledger to all subscriptions."""
 
-    def __init__(self, *, buffer_size: int = BUFFERED_CHANGES) -> None:
+    def __init__(
+        self, *, buffer_size: int = BUFFERED_CHANGES, before_snapshot: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before_snapshot` publishes the events that snapshots include."""
         self._buffer_size = buffer_size
+        self._before_snapshot = before_snapshot
         self._subscriptions: set[KvSubscription] = set()
         self._next_event_id = 0
         self._epoch = 0
@@ -125,6 +129,7 @@ class KvEventPublisher:
 
     def subscribe(self) -> KvSubscription:
         """Start a subscription; close it when the subscriber's call ends."""
+        self._before_snapshot()
         snapshot = KvSnapshot(
             self._epoch, self._block_size, tuple(self._cached_blocks()), self._next_event_id
         )

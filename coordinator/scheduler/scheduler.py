@@ -213,7 +213,8 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence as FINISHED because of its text.
 
-        It may be queued: it was requeued after its last token, or that token was buffered for the journal.
+        It may be in a step that was sent after its last token, whose token is then discarded. Or queued: it
+        was requeued after its last token, or that token was buffered for the journal.
         """
         sequence.finish(reason)
         self._remove(sequence)

@@ -36,8 +36,10 @@ class Call:
     It has its own event loop, which runs only while the test reads.
     """
 
-    def __init__(self, engine: Engine, stream: OutputStream) -> None:
+    def __init__(self, engine: Engine, stream: OutputStream, turn: Callable[[], None]) -> None:
+        """`turn` runs what the engine left for the next turn of the event loop."""
         self.stream = stream
+        self._turn_engine = turn
         self.outputs: list[Output] = []
         self.error: ServingError | None = None
         self.is_over = False
@@ -99,6 +101,7 @@ class Call:
         return any(output.piece.is_last for output in self.outputs if output.choice.index == choice)
 
     def _turn_loop(self) -> None:
+        self._turn_engine()
         self._loop.run_until_complete(_turn())
 
     def _end(self, error: ServingError | None) -> None:
@@ -131,10 +134,12 @@ class EngineModel:
         observer: EngineObserver | None = None,
     ) -> None:
         self.now_s = 1000.0
+        self._soon: deque[Callable[[], None]] = deque()
         self.engine = Engine(
             admission or AdmissionLimits(queue_size=64),
             policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
+            call_soon=self._soon.append,
             durability=durability,
             observer=observer,
         )
@@ -198,6 +203,7 @@ class EngineModel:
 
     def die(self, reason: str = "worker b is lost") -> None:
         """A worker dies."""
+        self.engine.deliver()
         self.attribution.record_worker_loss(reason)
         self.stop()
 
@@ -209,6 +215,7 @@ class EngineModel:
         kind: StepFaultKind = StepFaultKind.POSITION,
     ) -> None:
         """A stage refuses a step."""
+        self.engine.deliver()
         self.attribution.record_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids
@@ -252,11 +259,27 @@ class EngineModel:
         return True
 
     def deliver(self) -> bool:
-        """The oldest result reaches the engine; False if there is none."""
+        """The oldest result reaches the engine and its readers; False if there is none."""
+        is_there = self.complete()
+        self.turn()
+        return is_there
+
+    def complete(self) -> bool:
+        """The oldest result reaches the engine, which delivers it later; False if there is none."""
         if not self.results:
             return False
         self.attribution.record_tokens(self.engine.complete(self.results.popleft()))
         return True
+
+    @property
+    def is_delivery_due(self) -> bool:
+        """A completed result was not delivered yet."""
+        return bool(self.engine._undelivered or self.engine._facts)
+
+    def turn(self) -> None:
+        """Runs what the engine left for the next turns of the event loop."""
+        while self._soon:
+            self._soon.popleft()()
 
     def run_step(self) -> bool:
         """Runs the oldest step on all stages and delivers its result."""
@@ -288,7 +311,7 @@ class EngineModel:
                 stage.tables.check_integrity()
 
     def _call(self, stream: OutputStream) -> Call:
-        call = Call(self.engine, stream)
+        call = Call(self.engine, stream, self.turn)
         self._calls.append(call)
         return call
 

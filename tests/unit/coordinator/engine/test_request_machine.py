@@ -70,6 +70,8 @@ class Requests(RuleBasedStateMachine):
         self.engine = self.model.engine
         self.customers: list[Customer] = []
         self.num_arrivals = 0
+        self.is_delivery_due = False
+        self.failing: set[RequestId] = set()
         self.num_faults = Counter[RequestId]()
         self.num_deaths_alone = Counter[RequestId]()
 
@@ -80,6 +82,7 @@ class Requests(RuleBasedStateMachine):
     )
     def arrive(self, cases: list[RequestCase], deadline_s: float | None, again: int) -> None:
         """Sometimes with an id that was used before."""
+        self.turn()
         for case in cases:
             self.num_arrivals += 1
             old, new = self.customers[again : again + 1], RequestId(self.num_arrivals.to_bytes(16, "big"))
@@ -140,6 +143,7 @@ class Requests(RuleBasedStateMachine):
     def disconnect(self, place: int, happens: bool) -> None:
         if not happens:
             return
+        self.turn()
         ends: Ends = {}
         if (customer := self.pick(place, lambda customer: not customer.call.is_over)) is not None:
             if customer.end is None and self.is_late(customer):
@@ -152,6 +156,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.customers)
     @rule(place=PLACES, data=st.data(), deadline_s=DEADLINES)
     def attach(self, place: int, data: st.DataObject, deadline_s: float | None) -> None:
+        self.turn()
         if (customer := self.pick(place)) is None:
             return
         if not customer.is_here:
@@ -171,6 +176,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.customers)
     @rule(place=PLACES, happens=SELDOM)
     def cancel(self, place: int, happens: bool) -> None:
+        self.turn()
         ends: Ends = {}
         customer = self.pick(place, lambda customer: customer.is_here) or self.pick(place)
         if not happens or customer is None:
@@ -194,20 +200,37 @@ class Requests(RuleBasedStateMachine):
         self.check_ends({})
 
     @precondition(lambda self: self.model.results)
-    @rule()
-    def deliver(self) -> None:
-        """The oldest result reaches the engine; ends finished requests and slow readers."""
+    @rule(turns=st.booleans())
+    def deliver(self, turns: bool = True) -> None:
+        """The oldest result reaches the engine, which delivers it with the next turn or the next event."""
+        self.deliver_due()
         running = {sequence.key: sequence.restart_count for sequence in self.engine.scheduler.running}
         valid = [
             entry
             for entry in self.model.results[0].results
             if running.get(entry.sequence) == entry.restart_count
         ]
-        failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
+        self.failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
         for entry in valid:
             if isinstance(entry.outcome, int):
                 self.num_deaths_alone[entry.sequence.request_id] = 0
-        self.model.deliver()
+        self.model.complete()
+        self.is_delivery_due = True
+        if turns:
+            self.turn()
+
+    @rule()
+    def turn(self) -> None:
+        """The event loop turns."""
+        self.model.turn()
+        self.check_ends({})
+
+    def deliver_due(self) -> None:
+        self.engine.deliver()
+        self.check_ends({})
+
+    def delivered_ends(self) -> Ends:
+        """The ends of the last result's delivery: finished and failed requests, and slow readers."""
         ends: Ends = {}
         for customer in self.live:
             request = customer.request
@@ -215,11 +238,11 @@ class Requests(RuleBasedStateMachine):
                 assert not customer.call.is_over
                 assert customer.call.stream.num_unread_tokens == self.max_unread + 1
                 ends[request.id] = RequestCancelled
-            elif request.id in failing:
+            elif request.id in self.failing:
                 ends[request.id] = SliceFailed
             elif all(choice.buffer.is_finished for choice in request.choices):
                 ends[request.id] = None
-        self.check_ends(ends)
+        return ends
 
     @precondition(lambda self: self.model.is_serving)
     @rule(count=st.integers(1, 8), is_read=st.booleans())
@@ -327,7 +350,13 @@ class Requests(RuleBasedStateMachine):
     # Invariants
 
     def check_ends(self, expected: Ends) -> None:
-        """Exactly these requests have ended since the last event, each with its reason."""
+        """Exactly these requests have ended since the last event, each with its reason.
+
+        Those of a delivery that was due have ended first.
+        """
+        if self.is_delivery_due and not self.model.is_delivery_due:
+            self.is_delivery_due = False
+            expected = {**expected, **self.delivered_ends()}
         ended = {customer.request.id: customer for customer in self.live if not customer.request.is_live}
         assert {request_id: type(customer.request.error) for request_id, customer in ended.items()} == {
             request_id: type(None) if error is None else error for request_id, error in expected.items()

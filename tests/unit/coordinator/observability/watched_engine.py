@@ -1,6 +1,7 @@
 """An engine with the coordinator's metrics, over a clock and results that a test drives."""
 
 from collections import deque
+from collections.abc import Callable
 
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
@@ -28,6 +29,7 @@ class WatchedEngine:
 
     def __init__(self) -> None:
         self.now_s = 100.0
+        self._soon = deque[Callable[[], None]]()
         self.registry = Registry(start_ns=0)
         self.requests = RequestMetrics(self.registry)
         self.pipeline = PipelineMetrics(self.registry)
@@ -37,6 +39,7 @@ class WatchedEngine:
             AdmissionLimits(queue_size=64),
             policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
+            call_soon=self._soon.append,
             observer=self.facts,
         )
         self.sent = deque[Step]()
@@ -46,6 +49,7 @@ class WatchedEngine:
         self.epoch += 1
         kv = KvCacheManager(num_blocks=64, block_size=4)
         self.engine.start_epoch(self.epoch, kv, LIMITS, self.sent.append, max_sequence_tokens=128)
+        self.engine.deliver()
 
     def stop_epoch(self, cause: EndCause | None = None) -> None:
         self.engine.stop_epoch(cause, "the test says so")
@@ -69,6 +73,7 @@ class WatchedEngine:
         ]
         request = Request(request_id, choices, client="test")
         self.engine.submit(request)
+        self.engine.deliver()
         return request
 
     def answer(self, *times: StageTime, after_s: float) -> None:
@@ -79,6 +84,7 @@ class WatchedEngine:
             SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
         )
         self.engine.complete(StepResult(step.epoch, step.step_id, results, times))
+        self.engine.deliver()
 
     def value(self, metric: Metric, *labels: str) -> float:
         """Value of a series; 0 if it does not exist."""
