@@ -69,6 +69,8 @@ class StopMatcher:
         a later piece still matches.
         """
         require(not self._is_stopped, "text was pushed after a stop string")
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
         window = self._held + text
         begin = self._find(window) if may_stop else None
         self._is_stopped = begin is not None
@@ -168,13 +170,18 @@ class _ByteStream:
     def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
         self._codec = codec
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between_characters = True
         for token_id in context:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
         piece = self._codec.piece(token_id)
         assert piece is not None
-        return self._utf8.decode(_bytes_of(piece))
+        if self._is_between_characters and (text := _whole_text_of(piece)) is not None:
+            return text
+        text = self._utf8.decode(_bytes_of(piece))
+        self._is_between_characters = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -227,6 +234,15 @@ def _byte_of_character() -> dict[str, int]:
     others = (byte for byte in range(256) if byte not in printable)
     spelled = dict(zip(map(chr, printable), printable, strict=True))
     return spelled | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@cache
+def _whole_text_of(piece: str) -> str | None:
+    """Return the text of a byte-level token of whole characters, which most are; None for others."""
+    try:
+        return _bytes_of(piece).decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _bytes_of(piece: str) -> bytes:

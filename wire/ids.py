@@ -75,4 +75,7 @@ def parse_request_id(text: str) -> RequestId:
 
 def id_text(identity: bytes) -> str:
     """Format a 16-byte id as a UUID; malformed ids are shown in hexadecimal, for error messages."""
-    return str(UUID(bytes=identity)) if len(identity) == 16 else identity.hex() or "(none)"
+    text = identity.hex()
+    if len(identity) != 16:
+        return text or "(none)"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

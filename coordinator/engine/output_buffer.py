@@ -101,6 +101,10 @@ class OutputBuffer:
         """Tokens that can be read now."""
         return 0 if self._is_waiting else len(self._tokens)
 
+    def has_output(self, from_token: int) -> bool:
+        """Whether `read` from there returns a token or the last piece."""
+        return self._finish_reason is not None or from_token < self.num_readable_tokens
+
     @property
     def generated_logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the generated tokens; empty if not requested."""

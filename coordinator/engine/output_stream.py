@@ -93,11 +93,9 @@ class OutputStream:
         # Round-robin, so that one busy choice cannot starve the others.
         for choice in (*choices[self._next_choice :], *choices[: self._next_choice]):
             index = choice.index
-            if self._is_read[index]:
+            if self._is_read[index] or not choice.buffer.has_output(self._cursors[index]):
                 continue
             piece = choice.buffer.read(self._cursors[index], max_tokens=MAX_MESSAGE_TOKENS)
-            if not piece.tokens and not piece.is_last:
-                continue
             self._cursors[index] += len(piece.tokens)
             self._is_read[index] = piece.is_last
             self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
