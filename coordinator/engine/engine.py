@@ -46,6 +46,9 @@ from wire.steps import Step, StepResult
 log = logging.getLogger(__name__)
 
 
+UPDATES_PER_TURN = 128
+"""Sequences whose output is stored per turn of the event loop, at some 5 us each with stop strings."""
+
 DEADLINE_SLACK_S = 0.05
 """Difference allowed between gRPC's deadline timer and the engine's clock."""
 
@@ -96,7 +99,7 @@ class Engine:
         self._observer = observer or EngineObserver()
         self._send: Callable[[Step], None] | None = None
         self._sent_s = deque[float]()
-        self._undelivered = list[SequenceUpdate]()
+        self._undelivered = deque[SequenceUpdate]()
         self._facts = deque[Callable[[], None]]()
         self._call_soon = call_soon
         self._is_delivery_due = False
@@ -397,13 +400,28 @@ class Engine:
         """
         self._is_delivery_due = False
         self._record_facts()
-        if self._undelivered and self._durability.failure is None:
-            updates, self._undelivered = self._undelivered, []
-            for update in updates:
-                self._deliver(update)
-            if self._has_freed_blocks:
-                self._send_steps()
+        self._deliver_updates(len(self._undelivered))
         self.publish_kv_events()
+
+    def _deliver_some(self) -> None:
+        """`deliver`, in turns of at most `UPDATES_PER_TURN`."""
+        self._is_delivery_due = False
+        self._record_facts()
+        self._deliver_updates(UPDATES_PER_TURN)
+        if self._undelivered and self._durability.failure is None:
+            self._deliver_soon()
+        else:
+            self.publish_kv_events()
+
+    def _deliver_updates(self, count: int) -> None:
+        """Deliver the oldest updates, unless journal writes fail."""
+        updates = self._undelivered
+        if not updates or self._durability.failure is not None:
+            return
+        for _ in range(min(count, len(updates))):
+            self._deliver(updates.popleft())
+        if self._has_freed_blocks:
+            self._send_steps()
 
     def sweep(self) -> None:
         """End expired requests. Call periodically.
@@ -450,7 +468,8 @@ class Engine:
         if update.token is not None:
             request.failures.on_token()
         try:
-            request.add_prompt_logprobs(update.prompt_logprobs)
+            if update.prompt_logprobs:
+                request.add_prompt_logprobs(update.prompt_logprobs)
             self._write(request.choices[key.choice], update)
         except InvariantBroken as error:
             log.exception(
@@ -550,7 +569,7 @@ class Engine:
     def _deliver_soon(self) -> None:
         if not self._is_delivery_due:
             self._is_delivery_due = True
-            self._call_soon(self.deliver)
+            self._call_soon(self._deliver_some)
 
     def _record_facts(self) -> None:
         """Report the facts so far to the observer, in their order."""

@@ -243,6 +243,35 @@ def request_state(request: Request) -> str:
     return "prefill" if SequenceState.PREFILL in states else "decode"
 
 
+LAG_INTERVAL_S = 0.025
+"""Between two measurements of the loop's lag; one takes a few microseconds."""
+
+
+class LoopLag:
+    """Measures how late the event loop runs a timer."""
+
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is finer than the loop's own, which uvloop reads once per turn, in milliseconds."""
+        self._lag = registry.distribution(definitions.LOOP_LAG).of()
+        self._clock = clock
+        self._due_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Measure until `stop`."""
+        self._due_s = self._clock() + LAG_INTERVAL_S
+        self._timer = asyncio.get_running_loop().call_later(LAG_INTERVAL_S, self._measure)
+
+    def stop(self) -> None:
+        """Stop measuring; may be called in every state."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _measure(self) -> None:
+        self._lag.observe(max(0.0, self._clock() - self._due_s))
+        self.start()
+
+
 KEPT_S = 60.0
 """How long the metrics of a disconnected worker are shown."""
 MAX_BYTES = 512 * 1024
@@ -312,6 +341,7 @@ class CoordinatorMetrics:
         self._registry = Registry(start_ns=time.time_ns())
         self.requests = RequestMetrics(self._registry)
         self.pipeline = PipelineMetrics(self._registry)
+        self._loop_lag = LoopLag(self._registry)
         self.observers: tuple[FactObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._process = psutil.Process()
@@ -335,7 +365,8 @@ class CoordinatorMetrics:
         return RefusedPeers(time.monotonic, self._refused_access[secret].add)
 
     def start(self) -> None:
-        """Start to export to the collector, if one is configured."""
+        """Start to measure the loop, and to export to the collector if one is configured."""
+        self._loop_lag.start()
         settings, export = self._settings, self._settings.metrics
         if settings.is_disabled or export.collector is None:
             return
@@ -353,6 +384,7 @@ class CoordinatorMetrics:
 
     async def close(self) -> None:
         """Export once more, without waiting long."""
+        self._loop_lag.stop()
         if self._export is not None:
             await self._export.close()
 

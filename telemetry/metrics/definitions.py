@@ -133,6 +133,7 @@ LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
 DESTINATION = Label("destination", "stageline.destination", values=("coordinator", "collector"))
 
 _SHORT_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _REQUEST_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
@@ -286,6 +287,14 @@ SCHEDULER_TIME = _of(
     "s",
     "Time to schedule a step.",
     bounds=_SHORT_S,
+)
+LOOP_LAG = _of(
+    _COORDINATOR,
+    "stageline.coordinator.loop.lag",
+    _HISTOGRAM,
+    "s",
+    "How late the event loop runs a timer, measured 40 times per second.",
+    bounds=_LAG_S,
 )
 ACTIVE_TIME = _of(
     _COORDINATOR,

@@ -17,6 +17,7 @@ from checkpoint import DType
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
+from coordinator.observability.metrics import LoopLag
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.server import CoordinatorServer
 from stage_worker.assignment import Assignment
@@ -254,6 +255,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),
         (stage_worker.epoch_session, "time", _VirtualTime),
+        (LoopLag, "start", lambda lag: None),  # events of no interest: the virtual loop is never late
     ]
     saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
     for where, name, value in patches:

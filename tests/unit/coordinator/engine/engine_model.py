@@ -276,10 +276,11 @@ class EngineModel:
         """A completed result was not delivered yet."""
         return bool(self.engine._undelivered or self.engine._facts)
 
-    def turn(self) -> None:
-        """Runs what the engine left for the next turns of the event loop."""
-        while self._soon:
+    def turn(self, *, most: int = 1000) -> None:
+        """Runs what the engine left for the next turns of the event loop, up to `most` callbacks."""
+        while self._soon and most:
             self._soon.popleft()()
+            most -= 1
 
     def run_step(self) -> bool:
         """Runs the oldest step on all stages and delivers its result."""

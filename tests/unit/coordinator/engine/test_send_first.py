@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.cluster import pipeline
 from coordinator.cluster.pipeline import PipelineLink
+from coordinator.engine import engine
 from coordinator.engine.observer import EngineObserver
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.output_stream import READERS_PER_TURN, OutputStream, ReaderWakeups
@@ -164,6 +165,37 @@ def test_observers_get_the_times_of_the_events(new_model: NewModel) -> None:
     model.now_s += 5.0
     model.turn()
     assert times == [1000.0, 1000.0, 1002.0, 1002.0]
+
+
+def test_a_large_step_is_delivered_in_turns_and_whole_at_the_next_call(
+    new_model: NewModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "UPDATES_PER_TURN", 2)
+    model = new_model()
+    requests = [RequestCase(prompt=(1,), max_tokens=9).request(arrival=arrival) for arrival in range(5)]
+    model.stop()
+    calls = [model.submit(request) for request in requests]
+    model.start(64)
+    model.turn()
+    assert model.advance(0)
+    assert len(model.results[0].results) == 5
+    model.complete()
+
+    def num_delivered() -> int:
+        return sum(request.choices[0].buffer.num_tokens for request in requests)
+
+    model.turn(most=1)
+    assert num_delivered() == 2
+    model.turn(most=1)
+    assert num_delivered() == 2, "the readers had their turn"
+    model.turn(most=1)
+    assert num_delivered() == 4
+    model.engine.cancel(requests[4].id)
+    assert num_delivered() == 5
+    model.run()
+    for call in calls[:4]:
+        check_whole(call, RequestCase(prompt=(1,), max_tokens=9))
+    model.check_idle()
 
 
 def test_readers_wake_a_few_per_turn_in_order_and_once() -> None:

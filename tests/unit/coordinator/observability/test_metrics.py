@@ -1,5 +1,8 @@
 """Metrics of stages, bubbles and recoveries, from steps."""
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.sdk.resources import Resource
@@ -9,7 +12,9 @@ from coordinator.engine.observer import EndCause
 from coordinator.observability.activity import ActivityRecorder, pipeline_load
 from coordinator.observability.metrics import (
     KEPT_S,
+    LAG_INTERVAL_S,
     MAX_BYTES,
+    LoopLag,
     WorkerMetricsStore,
     request_state,
     worker_states,
@@ -20,7 +25,8 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import export_request
-from tests.metric_points import exported_values
+from telemetry.metrics.registry import Registry
+from tests.metric_points import Buckets, exported_values, values_of
 from tests.unit.coordinator.cluster.cluster_driver import identity_of, plan_of
 from tests.unit.coordinator.observability.watched_engine import WatchedEngine
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
@@ -50,6 +56,45 @@ def test_parts_of_steps_add_up_by_stage() -> None:
     for labels, seconds in expected.items():
         assert watched.value(definitions.STEP_PART_TIME, *labels) == pytest.approx(seconds), labels
     assert watched.times(definitions.STEP_TIME) == (2, 1.0)
+
+
+async def test_the_lag_of_the_loop_is_how_late_a_timer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "call_later", lambda delay_s, measure: timers.append((delay_s, measure))
+    )
+    now_s = 10.0
+    registry = Registry(start_ns=0)
+    lag = LoopLag(registry, clock=lambda: now_s)
+    lag.start()
+    for late_s in (0.0, 0.003, -0.0005, 0.6):
+        ((delay_s, measure),) = timers
+        timers.clear()
+        assert delay_s == LAG_INTERVAL_S
+        now_s += delay_s + late_s
+        measure()
+    buckets = values_of(registry.snapshot(0), definitions.LOOP_LAG)[()]
+    assert isinstance(buckets, Buckets)
+    assert (buckets.count, buckets.sum) == (4, pytest.approx(0.603))
+
+
+async def test_the_lag_of_the_loop_is_measured_until_it_is_stopped() -> None:
+    registry = Registry(start_ns=0)
+    lag = LoopLag(registry)
+    lag.start()
+    async with asyncio.timeout(10):
+        while not count_of(registry):
+            await asyncio.sleep(LAG_INTERVAL_S)
+    lag.stop()
+    count = count_of(registry)
+    await asyncio.sleep(3 * LAG_INTERVAL_S)
+    assert count_of(registry) == count
+
+
+def count_of(registry: Registry) -> int:
+    buckets = values_of(registry.snapshot(0), definitions.LOOP_LAG)[()]
+    assert isinstance(buckets, Buckets)
+    return buckets.count
 
 
 def test_a_negative_hop_time_counts_as_zero() -> None:
