@@ -26,7 +26,7 @@ from rich.console import Console
 from bench.harness import recorded
 from bench.harness.catalogue import GROUPS, chosen
 from bench.harness.figure import Verdict
-from bench.harness.group import Group, Setting
+from bench.harness.group import Group, OtherEngine, Setting
 from bench.harness.machine import Machine
 from bench.harness.readme import with_recorded
 from bench.harness.recorded import Change, Compared
@@ -71,6 +71,7 @@ def _run(groups: list[Group], options: argparse.Namespace) -> int:
         cache_directory=_cache_directory(),
         say=lambda text: progress.print(f"  {text}", style="dim", highlight=False),
         coordinator_arguments=tuple(shlex.split(options.coordinator)),
+        other_engine=OtherEngine(vllm_python=options.vllm_python, openai_url=options.openai_url),
     )
     machine = Machine.here()
     console.print(f"{machine}\n", highlight=False)
@@ -113,6 +114,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         default="",
         metavar="FLAGS",
         help='further flags of the coordinator of real stages: --coordinator="--max-decode-slowdown 10"',
+    )
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help="peers: Python of an environment with vLLM for CPU"
+    )
+    parser.add_argument(
+        "--openai-url", metavar="URL", help="peers: OpenAI-compatible server of the same model"
     )
     options = parser.parse_args(arguments)
     if options.record and options.coordinator:

@@ -98,6 +98,14 @@ GROUPS = (
         is_default=False,
         timeout_s=900.0,
     ),
+    Group(
+        name="peers",
+        about="bursts of 1, 8 and 16 requests : another engine; --vllm-python or --openai-url",
+        module="bench.figures.peers",
+        about_s=240,
+        is_default=False,
+        timeout_s=1200.0,
+    ),
 )
 
 

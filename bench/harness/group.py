@@ -10,6 +10,14 @@ from bench.harness.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherEngine:
+    """Where another engine is: an OpenAI-compatible server, or a Python with vLLM for CPU."""
+
+    vllm_python: Path | None = None
+    openai_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Settings of a group. `is_quick`: few rounds and small sizes, as a smoke test.
 
@@ -23,6 +31,7 @@ class Setting:
     cache_directory: Path
     say: Callable[[str], None]
     coordinator_arguments: tuple[str, ...] = ()
+    other_engine: OtherEngine = OtherEngine()
 
     def rounds(self, full: int, quick: int = 1) -> int:
         """Number of repetitions."""

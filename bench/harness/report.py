@@ -129,7 +129,10 @@ def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> lis
 def _others(result: GroupResult) -> str:
     """Load of other processes, with the busiest ones that still run."""
     text = f"other processes used {result.foreign_share:.0%} of the machine"
-    busiest = [
-        f"{escape(neighbour.name)} {neighbour.share:.0%}" for neighbour in result.neighbours[:MOST_NAMED]
-    ]
-    return f"{text}; {len(result.neighbours)} are busy: {', '.join(busiest)}" if busiest else text
+    if not result.neighbours:
+        return text
+    named = [f"{escape(busy.name)} {busy.share:.0%}" for busy in result.neighbours[:MOST_NAMED]]
+    ended = result.foreign_share - sum(busy.share for busy in result.neighbours)
+    if ended > MUCH_FOREIGN_LOAD:
+        named.append(f"ended ones {ended:.0%}")
+    return f"{text}; busy: {', '.join(named)}"

@@ -22,6 +22,7 @@ OF_OTHER_TOOLS = {
         "--minutes",
         "--no-deps",
         "--no-trace",
+        "--openai-url",
         "--output",
         "--quick",
         "--rate",
@@ -30,6 +31,7 @@ OF_OTHER_TOOLS = {
         "--storm",
         "--strict",
         "--version",
+        "--vllm-python",
     ),
 }
 ROOM = re.compile(r"^\| \d+ \| `([\w/.]+)` \| [^`|]", re.MULTILINE)

@@ -76,13 +76,15 @@ def test_regressions_are_listed_below_the_table() -> None:
         GroupResult(name="decode", foreign_share=0.2),
         GroupResult(name="hop", foreign_share=0.19, neighbours=neighbours),
         GroupResult(name="clients", foreign_share=0.04, neighbours=neighbours[1:]),
+        GroupResult(name="memory", foreign_share=0.4, neighbours=neighbours[1:]),
     ]
     lines = remarks(results, compared)
     assert [line.rpartition("]")[2].strip() for line in lines] == [
         "a: -20%, noise is up to 10%",
         "c",
         "decode: other processes used 20% of the machine",
-        "hop: other processes used 19% of the machine; 2 are busy: compiler 15%, shell 3%",
+        "hop: other processes used 19% of the machine; busy: compiler 15%, shell 3%",
+        "memory: other processes used 40% of the machine; busy: shell 3%, ended ones 37%",
     ]
 
 
