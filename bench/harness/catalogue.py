@@ -48,9 +48,9 @@ GROUPS = (
     ),
     Group(
         name="clients",
-        about="steps/s with 256 streaming clients, mock stages",
+        about="steps/s with 64 and 256 streaming clients, mock stages",
         module="bench.figures.clients",
-        about_s=25,
+        about_s=35,
     ),
     Group(
         name="decode",
@@ -97,6 +97,13 @@ GROUPS = (
         about_s=150,
         is_default=False,
         timeout_s=900.0,
+    ),
+    Group(
+        name="lag",
+        about="lateness of the coordinator's event loop with 64 text streams; 2,000 streams at once",
+        module="bench.figures.lag",
+        about_s=50,
+        is_default=False,
     ),
     Group(
         name="peers",

@@ -8,6 +8,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Self
 
 import psutil
 
+from bench.harness import loop_probe
+from bench.harness.loop_probe import LoopLag, read_lags
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
 from bench.harness.streams import Stream
 from deploy import LocalCluster, LocalClusterConfig
@@ -36,12 +39,23 @@ _TRACED_COMMAND = (sys.executable, "-P", "-m", "bench.harness.traced")
 class BenchCluster:
     """A running cluster with one client.
 
-    Prompts are new random token ids for every request, so that nothing is found in the cache.
+    Prompts are new random token ids for every request, so that nothing is found in the cache; or texts of
+    random `words`, if there are any.
     """
 
-    def __init__(self, config: LocalClusterConfig, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: LocalClusterConfig,
+        *,
+        vocab_size: int,
+        words: Sequence[str] = (),
+        probes_loop: bool = False,
+    ) -> None:
+        """`probes_loop`: the coordinator logs how late its event loop is, for `lags`."""
         self._config = config
         self._vocab_size = vocab_size
+        self._words = words
+        self._probes_loop = probes_loop
         self._random = random.Random(0)
         self._exit = AsyncExitStack()
 
@@ -49,12 +63,15 @@ class BenchCluster:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-bench-")))
             self._steps_file = folder / "steps.jsonl"
+            self._lags_file = folder / "lags"
             path = [str(_REPOSITORY), str(_REPOSITORY / "proto"), os.environ.get("PYTHONPATH", "")]
             environment = {
                 **self._config.environment,
                 FILE_VARIABLE: str(self._steps_file),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
             }
+            if self._probes_loop:
+                environment[loop_probe.FILE_VARIABLE] = str(self._lags_file)
             config = replace(self._config, environment=environment, command=_TRACED_COMMAND)
             self.processes = await stack.enter_async_context(LocalCluster(config))
             await self.processes.wait_until_serving(timeout_s=START_TIMEOUT_S)
@@ -74,7 +91,14 @@ class BenchCluster:
         """Steps sent since `begin_s` and answered."""
         return [step for step in read_steps(self._steps_file) if step.sent_s >= begin_s]
 
-    def prompt(self, num_tokens: int) -> list[int]:
+    def lags(self, begin_s: float, end_s: float) -> list[LoopLag]:
+        """Lags of the coordinator's event loop that were due in [begin_s, end_s)."""
+        return [lag for lag in read_lags(self._lags_file) if begin_s <= lag.due_s < end_s]
+
+    def prompt(self, num_tokens: int) -> list[int] | str:
+        """Token ids, or a text of as many words."""
+        if self._words:
+            return " ".join(self._random.choices(self._words, k=num_tokens))
         return self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num_tokens)
 
     async def generate(self, prompt_tokens: int, max_tokens: int, *, into: Stream | None = None) -> Stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench.harness.cluster import BenchCluster
+from builtin_model import MODEL_DIRECTORY
 from deploy import LocalClusterConfig
 
 VOCAB_SIZE = 32000
@@ -18,7 +19,7 @@ def mock_cluster(
     coordinator_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> BenchCluster:
-    """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`)."""
+    """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`), without text."""
     model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
     config = LocalClusterConfig(
         num_workers=len(specs),
@@ -27,3 +28,20 @@ def mock_cluster(
         environment=environment or {},
     )
     return BenchCluster(config, vocab_size=VOCAB_SIZE)
+
+
+STORY = "once upon a time there was a small bird and it sang in the rain"
+TEXT_VOCAB_SIZE = 1536
+
+
+def text_cluster(
+    num_stages: int, spec: str, *, coordinator_arguments: Sequence[str] = (), probes_loop: bool = False
+) -> BenchCluster:
+    """A cluster, not started, of mock stages of the built-in model: prompts and outputs are texts."""
+    config = LocalClusterConfig(
+        num_workers=num_stages,
+        mocks=(spec,),
+        model_directory=MODEL_DIRECTORY,
+        coordinator_arguments=tuple(coordinator_arguments),
+    )
+    return BenchCluster(config, vocab_size=TEXT_VOCAB_SIZE, words=STORY.split(), probes_loop=probes_loop)

@@ -2,7 +2,8 @@
 
 With STAGELINE_BENCH_STEPS=FILE the coordinator appends one JSON line per step to FILE: sending and result
 times, content, and times of each stage. Times are `time.monotonic()`, which all processes of a machine share.
-Logging a step costs 10 to 20 us of the coordinator's time; the product itself is unchanged.
+Logging a step costs 10 to 20 us of the coordinator's time; the product itself is unchanged. With
+STAGELINE_BENCH_LAG=FILE it appends how late its event loop is, from the first epoch on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from bench.harness import loop_probe
+from bench.harness.loop_probe import LoopProbe
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep
 from stageline.__main__ import main
 
@@ -75,8 +78,27 @@ def trace_scheduler(log: StepLog) -> None:
     scheduler.next_step, scheduler.complete = noted_next_step, noted_complete
 
 
+def probe_loop(file: str) -> None:
+    """Start a probe of the event loop with the first epoch."""
+    from coordinator.scheduler.scheduler import Scheduler
+
+    scheduler: Any = Scheduler
+    begin_epoch: Callable[..., Any] = scheduler.begin_epoch
+    probes: list[LoopProbe] = []
+
+    @wraps(begin_epoch)
+    def probed_begin_epoch(*arguments: Any, **named: Any) -> Any:
+        if not probes:
+            probes.append(LoopProbe(file))
+        return begin_epoch(*arguments, **named)
+
+    scheduler.begin_epoch = probed_begin_epoch
+
+
 if __name__ == "__main__":
-    steps_file = os.environ.get(FILE_VARIABLE)
-    if steps_file and sys.argv[1:2] == ["coordinator"]:
+    is_coordinator = sys.argv[1:2] == ["coordinator"]
+    if is_coordinator and (steps_file := os.environ.get(FILE_VARIABLE)):
         trace_scheduler(StepLog(steps_file))
+    if is_coordinator and (lags_file := os.environ.get(loop_probe.FILE_VARIABLE)):
+        probe_loop(lags_file)
     sys.exit(main())
