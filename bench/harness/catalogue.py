@@ -10,9 +10,9 @@ from bench.harness.group import Group, Measure
 GROUPS = (
     Group(
         name="hop",
-        about="lap of three mock stages without compute : raw grpc.aio ring",
+        about="lap of three mock stages, without compute and beside 2 ms of it : raw grpc.aio ring",
         module="bench.figures.hop",
-        about_s=30,
+        about_s=60,
     ),
     Group(
         name="coordinator",
@@ -103,6 +103,13 @@ GROUPS = (
         about="lateness of the coordinator's event loop with 64 text streams; 2,000 streams at once",
         module="bench.figures.lag",
         about_s=50,
+        is_default=False,
+    ),
+    Group(
+        name="big-frames",
+        about="16 MiB of hidden states per hop : raw TCP; event loop of the receiving stage",
+        module="bench.figures.big_frames",
+        about_s=30,
         is_default=False,
     ),
     Group(

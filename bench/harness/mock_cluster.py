@@ -18,9 +18,10 @@ def mock_cluster(
     *,
     coordinator_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    hidden_size: int = HIDDEN_SIZE,
 ) -> BenchCluster:
     """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`), without text."""
-    model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
+    model = f"layers={len(specs)},hidden={hidden_size},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
     config = LocalClusterConfig(
         num_workers=len(specs),
         mocks=tuple(specs),

@@ -16,7 +16,8 @@ class LoggedStep:
     """An answered step, in seconds of the machine's monotonic clock.
 
     `chunks` has the tokens of each prompt chunk. `stages` has wait and compute of each stage in microseconds,
-    FIRST to LAST; empty if stages do not report them.
+    FIRST to LAST; `hops` the time from the output of the stage before (or of the coordinator) until the frame
+    was complete and checked. Both are empty if stages do not report them.
     """
 
     epoch: int
@@ -26,10 +27,16 @@ class LoggedStep:
     num_decodes: int
     chunks: tuple[int, ...] = ()
     stages: tuple[tuple[int, int], ...] = ()
+    hops: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + sum(self.chunks)
+
+    @property
+    def compute_s(self) -> float:
+        """Sum over the stages."""
+        return sum(compute_us for _, compute_us in self.stages) / 1e6
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,7 +52,8 @@ def read_steps(file: Path) -> list[LoggedStep]:
 
 def _step(values: dict[str, Any]) -> LoggedStep:
     stages = tuple((wait, compute) for wait, compute in values.pop("stages"))
-    return LoggedStep(chunks=tuple(values.pop("chunks")), stages=stages, **values)
+    chunks, hops = tuple(values.pop("chunks")), tuple(values.pop("hops"))
+    return LoggedStep(chunks=chunks, stages=stages, hops=hops, **values)
 
 
 def sent_between(steps: Iterable[LoggedStep], begin_s: float, end_s: float) -> list[LoggedStep]:

@@ -52,6 +52,7 @@ def _logged(sent_s: float, step: Any, result_s: float, stage_times: Any) -> Logg
         num_decodes=len(step.slices) - len(chunks),
         chunks=chunks,
         stages=tuple((stage_time.wait_us, stage_time.compute_us) for stage_time in stage_times),
+        hops=tuple(stage_time.hop_us + stage_time.receive_us for stage_time in stage_times),
     )
 
 
