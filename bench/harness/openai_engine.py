@@ -31,7 +31,8 @@ class OpenAiEngine:
         self._random = random.Random(1)
 
     async def __aenter__(self) -> Self:
-        unlimited = aiohttp.TCPConnector(limit=0)
+        # A server that was stopped between turns closes its idle connections when it continues.
+        unlimited = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=120))
         try:
             self._model = await self._first_model()
