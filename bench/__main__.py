@@ -72,6 +72,7 @@ def _run(groups: list[Group], options: argparse.Namespace) -> int:
         say=lambda text: progress.print(f"  {text}", style="dim", highlight=False),
         coordinator_arguments=tuple(shlex.split(options.coordinator)),
         other_engine=OtherEngine(vllm_python=options.vllm_python, openai_url=options.openai_url),
+        against=options.against,
     )
     machine = Machine.here()
     console.print(f"{machine}\n", highlight=False)
@@ -120,6 +121,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--openai-url", metavar="URL", help="peers: OpenAI-compatible server of the same model"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="stage-step: another commit's checkout with .venv, measured in turns",
     )
     options = parser.parse_args(arguments)
     if options.record and options.coordinator:

@@ -18,13 +18,20 @@ from bench.harness.figure import Better, Figure, NotMeasured
 from bench.harness.group import Measure, Setting
 
 
-def measured_apart(module: str) -> Measure:
-    """Measure `module` in a child process. Raises NotMeasured with the end of its output."""
+def measured_apart(
+    module: str, *, python: Path = Path(sys.executable), folder: Path | None = None
+) -> Measure:
+    """Measure `module` in a child process. Raises NotMeasured with the end of its output.
+
+    `python` and `folder` are those of another checkout, if it is to measure its own.
+    """
 
     async def measure(setting: Setting) -> list[Figure]:
-        folders = (str(setting.output_directory), str(setting.cache_directory))
+        directories = (setting.output_directory, setting.cache_directory)
+        folders = [str(directory.absolute()) for directory in directories]
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", __name__, module, str(int(setting.is_quick)), *folders),
+            *(str(python), "-m", __name__, module, str(int(setting.is_quick)), *folders),
+            cwd=folder,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -99,6 +99,14 @@ GROUPS = (
         timeout_s=900.0,
     ),
     Group(
+        name="stage-step",
+        about="CPU time of a stage for steps of 64 and 256 decodes without compute; --against CHECKOUT",
+        module="bench.figures.stage_step",
+        about_s=40,
+        is_default=False,
+        timeout_s=600.0,
+    ),
+    Group(
         name="lag",
         about="lateness of the coordinator's event loop with 64 text streams; 2,000 streams at once",
         module="bench.figures.lag",

@@ -23,7 +23,7 @@ class Setting:
 
     `say` prints a line of progress. Files of the run go to `output_directory`; reusable ones (a checkpoint
     with random weights) to `cache_directory`. `coordinator_arguments` are further flags of the coordinator of
-    real stages.
+    real stages. `against` is a checkout of another commit, with an environment in `.venv`.
     """
 
     is_quick: bool
@@ -32,6 +32,7 @@ class Setting:
     say: Callable[[str], None]
     coordinator_arguments: tuple[str, ...] = ()
     other_engine: OtherEngine = OtherEngine()
+    against: Path | None = None
 
     def rounds(self, full: int, quick: int = 1) -> int:
         """Number of repetitions."""

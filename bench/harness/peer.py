@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -21,17 +21,23 @@ class Peer:
     """`python -m MODULE ARGUMENTS...`; answers each question with one line. Ends with this process."""
 
     def __init__(
-        self, module: str, *arguments: str, num_threads: int = 1, environment: Mapping[str, str] = NOTHING
+        self,
+        module: str,
+        *arguments: str,
+        num_threads: int = 1,
+        environment: Mapping[str, str] = NOTHING,
+        command: Sequence[str] = (),
     ) -> None:
-        self._module, self._arguments = module, arguments
+        """`command` replaces this Python and the module, whose name stays the one in errors."""
+        self._module = module
+        self._command = [*(command or (sys.executable, "-m", module)), *arguments]
         self._environment = {"OMP_NUM_THREADS": str(num_threads), **environment}
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
-        command = [sys.executable, "-m", self._module, *self._arguments]
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", parent_death_signal.__file__, str(os.getpid())),
-            *command,
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **self._environment},

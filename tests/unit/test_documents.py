@@ -15,6 +15,7 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *(REPOSITORY / "b
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OF_OTHER_TOOLS = {
     *(
+        "--against",
         "--check",
         "--help",
         "--hypothesis-profile",
