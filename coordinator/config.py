@@ -12,7 +12,7 @@ from checkpoint import DType
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
-from coordinator.scheduler.policy import DEFAULT_MAX_DECODE_SLOWDOWN
+from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
@@ -160,12 +160,26 @@ class CoordinatorConfig:
             "--steps-in-flight", "N", "Steps in flight", unset="chosen from measured times", min=1, max=2**12
         ),
     ] = None
-    max_decode_slowdown: Annotated[
+    itl_target_s: Annotated[
         float,
         _batching(
-            "--max-decode-slowdown", "X", "Maximum mean slowdown of decode steps by prefill chunks", above=1
+            "--itl-target",
+            "SECONDS",
+            "Target for the time between two tokens of a request while other prompts are computed",
+            above=0,
+            max=60,
         ),
-    ] = DEFAULT_MAX_DECODE_SLOWDOWN
+    ] = DEFAULT_ITL_TARGET_S
+    max_decode_slowdown: Annotated[
+        float | None,
+        _batching(
+            "--max-decode-slowdown",
+            "X",
+            "Maximum mean slowdown of decode steps by prefill chunks, instead of --itl-target",
+            unset="none",
+            above=1,
+        ),
+    ] = None
 
     queue_size: Annotated[
         int,

@@ -129,7 +129,9 @@ class CoordinatorServer:
     def _new_controller(self, incarnation: Incarnation) -> Controller:
         config, model = self._config, self._model
         batching = BatchingOptions(
-            steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
+            steps_in_flight=config.steps_in_flight,
+            itl_target_s=config.itl_target_s,
+            max_decode_slowdown=config.max_decode_slowdown,
         )
         return Controller(
             _new_state(config, model, self._policy, self.journal),

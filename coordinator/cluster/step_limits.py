@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from coordinator.planner.plan import Plan
-from coordinator.scheduler.policy import DEFAULT_MAX_DECODE_SLOWDOWN, SchedulerLimits
+from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Maximum bytes of hidden states of all steps in flight, which may all wait at one slow stage."""
@@ -11,14 +11,11 @@ IN_FLIGHT_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingOptions:
-    """Options of the batching policy.
-
-    `steps_in_flight` fixes the pipeline depth; None chooses it from measured times. `max_decode_slowdown` is
-    the maximum mean slowdown of decode steps by prefill chunks.
-    """
+    """Options of `SchedulerLimits`; `steps_in_flight` None chooses the depth from measured times."""
 
     steps_in_flight: int | None = None
-    max_decode_slowdown: float = DEFAULT_MAX_DECODE_SLOWDOWN
+    itl_target_s: float = DEFAULT_ITL_TARGET_S
+    max_decode_slowdown: float | None = None
 
 
 DEFAULT_BATCHING = BatchingOptions()
@@ -34,6 +31,7 @@ def scheduler_limits(plan: Plan, options: BatchingOptions, *, hidden_size: int) 
         max_step_sequences=plan.limits.max_step_sequences,
         max_steps_in_flight=options.steps_in_flight or max(num_stages + 1, max_depth),
         min_steps_in_flight=options.steps_in_flight or num_stages,
+        itl_target_s=options.itl_target_s,
         max_decode_slowdown=options.max_decode_slowdown,
     )
 

@@ -236,6 +236,16 @@ class CostModel:
         """Predicted latency of a decode step in an empty pipeline."""
         return self.total.decode_us(cost) + self._decode_transfer.value
 
+    @property
+    def chunk_transfer_us(self) -> float:
+        return self._chunk_transfer.value
+
+    @property
+    def latency_ratio(self) -> float:
+        """Compute time of a chunk on all stages, relative to the slowest one."""
+        slowest_us = self.slowest.chunk_us(1, 0)
+        return max(1.0, self.total.chunk_us(1, 0) / slowest_us) if slowest_us > 0 else float(self.num_stages)
+
     def chunk_latency_us(self, num_tokens: int) -> float:
         """Predicted latency of a chunk at the start of a prompt in an empty pipeline."""
         pairs = num_tokens * num_tokens / 2

@@ -29,7 +29,7 @@ from coordinator.scheduler.cost_model import CostModel, cost_of_step
 from coordinator.scheduler.in_flight import OverdueStep, StepsInFlight
 from coordinator.scheduler.isolation import Isolation
 from coordinator.scheduler.kv_manager import KvCacheManager
-from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits
+from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits, StepPlan
 from coordinator.scheduler.sequence import FinishReason, Release, Sequence, SequenceState
 from kvcache import OutOfBlocks
 from stageline_rpc.internal.v1 import step_pb2
@@ -261,7 +261,15 @@ class Scheduler:
     @property
     def max_steps_in_flight(self) -> int:
         """Current pipeline depth; 0 between epochs."""
-        return 0 if self._batching is None else self._batching.steps_in_flight(self._decoding.load)
+        if self._batching is None:
+            return 0
+        return self._batching.steps_in_flight(self._decoding.load, self._prefill_load)
+
+    @property
+    def _prefill_load(self) -> PrefillLoad:
+        waiting = self._num_waiting_tokens
+        is_alone = len(self._running) + len(self._queue) == 1
+        return PrefillLoad(max(self._burst_tokens, waiting), waiting, is_alone)
 
     def next_step(self, now_s: float) -> Step | None:
         """Build the next step; None if there is no work or the pipeline is full.
@@ -271,16 +279,18 @@ class Scheduler:
         kv, limits, batching = self._kv, self._limits, self._batching
         if kv is None or limits is None or batching is None or self._is_lent:
             return None
-        num_steps = batching.steps_in_flight(self._decoding.load)
-        if len(self._in_flight) >= num_steps:
+        prefill = self._prefill_load
+        self._burst_tokens = prefill.num_tokens if prefill.num_waiting else 0
+        plan = batching.plan_step(
+            self._decoding.load, prefill, num_in_flight=len(self._in_flight), now_s=now_s
+        )
+        if plan is None:
             return None
         builder = StepBuilder()
-        waiting = self._num_waiting_tokens
-        self._burst_tokens = max(self._burst_tokens, waiting) if waiting else 0
         # Leave room for a chunk: decodes that fill every step would block prompts until one of them ends.
-        max_decodes = min(limits.max_step_sequences, limits.max_step_tokens) - bool(waiting)
-        self._add_decodes(builder, kv, num_steps, max_decodes=max(1, max_decodes))
-        self._add_chunks(builder, kv, limits, batching)
+        max_decodes = min(limits.max_step_sequences, limits.max_step_tokens) - bool(prefill.num_waiting)
+        self._add_decodes(builder, kv, plan.num_shares, max_decodes=max(1, max_decodes))
+        self._add_chunks(builder, kv, limits, plan)
         if not builder.slices and not self._ends and not kv.has_pending:
             return None
         step = Step(
@@ -295,7 +305,7 @@ class Scheduler:
         self._ends.clear()
         self._next_step_id += 1
         self._in_flight.add(step, builder.cost, now_s)
-        batching.record_step(self._decoding.load, prefill_us=builder.prefill_us)
+        batching.record_step(self._decoding.load, plan, builder.cost, now_s)
         return step
 
     def complete(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
@@ -417,7 +427,7 @@ class Scheduler:
         self.counts.num_preemptions += 1
 
     def _add_chunks(
-        self, builder: StepBuilder, kv: KvCacheManager, limits: SchedulerLimits, batching: BatchingPolicy
+        self, builder: StepBuilder, kv: KvCacheManager, limits: SchedulerLimits, plan: StepPlan
     ) -> None:
         while (
             len(builder.slices) < limits.max_step_sequences
@@ -427,15 +437,13 @@ class Scheduler:
             room = limits.max_step_tokens - builder.num_tokens
             sequence = next(iter(self._prefilling.values()), None)
             if sequence is None:
-                sequence = self._admit(builder, kv, batching, room)
-            if sequence is None or not self._add_chunk(sequence, builder, kv, batching, room):
+                sequence = self._admit(builder, kv, plan, room)
+            if sequence is None or not self._add_chunk(sequence, builder, kv, plan, room):
                 return
             if sequence.can_prefill:
                 return  # the policy ended the chunk: the rest is for the next step
 
-    def _admit(
-        self, builder: StepBuilder, kv: KvCacheManager, batching: BatchingPolicy, room: int
-    ) -> Sequence | None:
+    def _admit(self, builder: StepBuilder, kv: KvCacheManager, plan: StepPlan, room: int) -> Sequence | None:
         """Admit the head of the queue, or a suspect, if all its blocks are available; no other overtakes it.
 
         Its first chunk must fit into this step, because a sequence owns its cached blocks only from its first
@@ -444,14 +452,14 @@ class Scheduler:
         sequence = self._next_in_queue()
         if sequence is None:
             return None
-        plan = kv.plan(sequence)
-        if not kv.can_admit(plan, is_alone=not self._running):
+        admission = kv.plan(sequence)
+        if not kv.can_admit(admission, is_alone=not self._running):
             return None
-        if not self._chunk_size(plan.num_cached_tokens, sequence.num_tokens, builder, kv, batching, room):
+        if not self._chunk_size(admission.num_cached_tokens, sequence.num_tokens, builder, kv, plan, room):
             return None
         self._queue.remove(sequence)
         self._running[sequence.key] = self._prefilling[sequence.key] = sequence
-        sequence.begin_prefill(plan.active, num_cached_tokens=plan.num_cached_tokens)
+        sequence.begin_prefill(admission.active, num_cached_tokens=admission.num_cached_tokens)
         if sequence.num_restarts == 0:
             self.counts.num_prompt_tokens += sequence.num_prompt_tokens
             self.counts.num_cached_tokens += sequence.num_cached_tokens
@@ -469,12 +477,12 @@ class Scheduler:
         sequence: Sequence,
         builder: StepBuilder,
         kv: KvCacheManager,
-        batching: BatchingPolicy,
+        plan: StepPlan,
         room: int,
     ) -> bool:
         """Add a chunk of `sequence`; False if the budget or the blocks do not allow one."""
         start = sequence.num_computed_tokens
-        size = self._chunk_size(start, sequence.num_prefill_tokens, builder, kv, batching, room)
+        size = self._chunk_size(start, sequence.num_prefill_tokens, builder, kv, plan, room)
         if size == 0:
             return False
         try:
@@ -482,7 +490,6 @@ class Scheduler:
         except OutOfBlocks:
             return False
         builder.add_chunk(sequence, *sequence.take_chunk(size))
-        builder.prefill_us += batching.chunk_us(start=start, num_tokens=size)
         if not sequence.can_prefill:
             del self._prefilling[sequence.key]
         return True
@@ -493,15 +500,14 @@ class Scheduler:
         end: int,
         builder: StepBuilder,
         kv: KvCacheManager,
-        batching: BatchingPolicy,
+        plan: StepPlan,
         room: int,
     ) -> int:
         """Tokens of the next chunk of a prefill from `start` to `end`; 0 if it does not fit.
 
         The first chunk of a step reaches at least the next block boundary.
         """
-        prefill = PrefillLoad(self._burst_tokens, builder.cost.chunk_tokens)
-        allowed = batching.chunk_tokens(self._decoding.load, prefill, start=start, end=end)
+        allowed = plan.chunk_tokens(builder.cost, start=start, end=end)
         if allowed and not builder.cost.chunk_tokens:
             allowed = max(allowed, kv.block_size - start % kv.block_size)
         return kv.chunk_size(start, end, min(room, allowed))

@@ -71,6 +71,12 @@ from wire.tensors import ScaledDType
         ("coordinator --stages 1 --trace-sample 7", "--trace-sample is 7.0, must be in [0, 1]"),
         ("coordinator --stages 1 --trace-sample nan", "--trace-sample is nan, must be in [0, 1]"),
         ("coordinator --stages 1 --max-decode-slowdown 1", "slowdown is 1.0, must be in (1, inf)"),
+        ("coordinator --stages 1 --itl-target 0", "--itl-target is 0.0, must be in (0, 60]"),
+        ("coordinator --stages 1 --itl-target -0.1", "--itl-target is -0.1, must be in (0, 60]"),
+        ("coordinator --stages 1 --itl-target nan", "--itl-target is nan, must be in (0, 60]"),
+        ("coordinator --stages 1 --itl-target inf", "--itl-target is inf, must be in (0, 60]"),
+        ("coordinator --stages 1 --itl-target 100", "--itl-target is 100.0, must be in (0, 60]"),
+        ("up --workers 1 --itl-target 100", "--itl-target is 100.0, must be in (0, 60]"),
         ("worker --step-timeout 0", "--step-timeout is 0.0, must be in (0, inf)"),
         ("coordinator --stages 1 --mock-model layers=1000000000", "expected a number from 1 to 4096"),
         (

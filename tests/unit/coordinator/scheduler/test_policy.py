@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coordinator.scheduler.cost_model import CostModel, StepCost, chunk_pairs, decodes_cost
+from coordinator.scheduler.cost_model import CostModel, StepCost, decodes_cost
 from coordinator.scheduler.policy import (
+    MAX_LAP_OF_DECODES,
     MAX_PREFILL_SHARE,
+    PLANNED_SHARE,
+    UNMEASURED_STEP_TOKENS,
     BatchingPolicy,
     DecodeLoad,
     PrefillLoad,
     SchedulerLimits,
+    StepPlan,
 )
 from wire.steps import StageTime
 
@@ -62,7 +70,6 @@ def policy_of(stages: Stages, **limits: Any) -> BatchingPolicy:
         "max_step_sequences": 64,
         "max_steps_in_flight": 20,
         "min_steps_in_flight": len(stages.slowness),
-        "max_decode_slowdown": 1.4,
         **limits,
     }
     return BatchingPolicy(SchedulerLimits(**values), stages.measured())
@@ -73,39 +80,66 @@ def load_of(num_sequences: int) -> DecodeLoad:
 
 
 NO_DECODES = DecodeLoad(0, 0)
+NO_PROMPTS = PrefillLoad(0, 0)
+
+
+def prompts(num_tokens: int, *, is_alone: bool = False) -> PrefillLoad:
+    return PrefillLoad(num_tokens, num_tokens, is_alone)
+
+
+def plan_of(
+    policy: BatchingPolicy, load: DecodeLoad, prefill: PrefillLoad, *, num_in_flight: int = 0
+) -> StepPlan:
+    plan = policy.plan_step(load, prefill, num_in_flight=num_in_flight, now_s=0.0)
+    assert plan is not None
+    return plan
+
+
+def chunk_of(policy: BatchingPolicy, prefill: PrefillLoad, *, start: int = 0, end: int = 10**9) -> int:
+    """The first chunk of a step without decodes."""
+    return plan_of(policy, NO_DECODES, prefill).chunk_tokens(StepCost(), start=start, end=end)
+
+
+ONE_PROMPT = prompts(10**9, is_alone=True)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 16])
 def test_steps_that_cost_the_same_at_any_size_are_as_many_as_stages(num_stages: int) -> None:
     policy = policy_of(Stages(slowness=(1.0,) * num_stages))
-    assert policy.steps_in_flight(load_of(48)) == num_stages
+    assert policy.steps_in_flight(load_of(48), NO_PROMPTS) == num_stages
 
 
 def test_full_steps_are_one_more_than_stages_to_hide_transfers() -> None:
     policy = policy_of(Stages(slowness=(1.0, 1.0), transfer_us=2_000), max_step_sequences=4)
-    assert policy.steps_in_flight(load_of(64)) == 3
+    assert policy.steps_in_flight(load_of(64), NO_PROMPTS) == 3
 
 
 def test_slow_transfers_are_filled_with_more_steps() -> None:
     near, far = Stages(transfer_us=500), Stages(transfer_us=60_000)
-    assert policy_of(near).steps_in_flight(load_of(64)) == 2
-    assert policy_of(far).steps_in_flight(load_of(64)) == 8
+    assert policy_of(near).steps_in_flight(load_of(64), NO_PROMPTS) == 2
+    assert policy_of(far).steps_in_flight(load_of(64), NO_PROMPTS) == 8
 
 
 def test_memory_bounds_the_number_of_steps() -> None:
-    assert policy_of(Stages(transfer_us=1e6), max_steps_in_flight=5).steps_in_flight(load_of(64)) == 5
-    assert policy_of(Stages(transfer_us=1e6), max_steps_in_flight=2).steps_in_flight(load_of(64)) == 2
+    assert (
+        policy_of(Stages(transfer_us=1e6), max_steps_in_flight=5).steps_in_flight(load_of(64), NO_PROMPTS)
+        == 5
+    )
+    assert (
+        policy_of(Stages(transfer_us=1e6), max_steps_in_flight=2).steps_in_flight(load_of(64), NO_PROMPTS)
+        == 2
+    )
 
 
 def test_compute_bound_steps_hide_transfers_for_free() -> None:
     """Four steps of 4 ms: each is on its way for twice 4 and 8 ms, so a stage is always busy."""
     policy = policy_of(Stages(base_us=0, per_decode_us=1_000, transfer_us=8_000))
-    assert policy.steps_in_flight(load_of(16)) == 4
+    assert policy.steps_in_flight(load_of(16), NO_PROMPTS) == 4
 
 
 def test_an_uneven_pipeline_needs_no_more_steps_than_keep_its_slowest_stage_busy() -> None:
     policy = policy_of(Stages(slowness=(1.0, 0.2, 0.2, 0.2), transfer_us=400), max_step_sequences=4)
-    assert policy.steps_in_flight(load_of(64)) == 4
+    assert policy.steps_in_flight(load_of(64), NO_PROMPTS) == 4
 
 
 def test_without_measurements_there_is_a_step_for_each_stage() -> None:
@@ -113,19 +147,28 @@ def test_without_measurements_there_is_a_step_for_each_stage() -> None:
         max_step_tokens=64, max_step_sequences=8, max_steps_in_flight=12, min_steps_in_flight=3
     )
     policy = BatchingPolicy(limits, CostModel())
-    assert policy.steps_in_flight(load_of(10)) == 3
-    assert policy.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=0, end=10**9) == 64
-    assert policy.chunk_tokens(load_of(10), PrefillLoad(10**9, 0), start=512, end=10**9) == 64
+    assert policy.steps_in_flight(load_of(10), NO_PROMPTS) == 3
+    assert chunk_of(policy, ONE_PROMPT) == 64
+
+
+def test_chunks_are_small_until_one_was_measured() -> None:
+    limits = SchedulerLimits(max_step_tokens=4096, max_step_sequences=8, max_steps_in_flight=3)
+    policy = BatchingPolicy(limits, CostModel())
+    assert chunk_of(policy, ONE_PROMPT) == UNMEASURED_STEP_TOKENS
+    plan = plan_of(policy, load_of(4), prompts(10**9))
+    assert plan.chunk_tokens(StepCost(decode_cost=4096), start=512, end=10**9) == UNMEASURED_STEP_TOKENS
 
 
 def test_prefill_alone_has_one_step_more_than_stages() -> None:
     policy = policy_of(Stages(slowness=(1.0,) * 4))
-    assert policy.steps_in_flight(NO_DECODES) == 5
+    assert policy.steps_in_flight(NO_DECODES, ONE_PROMPT) == 5
 
 
 def test_a_fixed_number_of_steps_is_kept() -> None:
     policy = policy_of(Stages(transfer_us=1e6), max_steps_in_flight=3, min_steps_in_flight=None)
-    assert policy.steps_in_flight(load_of(64)) == policy.steps_in_flight(NO_DECODES) == 3
+    assert (
+        policy.steps_in_flight(load_of(64), NO_PROMPTS) == policy.steps_in_flight(NO_DECODES, ONE_PROMPT) == 3
+    )
 
 
 # Chunks
@@ -134,10 +177,7 @@ def test_a_fixed_number_of_steps_is_kept() -> None:
 def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() -> None:
     stages = Stages(base_us=0, per_million_pairs_us=20_000)
     policy = policy_of(stages)
-    sizes = {
-        start: policy.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=start, end=10**9)
-        for start in (0, 2_000, 8_000, 30_000)
-    }
+    sizes = {start: chunk_of(policy, ONE_PROMPT, start=start) for start in (0, 2_000, 8_000, 30_000)}
     assert sizes[0] == 512
     assert sizes[2_000] > sizes[8_000] > sizes[30_000] > 0
     full_us = stages.chunk_step_us(0, 512)
@@ -147,7 +187,7 @@ def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() 
 
 def test_chunks_stay_full_where_the_context_costs_nothing() -> None:
     policy = policy_of(Stages())
-    assert policy.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=100_000, end=10**9) == 512
+    assert chunk_of(policy, ONE_PROMPT, start=100_000) == 512
 
 
 @pytest.mark.parametrize(("num_stages", "num_tokens"), [(2, 2048), (4, 2048), (4, 8192), (8, 20_000)])
@@ -158,10 +198,11 @@ def test_a_burst_of_prompts_is_split_for_the_earliest_completion(num_stages: int
     def makespan_us(size: int) -> float:
         return (-(-num_tokens // size) + num_stages - 1) * stages.chunk_step_us(0, size)
 
-    size = policy.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens), start=0, end=10**9)
+    plan = plan_of(policy, NO_DECODES, prompts(num_tokens, is_alone=True))
+    size = plan.chunk_tokens(StepCost(), start=0, end=10**9)
     best = min(makespan_us(num_tokens) for num_tokens in range(64, 4097, 8))
     assert makespan_us(size) <= 1.05 * best
-    rest = policy.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens, step_tokens=size // 2), start=0, end=10**9)
+    rest = plan.chunk_tokens(StepCost(chunk_tokens=size // 2), start=0, end=10**9)
     assert rest == size - size // 2
 
 
@@ -169,21 +210,19 @@ def test_the_chunk_size_does_not_depend_on_a_fixed_number_of_steps() -> None:
     stages = Stages(slowness=(1.0, 1.0))
     fixed = policy_of(stages, max_step_tokens=4096, max_steps_in_flight=8, min_steps_in_flight=8)
     free = policy_of(stages, max_step_tokens=4096)
-    sizes = {
-        policy.chunk_tokens(NO_DECODES, PrefillLoad(8192), start=0, end=10**9) for policy in (fixed, free)
-    }
+    sizes = {chunk_of(policy, prompts(8192, is_alone=True)) for policy in (fixed, free)}
     assert len(sizes) == 1
 
 
 def test_a_step_of_prefill_ends_with_a_prompt_where_it_can() -> None:
     policy = policy_of(Stages(), max_step_tokens=4096)
-    burst = PrefillLoad(8192)
-    size = policy.chunk_tokens(NO_DECODES, burst, start=0, end=10**9)
-    assert policy.chunk_tokens(NO_DECODES, burst, start=0, end=size + size // 4) == size + size // 4
-    assert policy.chunk_tokens(NO_DECODES, burst, start=0, end=2 * size) == size
-    nearly_full = PrefillLoad(8192, step_tokens=size * 3 // 4)
-    assert policy.chunk_tokens(NO_DECODES, nearly_full, start=0, end=2 * size) == 0
-    assert policy.chunk_tokens(NO_DECODES, nearly_full, start=0, end=size // 2) == size // 2
+    plan = plan_of(policy, NO_DECODES, prompts(8192, is_alone=True))
+    size = plan.chunk_tokens(StepCost(), start=0, end=10**9)
+    assert plan.chunk_tokens(StepCost(), start=0, end=size + size // 4) == size + size // 4
+    assert plan.chunk_tokens(StepCost(), start=0, end=2 * size) == size
+    nearly_full = StepCost(chunk_tokens=size * 3 // 4)
+    assert plan.chunk_tokens(nearly_full, start=0, end=2 * size) == 0
+    assert plan.chunk_tokens(nearly_full, start=0, end=size // 2) == size // 2
 
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.4, 2.0])
@@ -197,11 +236,13 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
     steps_per_cycle = min(2, num_sequences)
     start, added = 0, list[float]()
     for _ in range(400):
-        size = policy.chunk_tokens(load, PrefillLoad(10**9), start=start, end=10**9)
-        prefill_us = policy.chunk_us(start=start, num_tokens=size) if size else 0.0
-        pairs_us = chunk_pairs(start, size) * stages.per_million_pairs_us / 1e6
-        assert not size or prefill_us == pytest.approx(size * stages.per_token_us + pairs_us, rel=0.02)
-        policy.record_step(load, prefill_us=prefill_us)
+        plan = plan_of(policy, load, prompts(10**9))
+        size = plan.chunk_tokens(StepCost(), start=start, end=10**9)
+        step = StepCost()
+        if size:
+            step.add_chunk(start, size)
+        prefill_us = stages.step_us(step) - stages.base_us
+        policy.record_step(load, plan, step, 0.0)
         start += size
         added.append(prefill_us)
     average = 1 + steps_per_cycle * sum(added[20:]) / len(added[20:]) / cycle_us
@@ -212,12 +253,12 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
         assert sum(increment > 0 for increment in added) * steps_per_cycle <= 0.5 * len(added)
 
 
-def test_the_rest_of_a_prompt_does_not_wait_longer_than_its_own_cost() -> None:
-    policy, load = policy_of(Stages()), load_of(16)
-    policy.record_step(load, prefill_us=32_000)
+def test_with_a_slowdown_the_rest_of_a_prompt_does_not_wait_longer_than_its_own_cost() -> None:
+    policy, load = policy_of(Stages(), max_decode_slowdown=1.4), load_of(16)
+    policy.record_step(load, plan_of(policy, load, prompts(512)), StepCost(chunk_tokens=320), 0.0)
     waited = 0
-    while not policy.chunk_tokens(load, PrefillLoad(20), start=492, end=512):
-        policy.record_step(load, prefill_us=0)
+    while not (plan := plan_of(policy, load, prompts(20))).chunk_tokens(StepCost(), start=492, end=512):
+        policy.record_step(load, plan, StepCost(), 0.0)
         waited += 1
     # It had 17,425 us, spent 32,000, and saves 4,100 us a step; 20 tokens take 2,000 of them.
     assert waited == 4
@@ -226,8 +267,114 @@ def test_the_rest_of_a_prompt_does_not_wait_longer_than_its_own_cost() -> None:
 def test_chunks_that_cost_nothing_are_full() -> None:
     """Small ones may take less than a step of decodes has been measured to take."""
     policy = policy_of(Stages(per_token_us=0))
-    assert policy.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=700, end=10**9) == 512
-    assert policy.chunk_tokens(load_of(4), PrefillLoad(10**9, 0), start=700, end=10**9) == 512
+    assert chunk_of(policy, ONE_PROMPT, start=700) == 512
+    plan = plan_of(policy, load_of(4), prompts(10**9))
+    assert plan.chunk_tokens(StepCost(decode_cost=4096), start=700, end=10**9) == 512
+
+
+# Prompts beside decodes
+
+
+def filled(policy: BatchingPolicy, load: DecodeLoad, plan: StepPlan) -> StepCost:
+    """A step with an even share of the decodes and as much of a long prompt as it takes."""
+    step = StepCost(decode_cost=load.cost // plan.num_steps)
+    if size := plan.chunk_tokens(step, start=0, end=10**9):
+        step.add_chunk(0, size)
+    policy.record_step(load, plan, step, 0.0)
+    return step
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_sequences", [1, 16, 64])
+def test_a_lap_of_steps_with_prompts_takes_the_target(num_stages: int, num_sequences: int) -> None:
+    stages = Stages(slowness=(1.0,) * num_stages, base_us=2_000, per_decode_us=50, transfer_us=200)
+    policy, load = policy_of(stages, max_step_tokens=4096, itl_target_s=0.2), load_of(num_sequences)
+    lap_us = sum(stages.step_us(filled(policy, load, plan)) for plan in full_pipeline(policy, load))
+    assert 0.85 * PLANNED_SHARE * 0.2e6 <= lap_us <= 1.01 * PLANNED_SHARE * 0.2e6
+
+
+def full_pipeline(policy: BatchingPolicy, load: DecodeLoad) -> Iterator[StepPlan]:
+    """The plans of one lap in a pipeline that computes prompts all the time."""
+    num_steps = policy.steps_in_flight(load, prompts(10**6))
+    now_s, step_s = 0.0, PLANNED_SHARE * 0.2 / num_steps
+    for number in range(2 * num_steps):
+        plan = policy.plan_step(load, prompts(10**6), num_in_flight=min(number, num_steps - 1), now_s=now_s)
+        assert plan is not None
+        if number >= num_steps:
+            yield plan
+        else:
+            policy.record_step(load, plan, StepCost(decode_cost=1, chunk_tokens=1), now_s)
+        now_s += step_s
+
+
+@given(
+    num_stages=st.integers(1, 16),
+    num_sequences=st.integers(1, 256),
+    base_us=st.integers(100, 50_000),
+    per_decode_us=st.integers(0, 2_000),
+    per_token_us=st.integers(1, 1_000),
+    target_s=st.floats(0.005, 2.0),
+)
+def test_a_step_never_exceeds_its_share_of_the_lap(
+    num_stages: int,
+    num_sequences: int,
+    base_us: int,
+    per_decode_us: int,
+    per_token_us: int,
+    target_s: float,
+) -> None:
+    """Except for one token of a prompt, so that prompts never starve."""
+    stages = Stages((1.0,) * num_stages, base_us, per_decode_us, per_token_us)
+    policy, load = policy_of(stages, max_step_tokens=4096, itl_target_s=target_s), load_of(num_sequences)
+    decode_lap_us = policy.lap_budget_us(load, NO_PROMPTS)
+    for _ in range(3):
+        plan = plan_of(policy, load, prompts(10**6))
+        step = filled(policy, load, plan)
+        lap_us = policy.lap_budget_us(load, prompts(10**6))
+        assert step.chunk_tokens >= 1
+        step_us = policy.predicted_us(step)
+        assert step_us <= lap_us / plan.num_steps * 1.01 + per_token_us * 17 or step.chunk_tokens == 1
+        assert lap_us <= max(target_s * 1e6, MAX_LAP_OF_DECODES * decode_lap_us)
+        assert decode_lap_us >= PLANNED_SHARE * target_s * 1e6
+
+
+def test_the_lap_exceeds_the_target_only_if_the_waiting_prompts_need_it() -> None:
+    stages = Stages(base_us=60_000, transfer_us=0)
+    policy, load = policy_of(stages), load_of(8)
+    short, long = (policy.lap_budget_us(load, prompts(number)) for number in (100, 10**6))
+    assert short == pytest.approx(120_000 + 100 * stages.per_token_us / 2, rel=0.05)
+    assert long == pytest.approx(MAX_LAP_OF_DECODES * 120_000, rel=0.05)
+
+
+def test_a_step_behind_others_is_shorter_by_the_wait_for_them() -> None:
+    policy, load = policy_of(Stages(base_us=1_000, transfer_us=0)), load_of(2)
+    free = plan_of(policy, load, prompts(10**6))
+    policy.record_step(load, free, StepCost(decode_cost=1024, chunk_tokens=250), 0.0)
+    behind = plan_of(policy, load, prompts(10**6), num_in_flight=1)
+    # The first leaves the slowest stage after 26 ms, and two of three steps of a lap are left.
+    assert free.max_step_us == pytest.approx(90_000 / 3, rel=0.02)
+    assert behind.max_step_us == pytest.approx((90_000 - 26_000) / 2, rel=0.05)
+
+
+def test_decodes_share_a_step_while_prompts_wait_and_spread_out_again() -> None:
+    policy, load = policy_of(Stages(slowness=(1.0,) * 4, base_us=1_000)), load_of(16)
+    assert plan_of(policy, load, prompts(1_000)).num_shares == 1
+    assert plan_of(policy, load, NO_PROMPTS).num_shares == 4
+
+
+def test_decodes_spread_out_while_prompts_wait_for_blocks() -> None:
+    policy, load = policy_of(Stages(slowness=(1.0,) * 4, base_us=1_000)), load_of(16)
+    plan = plan_of(policy, load, prompts(1_000))
+    policy.record_step(load, plan, StepCost(decode_cost=load.cost), 0.0)
+    assert plan_of(policy, load, prompts(1_000)).num_shares == 4
+    policy.record_step(load, plan, StepCost(decode_cost=load.cost, chunk_tokens=16), 0.0)
+    assert plan_of(policy, load, prompts(1_000)).num_shares == 1
+
+
+def test_a_burst_is_bounded_before_its_first_decode_but_a_lone_prompt_is_not() -> None:
+    policy = policy_of(Stages(slowness=(1.0,)), max_step_tokens=4096)
+    assert chunk_of(policy, prompts(4096, is_alone=True)) == 4096
+    assert chunk_of(policy, prompts(4096)) == pytest.approx((90_000 - 500 - 10_000) / 100, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +383,11 @@ def test_chunks_that_cost_nothing_are_full() -> None:
         {"min_steps_in_flight": 0},
         {"min_steps_in_flight": 9},
         {"max_decode_slowdown": 1.0},
+        {"max_decode_slowdown": math.nan},
+        {"itl_target_s": 0.0},
+        {"itl_target_s": -1.0},
+        {"itl_target_s": math.nan},
+        {"itl_target_s": math.inf},
         {"max_step_tokens": 0},
     ],
 )

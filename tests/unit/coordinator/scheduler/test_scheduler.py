@@ -240,7 +240,7 @@ def test_no_request_overtakes_the_head_of_the_queue() -> None:
 
 
 def test_an_admission_leaves_the_watermark_to_running_sequences() -> None:
-    model = model_of(num_blocks=200, max_step_tokens=1000, max_steps_in_flight=3)
+    model = model_of(num_blocks=200, max_step_tokens=1000, max_steps_in_flight=9)
     model.submit([1], max_tokens=5)
     model.submit(range(4 * 196), max_tokens=1)
     waiting = model.submit(range(1000, 1008), max_tokens=1)
@@ -250,7 +250,7 @@ def test_an_admission_leaves_the_watermark_to_running_sequences() -> None:
 
 
 def test_alone_a_request_may_take_the_whole_pool() -> None:
-    model = model_of(num_blocks=200, max_step_tokens=1000)
+    model = model_of(num_blocks=200, max_step_tokens=1000, max_steps_in_flight=7)
     model.submit(range(4 * 200 - 1), max_tokens=1)
     assert model.kv.num_free == 0
     model.drain(max_steps=5)
