@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
     from coordinator.dashboard.server import DashboardServer
 
 log = logging.getLogger(__name__)
+
+INTERPRETER_SWITCH_S = 0.0005
+"""How long the event loop waits for a thread that runs Python, such as a chat template; CPython has 5 ms."""
 
 
 class CoordinatorServer:
@@ -291,6 +295,7 @@ def run(config: CoordinatorConfig) -> int:
     """Serve until SIGTERM or SIGINT. Return the exit code; failures are one line on stderr."""
     logs.configure(config.logs, "coordinator")
     raise_file_limit()
+    sys.setswitchinterval(INTERPRETER_SWITCH_S)
     try:
         model = open_model(config)
         check_counts(config, model)

@@ -46,7 +46,7 @@ from wire.steps import Step, StepResult
 log = logging.getLogger(__name__)
 
 
-UPDATES_PER_TURN = 128
+UPDATES_PER_TURN = 64
 """Sequences whose output is stored per turn of the event loop, at some 5 us each with stop strings."""
 
 DEADLINE_SLACK_S = 0.05

@@ -11,8 +11,13 @@ from wire.errors import InvalidRequest, Superseded
 from wire.ids import id_text
 from wire.steps import TokenLogprobs
 
-MAX_MESSAGE_TOKENS = 1024
-"""Keeps a message with log-probabilities well below the size limit of gRPC."""
+MESSAGE_ENTRIES = 512
+"""Tokens and alternatives in a message: it is encoded within a millisecond, as other calls wait meanwhile."""
+
+
+def max_message_tokens(num_top: int | None) -> int:
+    """Tokens in a message, if each comes with `num_top` alternatives; None without log-probabilities."""
+    return MESSAGE_ENTRIES if num_top is None else max(1, MESSAGE_ENTRIES // (num_top + 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ class OutputStream:
             index = choice.index
             if self._is_read[index] or not choice.buffer.has_output(self._cursors[index]):
                 continue
-            piece = choice.buffer.read(self._cursors[index], max_tokens=MAX_MESSAGE_TOKENS)
+            most = max_message_tokens(choice.sequence.sampling.logprobs)
+            piece = choice.buffer.read(self._cursors[index], max_tokens=most)
             self._cursors[index] += len(piece.tokens)
             self._is_read[index] = piece.is_last
             self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
@@ -107,7 +113,8 @@ class OutputStream:
         request, start = self.request, self._prompt_cursor
         if request.num_top_prompt_logprobs is None or start >= request.num_known_prompt_logprobs:
             return None
-        end = min(request.num_known_prompt_logprobs, start + MAX_MESSAGE_TOKENS)
+        most = max_message_tokens(request.num_top_prompt_logprobs)
+        end = min(request.num_known_prompt_logprobs, start + most)
         self._prompt_cursor = end
         choice = request.choices[0]
         piece = choice.buffer.read(self._cursors[0], max_tokens=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.engine.output_stream import MAX_MESSAGE_TOKENS
+from coordinator.engine.output_stream import max_message_tokens
 from coordinator.scheduler.policy import SchedulerLimits
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
@@ -88,20 +88,28 @@ def test_an_error_wakes_a_reader_that_waits(new_model: NewModel) -> None:
     assert isinstance(call.error, RequestCancelled)
 
 
-def test_long_outputs_are_split_into_bounded_messages(new_model: NewModel) -> None:
+@pytest.mark.parametrize(("num_top", "full"), [(0, 256), (2, 128)])
+def test_long_outputs_are_split_into_bounded_messages(new_model: NewModel, num_top: int, full: int) -> None:
+    assert max_message_tokens(num_top) == full
     model = new_model(
         num_blocks=2000,
         limits=SchedulerLimits(max_step_tokens=4000, max_step_sequences=4, max_steps_in_flight=1),
     )
-    case = RequestCase(prompt=(1, 2) * 1500, max_tokens=0, echo=True, logprobs=0, prompt_logprobs=0)
+    case = RequestCase(
+        prompt=(1, 2) * 350, max_tokens=0, echo=True, logprobs=num_top, prompt_logprobs=num_top
+    )
     call = model.submit(case.request())
     model.run()
     call.read_all()
     sizes = [(len(output.prompt_logprobs), len(output.piece.tokens)) for output in call.outputs]
-    rest = 3000 - 2 * MAX_MESSAGE_TOKENS
-    full = MAX_MESSAGE_TOKENS
-    assert sizes == [(full, 0), (full, 0), (rest, 0), (0, full), (0, full), (0, rest)]
+    num_full, rest = divmod(700, full)
+    assert sizes == [*[(full, 0)] * num_full, (rest, 0), *[(0, full)] * num_full, (0, rest)]
     assert call.tokens() == case.prompt
+
+
+def test_a_message_without_log_probabilities_has_more_tokens_and_every_one_has_some() -> None:
+    assert max_message_tokens(None) == 512
+    assert max_message_tokens(100_000) == 1
 
 
 def test_choices_take_turns(new_model: NewModel) -> None:
