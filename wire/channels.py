@@ -1,8 +1,9 @@
-"""gRPC channels and servers with options for long-lived streams, and metadata keys."""
+"""gRPC channels and servers with options for long-lived streams, metadata keys, and early writes."""
 
 import resource
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from types import coroutine as generator_coroutine
 from typing import Any
 
 import grpc
@@ -134,3 +135,35 @@ def _bind_problem(family: socket.AddressFamily, sockaddr: tuple[Any, ...]) -> st
     except OSError as error:
         return error.strerror
     return None
+
+
+class StartedWrite:
+    """A write that was handed to gRPC in this turn of the event loop; await it to finish it, once.
+
+    A task would start it behind all callbacks that are due. Python 3.12 has eager tasks for this.
+    """
+
+    def __init__(self, write: Coroutine[Any, Any, None]) -> None:
+        self._write = write
+        self._error: Exception | None = None
+        try:
+            self._waits_for = write.send(None)
+        except Exception as error:  # StopIteration: finished without waiting
+            self._error = error
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if self._error is None:
+            yield from _resume(self._write, self._waits_for)
+        elif not isinstance(self._error, StopIteration):
+            raise self._error
+
+
+@generator_coroutine
+def _resume(write: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Wait for the future that a started coroutine waits for, then run the rest of it."""
+    try:
+        yield waits_for
+    except BaseException as error:
+        yield from _resume(write, write.throw(error))
+    else:
+        yield from write

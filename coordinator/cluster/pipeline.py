@@ -11,14 +11,14 @@ import grpc
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
-from wire.channels import client_channel
+from wire.channels import StartedWrite, client_channel
 from wire.clock import wall_clock_us
 from wire.errors import StaleStream
 from wire.frames import encode_frame
 from wire.ids import Incarnation
 from wire.log_context import log_context
 from wire.peer_secrets import HopSecrets, RefusedPeers
-from wire.stage_calls import HELLO_RETRY_S, ForwardCall, StartedWrite, open_forward
+from wire.stage_calls import HELLO_RETRY_S, ForwardCall, open_forward
 from wire.step_codec import encode_step
 from wire.steps import Step
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from wire.stage_calls import StartedWrite
+from wire.channels import StartedWrite
 
 
 class Stream:
