@@ -58,7 +58,7 @@ class Pipeline:
         cohort = self._cohorts[self._num_steps % NUM_IN_FLIGHT]
         slices = tuple(StepSlice(sequence.key, 0, (1,), Decode(9)) for sequence in cohort)
         step = Step(epoch=1, step_id=self._num_steps, slices=slices)
-        result = StepResult(1, self._num_steps, (), self._times)
+        result = StepResult.of(1, self._num_steps, (), self._times)
         progress = [SequenceUpdate(sequence, token=5) for sequence in cohort]
         self._num_steps += 1
         self.now_s += STEP_S

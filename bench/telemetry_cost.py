@@ -189,11 +189,11 @@ def coordinator_step_us(observers: tuple[FactObserver, ...], num_sequences: int,
     steady = 0
     while steady < num_steps + WARM_UP:
         step = sent.pop()
-        steady = steady + 1 if len(step.slices) == num_sequences and not step.starts else 0
+        steady = steady + 1 if step.num_slices == num_sequences and not step.starts else 0
         results = tuple(
             SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
         )
-        engine.complete(StepResult(step.epoch, step.step_id, results, STAGE_TIMES))
+        engine.complete(StepResult.of(step.epoch, step.step_id, results, STAGE_TIMES))
         engine.deliver()
     return statistics.median(observer.steps_us[-num_steps:])
 
@@ -208,7 +208,7 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
     output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
     spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), b"", None), output, 1.4)
     slices = tuple(StepSlice(key, 0, (1,), Decode(1)) for key in keys)
-    frames = [Frame(Step(epoch=1, step_id=step_id, slices=slices), b"", None) for step_id in range(num_steps)]
+    frames = [Frame(Step.of(slices, epoch=1, step_id=step_id), b"", None) for step_id in range(num_steps)]
     began = time.perf_counter_ns()
     for frame in frames:
         spans.step_done(frame, output, 1.4)
@@ -226,7 +226,7 @@ def encoded_span_us() -> float:
         key = SequenceKey(new_request_id(), 0)
         start = StartRecord(key, 0, 1, (1,), StepSampling(), parent)
         part = StepSlice(key, 0, (1,), Prefill(0, 1, 1))
-        step = Step(epoch=1, step_id=0, starts=(start,), slices=(part,))
+        step = Step.of((part,), epoch=1, step_id=0, starts=(start,))
         spans.step_done(Frame(step, b"", None), output, 1.4)
     return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16
 
@@ -298,7 +298,7 @@ def _coordinator_registry() -> Registry:
     pipeline = PipelineMetrics(registry)
     facts = FactRecorder((pipeline,))
     facts.step_sent(Step(epoch=1, step_id=0), 0.0)
-    facts.step_completed(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
+    facts.step_completed(StepResult.of(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
     registry.read_with(lambda: pipeline.read(1.0))
     return registry
 

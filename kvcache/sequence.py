@@ -197,6 +197,24 @@ class ActiveSequence:
         tokens.append(token)
         return signals
 
+    @property
+    def room(self) -> int:
+        """Number of tokens that `extend` takes: free slots in the open block of an up-to-date sequence."""
+        return self._room
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Like `push` for each of `tokens`, without signals. Raises ValueError for more than `room` tokens,
+        and like `push`.
+        """
+        if len(tokens) > self._room:
+            raise ValueError(f"{len(tokens)} tokens for {self._room} free slots")
+        if len(self._tokens) + len(tokens) > self._max_len:
+            raise OutputLimitExceeded(self.max_output_tokens)
+        if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN):
+            raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}, got {min(tokens)} to {max(tokens)}")
+        self._room -= len(tokens)
+        self._tokens += tokens
+
     def pop(self) -> None:
         """Revert the last push, whose `Use` failed; its `Promote` remains in effect.
 
@@ -368,6 +386,10 @@ class KvWindow:
         if len(windows) < len(layer_windows) or not windows:
             return None
         return cls(max(windows), max_step_tokens)
+
+    def next_release(self, num_released_blocks: int, block_size: int) -> int:
+        """Return the first query that cannot see the block after `num_released_blocks` blocks."""
+        return (num_released_blocks + 1) * block_size + self.num_tokens - 1
 
     def first_visible(self, first_query: int) -> int:
         """Return the earliest position visible to a query at or after `first_query`."""

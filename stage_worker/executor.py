@@ -16,7 +16,7 @@ from stage_worker.validation import (
     StepRules,
     check_hidden_states,
     check_limits,
-    slice_layouts,
+    check_slices,
 )
 from wire.errors import InvariantBroken, StepFault, StepFaultKind
 from wire.frames import Frame
@@ -146,15 +146,14 @@ class StepExecutor:
         self._apply(step)
         if self._integrity.count_step():
             self.verify_accounting()
-        layouts = slice_layouts(step.slices, self._sequences, self._tables, self._rules)
-        computed = self._compute.compute(frame, layouts) if layouts else None
-        for step_slice in step.slices:
-            self._sequences.get(step_slice.sequence).advance(step_slice)
+        slices = check_slices(step, self._sequences, self._tables, self._rules)
+        computed = self._compute.compute(frame, slices) if slices else None
+        slices.advance(self._sequences)
         if self._role.has_head:
-            if computed is not None and not isinstance(computed, tuple):
+            if computed is not None and not isinstance(computed, StepResult):
                 raise InvariantBroken("LAST computed hidden states, expected results")
-            return StepResult(step.epoch, step.step_id, computed or ())
-        if isinstance(computed, tuple):
+            return computed or StepResult(step.epoch, step.step_id)
+        if isinstance(computed, StepResult):
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
         return HandedOn(step.step_id, frame.step_bytes, computed)
 
@@ -169,6 +168,7 @@ class StepExecutor:
             try:
                 is_counted = entry.sequence.request_id != CHECK_REQUEST
                 self._tables.apply(entry.sequence, entry.signal, is_counted=is_counted)
+                self._sequences.blocks_changed(entry.sequence)
             except KvCacheError as error:
                 raise StepFault(
                     StepFaultKind.KV_SIGNAL,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,6 @@ from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_frame, encode_result_frame
 from wire.stage_calls import HELLO_RETRY_S, open_forward
-from wire.steps import StepResult
 
 Request = bytes | deliver_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -140,5 +140,5 @@ def _encode(timed: TimedOutput) -> Iterable[Request]:
             timed.stage_times,
             ready_at_us=timed.ready_at_us,
         )
-    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times, timed.ready_at_us)
-    return (encode_result_frame(result),)
+    timed_result = replace(output, stage_times=timed.stage_times, ready_at_us=timed.ready_at_us)
+    return (encode_result_frame(timed_result),)

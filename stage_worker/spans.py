@@ -11,8 +11,7 @@ from stage_worker.metrics import ObservedStage
 from telemetry.span_recorder import Attributes, SpanRecorder, new_span_id
 from telemetry.spans import Attr, SpanName
 from wire.frames import Frame
-from wire.ids import SequenceKey
-from wire.steps import Prefill, StartRecord, Step, StepSlice
+from wire.steps import StartRecord, Step, StepSlice, identity_of, split_identities
 from wire.trace_context import DECODE, parse_traceparent, work_span
 
 FIRST_DECODE_STEPS = 16
@@ -49,7 +48,7 @@ class StageSpans(StepObserver):
         self._recorder = recorder
         self._stage = stage
         self._worker = worker
-        self._live: dict[SequenceKey, _Traced] = {}
+        self._live: dict[bytes, _Traced] = {}
         self._of_stage: Attributes = {}
 
     def epoch_began(self, assignment: Assignment, epoch: int) -> None:
@@ -68,12 +67,12 @@ class StageSpans(StepObserver):
     def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
         step = frame.step
         for end in step.ends:
-            if (ended := self._live.pop(end.sequence, None)) is not None:
+            if (ended := self._live.pop(identity_of(end.sequence, end.restart_count), None)) is not None:
                 self._record_decode(ended)
         for start in step.starts:
             self._start(start)
         if self._live:
-            self._add(step, _DoneStep(step.step_id, len(step.slices), output.timing, sent_s))
+            self._add(step, _DoneStep(step.step_id, step.num_slices, output.timing, sent_s))
 
     def epoch_over(self) -> None:
         for traced in self._live.values():
@@ -83,24 +82,27 @@ class StageSpans(StepObserver):
     def _start(self, start: StartRecord) -> None:
         request = parse_traceparent(start.traceparent) if start.traceparent else None
         if request is not None:
-            self._live[start.sequence] = _Traced(request, start.sequence.choice, start.restart_count)
+            identity = identity_of(start.sequence, start.restart_count)
+            self._live[identity] = _Traced(request, start.sequence.choice, start.restart_count)
 
     def _add(self, step: Step, done: _DoneStep) -> None:
-        for part in step.slices:
-            traced = self._live.get(part.sequence)
+        for chunk in step.chunks:
+            traced = self._live.get(identity_of(chunk.sequence, chunk.restart_count))
+            if traced is not None:
+                self._record_chunk(traced, chunk, done)
+        for identity in split_identities(step.decodes.identities):
+            traced = self._live.get(identity)
             if traced is None:
-                continue
-            if isinstance(part.inference_step, Prefill):
-                self._record_chunk(traced, part, part.inference_step, done)
                 continue
             traced.steps.append(done)
             if len(traced.steps) == traced.num_steps_of_span:
                 traced.num_steps_of_span = min(2 * traced.num_steps_of_span, MOST_DECODE_STEPS)
                 self._record_decode(traced)
 
-    def _record_chunk(self, traced: _Traced, part: StepSlice, chunk: Prefill, done: _DoneStep) -> None:
-        own: Attributes = {Attr.TOKENS: len(part.tokens), Attr.CHUNK_START: chunk.start}
-        self._record(SpanName.STAGE_PREFILL, traced, chunk.start, [done], own)
+    def _record_chunk(self, traced: _Traced, chunk: StepSlice, done: _DoneStep) -> None:
+        start = chunk.first_position
+        own: Attributes = {Attr.TOKENS: len(chunk.tokens), Attr.CHUNK_START: start}
+        self._record(SpanName.STAGE_PREFILL, traced, start, [done], own)
 
     def _record_decode(self, traced: _Traced) -> None:
         steps, traced.steps = traced.steps, []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn, overload
 
 from checkpoint import DType
 from kvcache import BlockTables
@@ -13,7 +15,19 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.sampling import StepSampling
-from wire.steps import EndRecord, Prefill, StartRecord, Step, StepSlice
+from wire.steps import (
+    Decode,
+    Decodes,
+    EndRecord,
+    Prefill,
+    StartRecord,
+    Step,
+    StepSlice,
+    identity_of,
+    key_of,
+    split_identities,
+    unpack_column,
+)
 from wire.tensors import WireDType, can_carry, payload_bytes
 
 
@@ -83,6 +97,8 @@ class SliceLayout:
 
 ENDED_REMEMBERED = 4096
 """Number of ended (sequence, restart) pairs kept to detect repeated start records."""
+MAX_BATCHES = 64
+"""Batches of decoding sequences kept: more than the steps in flight, which repeat them."""
 
 
 @dataclass(slots=True)
@@ -95,6 +111,8 @@ class StageSequence:
     num_prefill_tokens: int
     sampling: StepSampling
     num_computed: int | None = None
+    decode_end: int = 0
+    """End of the positions that decodes may use without another look at the block table."""
 
     def check(self, step_slice: StepSlice, *, valid_until: int) -> None:
         """Raises StepFault unless the slice continues this sequence, or begins in its cached tokens."""
@@ -155,6 +173,8 @@ class StageSequences:
 
     def __init__(self) -> None:
         self._live: dict[SequenceKey, StageSequence] = {}
+        self._by_identity: dict[bytes, StageSequence] = {}
+        self._batches: dict[bytes, list[StageSequence]] = {}
         self._ended: OrderedDict[tuple[SequenceKey, int], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -182,9 +202,9 @@ class StageSequences:
                 key,
                 f"start of {key} with {record.num_prompt_tokens} prompt tokens of {len(record.tokens)}",
             )
-        self._live[key] = StageSequence(
-            key, restart_count, record.tokens, len(record.tokens), record.sampling
-        )
+        state = StageSequence(key, restart_count, record.tokens, len(record.tokens), record.sampling)
+        self._live[key] = self._by_identity[identity_of(key, restart_count)] = state
+        self._batches.clear()
 
     def end(self, record: EndRecord) -> None:
         """Raises StepFault RECORD for a sequence or restart count that is not live."""
@@ -196,10 +216,39 @@ class StageSequences:
             raise _bad_record(
                 key, f"end of {key} restart count {restart_count}, restart count {live.restart_count} is live"
             )
-        del self._live[key]
+        del self._live[key], self._by_identity[identity_of(key, restart_count)]
+        self._batches.clear()
         self._ended[key, restart_count] = None
         if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
+
+    def decoding(self, decodes: Decodes) -> list[StageSequence]:
+        """Sequences of `decodes`, in order. Steady decoding repeats its batches, which are kept.
+
+        Raises StepFault SLICE_SET for a sequence that was not started, or that is named twice.
+        """
+        batch = self._batches.get(decodes.identities)
+        if batch is None:
+            identities = split_identities(decodes.identities)
+            batch = [self._by_identity.get(identity) or self._stale(identity) for identity in identities]
+            if len(set(identities)) < len(identities):
+                raise _repeated([sequence.key for sequence in batch])
+            if len(self._batches) >= MAX_BATCHES:
+                self._batches.clear()
+            self._batches[decodes.identities] = batch
+        return batch
+
+    def blocks_changed(self, key: SequenceKey) -> None:
+        if (state := self._live.get(key)) is not None:
+            state.decode_end = 0
+
+    def _stale(self, identity: bytes) -> NoReturn:
+        sequence, restart_count = key_of(identity)
+        live = self.get(sequence)
+        raise StepFault(
+            StepFaultKind.SLICE_SET,
+            f"slice of {sequence} restart count {restart_count}, restart count {live.restart_count} is live",
+        )
 
     def get(self, key: SequenceKey) -> StageSequence:
         """Raises StepFault SLICE_SET for a sequence that was not started."""
@@ -253,14 +302,14 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
     """Hidden states must be present exactly when expected, with the right shape and a supported dtype."""
     hidden, step = frame.hidden, frame.step
     if hidden is None:
-        if rules.takes_hidden and step.slices:
+        if rules.takes_hidden and step.num_slices:
             raise StepFault(
                 StepFaultKind.HIDDEN_STATES_MISSING,
-                f"no hidden states for {step.num_tokens} tokens of {len(step.slices)} slices",
+                f"no hidden states for {step.num_tokens} tokens of {step.num_slices} slices",
             )
         return
-    if not rules.takes_hidden or not step.slices:
-        why = "the first stage takes tokens" if step.slices else "the step has no slices"
+    if not rules.takes_hidden or not step.num_slices:
+        why = "the first stage takes tokens" if step.num_slices else "the step has no slices"
         raise StepFault(
             StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"unexpected hidden states {hidden.shape}: {why}"
         )
@@ -279,23 +328,104 @@ def check_limits(step: Step, rules: StepRules) -> None:
     """Check the number of tokens and sequences, and that no sequence has two slices."""
     if step.num_tokens > rules.max_step_tokens:
         raise _slice_set(f"{step.num_tokens} tokens in one step, the limit is {rules.max_step_tokens}")
-    if len(step.slices) > rules.max_step_sequences:
-        raise _slice_set(f"{len(step.slices)} sequences in one step, the limit is {rules.max_step_sequences}")
-    if len({step_slice.sequence for step_slice in step.slices}) < len(step.slices):
-        raise _slice_set(f"two slices of {_repeated(step)} in one step")
+    if step.num_slices > rules.max_step_sequences:
+        raise _slice_set(f"{step.num_slices} sequences in one step, the limit is {rules.max_step_sequences}")
 
 
-def _repeated(step: Step) -> SequenceKey:
-    """First sequence with a second slice."""
-    counts = Counter(step_slice.sequence for step_slice in step.slices)
-    return next(key for key, count in counts.items() if count > 1)
+def _repeated(keys: Sequence[SequenceKey]) -> StepFault:
+    key = next(key for key, count in Counter(keys).items() if count > 1)
+    return _slice_set(f"two slices of {key} in one step")
 
 
-def slice_layouts(
-    slices: Sequence[StepSlice], sequences: StageSequences, tables: BlockTables, rules: StepRules
-) -> list[SliceLayout]:
-    """Check every slice against its sequence, and look up its pages."""
-    return [_slice_layout(step_slice, sequences, tables, rules) for step_slice in slices]
+class StepSlices(Sequence[SliceLayout]):
+    """The checked slices of a step: sequences of its decodes, and the layout of every slice by row.
+
+    Layouts of decodes are made when first read, because mocks do not need them.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        decoding: list[StageSequence],
+        chunks: list[SliceLayout],
+        decode_layout: Callable[[SequenceKey, int], SliceLayout],
+    ) -> None:
+        self.decoding = decoding
+        self._step = step
+        self._chunks = chunks
+        self._decode_layout = decode_layout
+        self._layouts: list[SliceLayout] | None = None
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self._chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> SliceLayout: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SliceLayout]: ...
+
+    def __getitem__(self, index: int | slice) -> SliceLayout | list[SliceLayout]:
+        return self._made()[index]
+
+    def advance(self, sequences: StageSequences) -> None:
+        for sequence in self.decoding:
+            assert sequence.num_computed is not None
+            sequence.num_computed += 1
+        for chunk in self._step.chunks:
+            sequences.get(chunk.sequence).advance(chunk)
+
+    def _made(self) -> list[SliceLayout]:
+        if self._layouts is None:
+            decodes = self._step.decodes
+            positions = unpack_column(decodes.positions)
+            layouts = map(self._decode_layout, [sequence.key for sequence in self.decoding], positions)
+            self._layouts = [*layouts, *self._chunks]
+        return self._layouts
+
+
+def check_slices(step: Step, sequences: StageSequences, tables: BlockTables, rules: StepRules) -> StepSlices:
+    """Check every slice against its sequence and its blocks. Raises StepFault."""
+    decoding = sequences.decoding(step.decodes) if step.decodes else []
+    if step.chunks:
+        keys = [sequence.key for sequence in decoding] + [chunk.sequence for chunk in step.chunks]
+        if len(set(keys)) < len(keys):
+            raise _repeated(keys)
+    _check_decodes(step.decodes, decoding, sequences, tables, rules)
+    chunks = [_slice_layout(chunk, sequences, tables, rules) for chunk in step.chunks]
+    return StepSlices(step, decoding, chunks, partial(_decode_layout, tables))
+
+
+def _check_decodes(
+    decodes: Decodes,
+    decoding: list[StageSequence],
+    sequences: StageSequences,
+    tables: BlockTables,
+    rules: StepRules,
+) -> None:
+    tokens, positions = unpack_column(decodes.tokens), unpack_column(decodes.positions)
+    is_known = max(tokens, default=0) < rules.vocab_size
+    for row, (sequence, position) in enumerate(zip(decoding, positions, strict=True)):
+        if is_known and position == sequence.num_computed and position < sequence.decode_end:
+            continue
+        decode = StepSlice(sequence.key, sequence.restart_count, (tokens[row],), Decode(position))
+        layout = _slice_layout(decode, sequences, tables, rules)
+        held_end = min((layout.first_block + len(layout.pages)) * rules.block_size, rules.max_sequence_tokens)
+        is_plain = tables.writable_runs(sequence.key, position, held_end) == [(position, held_end)]
+        sequence.decode_end = held_end if is_plain else 0
+
+
+def _decode_layout(tables: BlockTables, key: SequenceKey, position: int) -> SliceLayout:
+    """Layout of a checked decode."""
+    placed = tables.placed(key, position, position + 1)
+    return SliceLayout(
+        first_position=position,
+        num_tokens=1,
+        pages=placed.pages,
+        first_block=placed.first_block,
+        num_valid=placed.valid_until,
+        writable_runs=placed.writable_runs,
+    )
 
 
 def _slice_layout(

@@ -1,8 +1,5 @@
 """Encodes steps and step results as protobuf messages; decoding validates them.
 
-Leading slices that are decodes of one token are encoded as columns, likewise leading results that are plain
-tokens.
-
 Stage times are little-endian: 8 bytes for the time when the sender had the message ready (microseconds of the
 coordinator's clock since 1970, or 0), then per stage, from FIRST on, 4 bytes each for hop (signed), receive,
 wait and compute (microseconds).
@@ -11,7 +8,6 @@ wait and compute (microseconds).
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from google.protobuf.message import DecodeError
 
@@ -21,100 +17,25 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import SAMPLING_NUMBERS, GrammarSpec, StepSampling
 from wire.steps import (
-    Decode,
+    IDENTITY_BYTES,
+    NO_DECODES,
+    Decodes,
     EndRecord,
     FaultReport,
     Prefill,
+    RowDetail,
     SequenceSignal,
     SliceError,
-    SliceResult,
     StageTime,
     StartRecord,
     Step,
     StepResult,
     StepSlice,
     TokenLogprobs,
+    split_identities,
 )
 
 _ID_BYTES = 16
-_MIN_COLUMN_LENGTH = 4
-"""Columns for fewer sequences are larger than their messages."""
-
-Columns = step_pb2.DecodeColumns | step_pb2.TokenColumns
-
-
-def encode_decodes(slices: Sequence[StepSlice], columns: step_pb2.DecodeColumns) -> int:
-    """Encode the leading decode slices into the empty `columns`; return their number."""
-    decodes = list(takewhile(_is_decode, slices))
-    if len(decodes) < _MIN_COLUMN_LENGTH:
-        return 0
-    _encode_keys([decode.sequence for decode in decodes], columns)
-    columns.restart_counts.extend([decode.restart_count for decode in decodes])
-    columns.tokens.extend([decode.tokens[0] for decode in decodes])
-    columns.positions.extend([decode.first_position for decode in decodes])
-    return len(decodes)
-
-
-def decode_decodes(columns: step_pb2.DecodeColumns) -> list[StepSlice]:
-    _check_lengths(columns, columns.positions)
-    return [
-        StepSlice(key, restart_count, (token,), Decode(position))
-        for key, restart_count, token, position in zip(
-            _decode_keys(columns), columns.restart_counts, columns.tokens, columns.positions, strict=True
-        )
-    ]
-
-
-def encode_tokens(results: Sequence[SliceResult], columns: step_pb2.TokenColumns) -> int:
-    """Encode the leading token results into the empty `columns`; return their number."""
-    sampled = list(takewhile(_is_token, results))
-    if len(sampled) < _MIN_COLUMN_LENGTH:
-        return 0
-    _encode_keys([result.sequence for result in sampled], columns)
-    columns.restart_counts.extend([result.restart_count for result in sampled])
-    columns.tokens.extend([result.outcome for result in sampled if isinstance(result.outcome, int)])
-    return len(sampled)
-
-
-def decode_tokens(columns: step_pb2.TokenColumns) -> list[SliceResult]:
-    _check_lengths(columns)
-    return [
-        SliceResult(key, restart_count, token)
-        for key, restart_count, token in zip(
-            _decode_keys(columns), columns.restart_counts, columns.tokens, strict=True
-        )
-    ]
-
-
-def _is_decode(step_slice: StepSlice) -> bool:
-    return isinstance(step_slice.inference_step, Decode) and len(step_slice.tokens) == 1
-
-
-def _is_token(result: SliceResult) -> bool:
-    return isinstance(result.outcome, int) and result.logprobs is None and not result.prompt_logprobs
-
-
-def _encode_keys(keys: Sequence[SequenceKey], columns: Columns) -> None:
-    columns.request_ids = b"".join([key.request_id for key in keys])
-    columns.choices.extend([key.choice for key in keys])
-
-
-def _decode_keys(columns: Columns) -> list[SequenceKey]:
-    ids = columns.request_ids
-    return [
-        SequenceKey(RequestId(ids[begin : begin + _ID_BYTES]), choice)
-        for begin, choice in zip(range(0, len(ids), _ID_BYTES), columns.choices, strict=True)
-    ]
-
-
-def _check_lengths(columns: Columns, *others: Sequence[int]) -> None:
-    lengths = [len(column) for column in (columns.choices, columns.restart_counts, columns.tokens, *others)]
-    if any(length * _ID_BYTES != len(columns.request_ids) for length in lengths):
-        raise StepFault(
-            StepFaultKind.UNDECODABLE,
-            f"columns have {lengths} entries, request ids have {len(columns.request_ids)} bytes, "
-            f"expected {_ID_BYTES} per entry",
-        )
 
 
 def encode_signal(signal: Signal, message: step_pb2.SequenceSignal) -> None:
@@ -233,9 +154,12 @@ def decode_stage_times(data: bytes, *, num_stages: int | None = None) -> tuple[t
 def encode_step(step: Step) -> bytes:
     """Return the serialised form, which passes through all stages unchanged."""
     message = step_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
-    num_decodes = encode_decodes(step.slices, message.decodes)
-    for step_slice in step.slices[num_decodes:]:
-        _add_slice(message, step_slice)
+    if step.decodes:
+        message.decodes.identities = step.decodes.identities
+        message.decodes.tokens = step.decodes.tokens
+        message.decodes.positions = step.decodes.positions
+    for chunk in step.chunks:
+        _add_chunk(message, chunk)
     for start in step.starts:
         _add_start(message, start)
     for end in step.ends:
@@ -264,20 +188,17 @@ def decode_step(data: bytes) -> Step:
 
 def _request_ids(message: step_pb2.Step) -> tuple[RequestId, ...]:
     """Return the well-formed request ids of an invalid step."""
-    column = message.decodes.request_ids
-    ids = [column[begin : begin + _ID_BYTES] for begin in range(0, len(column), _ID_BYTES)]
-    ids += [encoded.sequence.request_id for encoded in message.slices]
+    ids = [identity[:_ID_BYTES] for identity in split_identities(message.decodes.identities)]
+    ids += [chunk.sequence.request_id for chunk in message.chunks]
     return tuple(dict.fromkeys(RequestId(request_id) for request_id in ids if len(request_id) == _ID_BYTES))
 
 
 def _decode_step(message: step_pb2.Step) -> Step:
-    slices = [_decode_slice(encoded) for encoded in message.slices]
-    if message.HasField("decodes"):
-        slices = decode_decodes(message.decodes) + slices
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=tuple(slices),
+        decodes=_decode_decodes(message.decodes) if message.HasField("decodes") else NO_DECODES,
+        chunks=tuple([_decode_chunk(chunk) for chunk in message.chunks]),
         starts=tuple([_decode_start(start) for start in message.starts]),
         ends=tuple([EndRecord(_decode_key(end.sequence), end.restart_count) for end in message.ends]),
         signals=tuple(
@@ -287,38 +208,59 @@ def _decode_step(message: step_pb2.Step) -> Step:
     )
 
 
+def _decode_decodes(columns: step_pb2.DecodeColumns) -> Decodes:
+    decodes = Decodes(columns.identities, columns.tokens, columns.positions)
+    _check_columns(decodes.identities, decodes.tokens, decodes.positions)
+    return decodes
+
+
+def _check_columns(identities: bytes, *columns: bytes) -> None:
+    """Raises StepFault UNDECODABLE for different numbers of entries."""
+    num_rows = len(identities) // IDENTITY_BYTES
+    if len(identities) != num_rows * IDENTITY_BYTES or any(len(column) != 4 * num_rows for column in columns):
+        sizes = [len(column) for column in columns]
+        raise StepFault(
+            StepFaultKind.UNDECODABLE,
+            f"columns have {sizes} bytes of 4 per entry, identities have {len(identities)} bytes of "
+            f"{IDENTITY_BYTES}",
+        )
+
+
 def encode_result(result: StepResult) -> step_pb2.StepResult:
     message = step_pb2.StepResult(
         epoch=result.epoch,
         step_id=result.step_id,
         stage_times=encode_stage_times(result.stage_times, ready_at_us=result.ready_at_us),
     )
-    num_tokens = encode_tokens(result.results, message.tokens)
-    for entry in result.results[num_tokens:]:
-        encoded = message.results.add()
-        _set_key(encoded.sequence, entry.sequence)
-        encoded.restart_count = entry.restart_count
-        outcome = entry.outcome
+    message.identities, message.tokens = result.identities, result.tokens
+    for detail in result.details:
+        encoded = message.details.add(row=detail.row)
+        outcome = detail.outcome
         if isinstance(outcome, SliceError):
             encoded.error.kind = step_pb2.SliceError.Kind.ValueType(outcome.kind)
             encoded.error.stage = outcome.stage
             encoded.error.message = outcome.message
         elif outcome is not None:
             encoded.token = outcome
-        if entry.logprobs is not None:
-            encode_logprobs(entry.logprobs, encoded.logprobs)
-        for logprobs in entry.prompt_logprobs:
+        if detail.logprobs is not None:
+            encode_logprobs(detail.logprobs, encoded.logprobs)
+        for logprobs in detail.prompt_logprobs:
             encode_logprobs(logprobs, encoded.prompt_logprobs.add())
     return message
 
 
 def decode_result(message: step_pb2.StepResult) -> StepResult:
-    """Decode a result. Raises StepFault UNDECODABLE for missing content and inconsistent lengths."""
-    results = [_decode_slice_result(entry) for entry in message.results]
-    if message.HasField("tokens"):
-        results = decode_tokens(message.tokens) + results
+    """Decode a result. Raises StepFault UNDECODABLE for missing content and inconsistent columns."""
+    _check_columns(message.identities, message.tokens)
+    details = tuple([_decode_detail(detail) for detail in message.details])
+    rows = [detail.row for detail in details]
+    num_rows = len(message.tokens) // 4
+    if rows != sorted(set(rows)) or (rows and rows[-1] >= num_rows):
+        raise StepFault(StepFaultKind.UNDECODABLE, f"details of rows {rows} in a result of {num_rows} rows")
     times, ready_at_us = decode_stage_times(message.stage_times)
-    return StepResult(message.epoch, message.step_id, tuple(results), times, ready_at_us)
+    return StepResult(
+        message.epoch, message.step_id, message.identities, message.tokens, details, times, ready_at_us
+    )
 
 
 def encode_fault(report: FaultReport) -> join_pb2.StepFault:
@@ -359,55 +301,29 @@ def _decode_key(message: step_pb2.SequenceKey) -> SequenceKey:
     return SequenceKey(RequestId(request_id), message.choice)
 
 
-def _add_slice(message: step_pb2.Step, step_slice: StepSlice) -> None:
-    key, step = step_slice.sequence, step_slice.inference_step
-    encoded = message.slices.add()
-    sequence = encoded.sequence
-    sequence.request_id = key.request_id
-    if key.choice:
-        sequence.choice = key.choice
-    if step_slice.restart_count:
-        encoded.restart_count = step_slice.restart_count
-    encoded.tokens.extend(step_slice.tokens)
-    if isinstance(step, Prefill):
-        encoded.prefill.start = step.start
-        encoded.prefill.num_tokens = step.num_tokens
-        encoded.prefill.num_prefill_tokens = step.num_prefill_tokens
-        encoded.prefill.is_scored = step.is_scored
-    else:
-        encoded.decode.position = step.position
+def _add_chunk(message: step_pb2.Step, chunk: StepSlice) -> None:
+    prefill = chunk.inference_step
+    assert isinstance(prefill, Prefill)
+    encoded = message.chunks.add(
+        restart_count=chunk.restart_count,
+        tokens=chunk.tokens,
+        start=prefill.start,
+        num_prefill_tokens=prefill.num_prefill_tokens,
+        is_scored=prefill.is_scored,
+    )
+    _set_key(encoded.sequence, chunk.sequence)
 
 
-def _decode_slice(message: step_pb2.StepSlice) -> StepSlice:
+def _decode_chunk(message: step_pb2.PrefillChunk) -> StepSlice:
     key, tokens = _decode_key(message.sequence), tuple(message.tokens)
-    if not message.HasField("decode"):
-        return StepSlice(key, message.restart_count, tokens, _decode_prefill(message, key, len(tokens)))
-    if len(tokens) != 1:
-        raise _wrong_count(key, len(tokens), 1)
-    return StepSlice(key, message.restart_count, tokens, Decode(message.decode.position))
-
-
-def _decode_prefill(message: step_pb2.StepSlice, key: SequenceKey, num_tokens: int) -> Prefill:
-    if not message.HasField("prefill"):
-        raise StepFault(StepFaultKind.SLICE_SET, f"slice of {key} is neither prefill nor decode")
-    prefill = message.prefill
-    step = Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
-    if num_tokens != step.num_tokens or num_tokens == 0:
-        raise _wrong_count(key, num_tokens, step.num_tokens)
-    if step.start + step.num_tokens > step.num_prefill_tokens:
+    end = message.start + len(tokens)
+    if not tokens or end > message.num_prefill_tokens:
         raise StepFault(
             StepFaultKind.SLICE_SET,
-            f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} exceeds its "
-            f"{step.num_prefill_tokens} prefill tokens",
+            f"chunk [{message.start}, {end}) of {key} with {message.num_prefill_tokens} prefill tokens",
         )
-    return step
-
-
-def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
-    return StepFault(
-        StepFaultKind.SLICE_SET,
-        f"slice of {key} has {num_tokens} tokens, its inference step expects {expected}",
-    )
+    prefill = Prefill(message.start, len(tokens), message.num_prefill_tokens, message.is_scored)
+    return StepSlice(key, message.restart_count, tokens, prefill)
 
 
 def _add_start(message: step_pb2.Step, start: StartRecord) -> None:
@@ -433,18 +349,16 @@ def _decode_start(message: step_pb2.StartRecord) -> StartRecord:
     )
 
 
-def _decode_slice_result(message: step_pb2.SliceResult) -> SliceResult:
-    key, scores = _decode_key(message.sequence), message.prompt_logprobs
-    return SliceResult(
-        key,
-        message.restart_count,
-        _decode_outcome(message, key),
+def _decode_detail(message: step_pb2.RowDetail) -> RowDetail:
+    return RowDetail(
+        message.row,
+        _decode_outcome(message),
         decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        tuple([decode_logprobs(score) for score in scores]) if scores else (),
+        tuple([decode_logprobs(score) for score in message.prompt_logprobs]),
     )
 
 
-def _decode_outcome(message: step_pb2.SliceResult, key: SequenceKey) -> int | SliceError | None:
+def _decode_outcome(message: step_pb2.RowDetail) -> int | SliceError | None:
     match message.WhichOneof("outcome"):
         case "token":
             return message.token
@@ -454,7 +368,8 @@ def _decode_outcome(message: step_pb2.SliceResult, key: SequenceKey) -> int | Sl
             return None
         case _:
             raise StepFault(
-                StepFaultKind.UNDECODABLE, f"result of {key} has no token, error or log-probabilities"
+                StepFaultKind.UNDECODABLE,
+                f"result of row {message.row} has no token, error or log-probabilities",
             )
 
 

@@ -1,15 +1,57 @@
 """A step without protobuf: slices, records, signals and results, as plain data.
 
+Decodes and results are columns with one entry per sequence, because building and checking an object per
+sequence takes longer than all other work of a decode step. `Step.slices` and `StepResult.results` show them
+as objects, for code that does not run in every step.
+
 Objects are never modified after construction. The classes used in every step are not declared frozen, because
 constructing a frozen dataclass takes twice as long.
 """
 
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvcache import Signal
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
+
+IDENTITY_BYTES = 24
+"""Size of an identity: request id, then choice and restart count as little-endian u32."""
+
+_IDENTITY = struct.Struct("<16sII")
+
+
+def identity_of(sequence: SequenceKey, restart_count: int) -> bytes:
+    return _IDENTITY.pack(sequence.request_id, sequence.choice, restart_count)
+
+
+def key_of(identity: bytes) -> tuple[SequenceKey, int]:
+    """Return the sequence and restart count of an identity."""
+    request_id, choice, restart_count = _IDENTITY.unpack(identity)
+    return SequenceKey(RequestId(request_id), choice), restart_count
+
+
+def split_identities(column: bytes) -> list[bytes]:
+    return [column[begin : begin + IDENTITY_BYTES] for begin in range(0, len(column), IDENTITY_BYTES)]
+
+
+def pack_column(numbers: Sequence[int]) -> bytes:
+    """Pack little-endian u32."""
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def unpack_column(column: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(column) // 4}I", column)
+
+
+def _keys(identities: bytes) -> list[tuple[SequenceKey, int]]:
+    return [
+        (SequenceKey(RequestId(request_id), choice), restart_count)
+        for request_id, choice, restart_count in _IDENTITY.iter_unpack(identities)
+    ]
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -69,6 +111,41 @@ class StepSlice:
         return self.is_sampled or self.is_scored
 
 
+@dataclass(slots=True, unsafe_hash=True)
+class Decodes:
+    """Decode slices as columns: identities, and little-endian u32 for token and absolute position."""
+
+    identities: bytes = b""
+    tokens: bytes = b""
+    positions: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.positions) // 4
+
+    @classmethod
+    def of(cls, slices: Sequence[StepSlice]) -> "Decodes":
+        return cls(
+            b"".join([identity_of(part.sequence, part.restart_count) for part in slices]),
+            pack_column([part.tokens[0] for part in slices]),
+            pack_column([part.first_position for part in slices]),
+        )
+
+    @property
+    def slices(self) -> tuple[StepSlice, ...]:
+        columns = zip(
+            _keys(self.identities), unpack_column(self.tokens), unpack_column(self.positions), strict=True
+        )
+        return tuple(
+            [
+                StepSlice(sequence, restart_count, (token,), Decode(position))
+                for (sequence, restart_count), token, position in columns
+            ]
+        )
+
+
+NO_DECODES = Decodes()
+
+
 @dataclass(frozen=True, slots=True)
 class StartRecord:
     """Announces a (sequence, restart_count) to every stage; `tokens` are all tokens so far.
@@ -114,19 +191,73 @@ class SequenceSignal:
 
 @dataclass(slots=True, unsafe_hash=True, kw_only=True)
 class Step:
-    """One micro-batch; each stage applies ends, starts, signals, then slices."""
+    """One micro-batch; each stage applies ends, starts, signals, then slices: all decodes before `chunks`.
+
+    `chunks` are prefill slices.
+    """
 
     epoch: int
     step_id: int
-    slices: tuple[StepSlice, ...] = ()
+    decodes: Decodes = NO_DECODES
+    chunks: tuple[StepSlice, ...] = ()
     starts: tuple[StartRecord, ...] = ()
     ends: tuple[EndRecord, ...] = ()
     signals: tuple[SequenceSignal, ...] = ()
     digest: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        slices: Sequence[StepSlice],
+        *,
+        epoch: int,
+        step_id: int,
+        starts: tuple[StartRecord, ...] = (),
+        ends: tuple[EndRecord, ...] = (),
+        signals: tuple[SequenceSignal, ...] = (),
+        digest: int = 0,
+    ) -> "Step":
+        """Step of `slices`. Raises ValueError if a decode follows a chunk."""
+        decodes = list(takewhile(lambda part: isinstance(part.inference_step, Decode), slices))
+        chunks = tuple(slices[len(decodes) :])
+        if any(isinstance(chunk.inference_step, Decode) for chunk in chunks):
+            raise ValueError("a decode follows a chunk")
+        return cls(
+            epoch=epoch,
+            step_id=step_id,
+            decodes=Decodes.of(decodes),
+            chunks=chunks,
+            starts=starts,
+            ends=ends,
+            signals=signals,
+            digest=digest,
+        )
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.decodes) + len(self.chunks)
+
     @property
     def num_tokens(self) -> int:
-        return sum(len(step_slice.tokens) for step_slice in self.slices)
+        return len(self.decodes) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        chunks = [token for chunk in self.chunks for token in chunk.tokens]
+        return (*unpack_column(self.decodes.tokens), *chunks)
+
+    @property
+    def slices(self) -> tuple[StepSlice, ...]:
+        """All slices as objects, in the order of their rows."""
+        return (*self.decodes.slices, *self.chunks)
+
+    @property
+    def answered_identities(self) -> bytes:
+        """Identities of the slices that the step's result answers, in order."""
+        chunks = [
+            identity_of(chunk.sequence, chunk.restart_count) for chunk in self.chunks if chunk.is_answered
+        ]
+        return self.decodes.identities + b"".join(chunks) if chunks else self.decodes.identities
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
@@ -157,12 +288,22 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class SliceResult:
-    """Result of LAST for a sampled or scored slice.
+class RowDetail:
+    """What the result of one row has beside or instead of a plain token.
 
     `outcome` is the sampled token, an error, or None for a scored chunk before the final one.
     `prompt_logprobs` of a scored chunk begin with the token at position start + 1.
     """
+
+    row: int
+    outcome: int | SliceError | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class SliceResult:
+    """One row of a result as an object."""
 
     sequence: SequenceKey
     restart_count: int
@@ -188,7 +329,10 @@ class StageTime:
 
 @dataclass(slots=True, unsafe_hash=True)
 class StepResult:
-    """Result of one step; `results` has one entry per sampled or scored slice, in order.
+    """Result of one step, with one row per sampled or scored slice, in order.
+
+    `identities` and `tokens` are columns. `details` are ordered by row, and take the place of a row's token,
+    which is 0 then.
 
     `stage_times` has one entry per stage, from FIRST to LAST, or is empty if unknown. `ready_at_us` is when
     LAST had the result ready, in microseconds of the coordinator's clock since 1970, or 0.
@@ -196,9 +340,62 @@ class StepResult:
 
     epoch: int
     step_id: int
-    results: tuple[SliceResult, ...] = ()
+    identities: bytes = b""
+    tokens: bytes = b""
+    details: tuple[RowDetail, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
     ready_at_us: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        epoch: int,
+        step_id: int,
+        results: Iterable[SliceResult] = (),
+        stage_times: tuple[StageTime, ...] = (),
+        ready_at_us: int = 0,
+    ) -> "StepResult":
+        rows = tuple(results)
+        is_plain = [_is_plain(result) for result in rows]
+        return cls(
+            epoch,
+            step_id,
+            b"".join([identity_of(result.sequence, result.restart_count) for result in rows]),
+            pack_column(
+                [
+                    result.outcome if plain and isinstance(result.outcome, int) else 0
+                    for result, plain in zip(rows, is_plain, strict=True)
+                ]
+            ),
+            tuple(
+                RowDetail(row, result.outcome, result.logprobs, result.prompt_logprobs)
+                for row, result in enumerate(rows)
+                if not is_plain[row]
+            ),
+            stage_times,
+            ready_at_us,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def results(self) -> tuple[SliceResult, ...]:
+        details = {detail.row: detail for detail in self.details}
+        results = []
+        for row, ((sequence, restart_count), token) in enumerate(
+            zip(_keys(self.identities), unpack_column(self.tokens), strict=True)
+        ):
+            detail = details.get(row) or RowDetail(row, token)
+            results.append(
+                SliceResult(sequence, restart_count, detail.outcome, detail.logprobs, detail.prompt_logprobs)
+            )
+        return tuple(results)
+
+
+def _is_plain(result: SliceResult) -> bool:
+    return isinstance(result.outcome, int) and result.logprobs is None and not result.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from coordinator.scheduler.sequence import Priority, queue_order
 from coordinator.scheduler.sequence import Sequence as ScheduledSequence
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
-from wire.steps import Decode, SliceResult, StageTime, Step, StepResult
+from wire.steps import SliceResult, StageTime, Step, StepResult
 
 GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 BLOCK_SIZE = 16
@@ -101,7 +101,7 @@ class SentStep:
     @property
     def num_decodes(self) -> int:
         """Decoding sequences in the step."""
-        return sum(isinstance(part.inference_step, Decode) for part in self.step.slices)
+        return len(self.step.decodes)
 
 
 class SimulatedPipeline:
@@ -196,5 +196,5 @@ class SimulatedPipeline:
         results = tuple(
             SliceResult(part.sequence, part.restart_count, 1) for part in step.slices if part.is_sampled
         )
-        result = StepResult(step.epoch, step.step_id, results, tuple(times))
+        result = StepResult.of(step.epoch, step.step_id, results, tuple(times))
         return SentStep(step, cost, self.now_s, result, at_s)

@@ -140,8 +140,7 @@ def _with_time(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_steady(step: Step, num_steps_in_flight: int) -> bool:
     """Whether all sequences decode and the step has only its share of them."""
-    tokens = {len(part.tokens) for part in step.slices}
-    return tokens == {1} and len(step.slices) == NUM_SEQUENCES // num_steps_in_flight
+    return not step.chunks and len(step.decodes) == NUM_SEQUENCES // num_steps_in_flight
 
 
 def _kv_log() -> KvCacheManager:
@@ -177,4 +176,4 @@ def _answer(step: Step) -> StepResult:
     results = tuple(
         SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
     )
-    return StepResult(step.epoch, step.step_id, results, STAGE_TIMES)
+    return StepResult.of(step.epoch, step.step_id, results, STAGE_TIMES)

@@ -41,15 +41,13 @@ class StepLog:
 
 
 def _logged(sent_s: float, step: Any, result_s: float, stage_times: Any) -> LoggedStep:
-    from wire.steps import Decode
-
-    chunks = tuple(len(part.tokens) for part in step.slices if not isinstance(part.inference_step, Decode))
+    chunks = tuple(len(chunk.tokens) for chunk in step.chunks)
     return LoggedStep(
         epoch=step.epoch,
         step_id=step.step_id,
         sent_s=sent_s,
         result_s=result_s,
-        num_decodes=len(step.slices) - len(chunks),
+        num_decodes=len(step.decodes),
         chunks=chunks,
         stages=tuple((stage_time.wait_us, stage_time.compute_us) for stage_time in stage_times),
         hops=tuple(stage_time.hop_us + stage_time.receive_us for stage_time in stage_times),

@@ -52,7 +52,7 @@ from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import RefusedPeers, is_secret, new_secret
-from wire.steps import FaultReport, StepResult
+from wire.steps import FaultReport, StepResult, unpack_column
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class Controller:
             report.stage,
             self._plan_limits(plan),
             num_tokens=step.num_tokens,
-            num_sequences=len(step.slices),
+            num_sequences=step.num_slices,
             block_size=plan.block_size,
         )
         if is_smaller:
@@ -572,6 +572,9 @@ class Controller:
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
     """Raise ResultMismatch for an invalid token, before any token reaches a client."""
+    highest = max(unpack_column(result.tokens), default=0)
+    if highest < vocab_size and not result.details:
+        return
     for entry in result.results:
         if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
             raise ResultMismatch(

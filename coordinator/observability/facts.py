@@ -15,7 +15,7 @@ from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
 from wire.errors import DeadlinePassed, RequestCancelled, ServingError
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Prefill, StageTime, StartRecord, Step, StepResult
+from wire.steps import StageTime, StartRecord, Step, StepResult
 
 _CANCELLED = (RequestCancelled, DeadlinePassed, asyncio.CancelledError, GeneratorExit)
 
@@ -293,12 +293,5 @@ class FactRecorder(EngineObserver):
 
 
 def _sent_step(step: Step, now_s: float) -> SentStep:
-    num_chunks = num_chunk_tokens = 0
-    for step_slice in reversed(step.slices):  # chunks follow the decodes
-        inference_step = step_slice.inference_step
-        if not isinstance(inference_step, Prefill):
-            break
-        num_chunks += 1
-        num_chunk_tokens += inference_step.num_tokens
-    num_decodes = len(step.slices) - num_chunks
-    return SentStep(step.epoch, step.step_id, now_s, num_decodes, num_chunks, num_chunk_tokens)
+    num_chunk_tokens = sum(len(chunk.tokens) for chunk in step.chunks)
+    return SentStep(step.epoch, step.step_id, now_s, len(step.decodes), len(step.chunks), num_chunk_tokens)

@@ -17,7 +17,7 @@ from telemetry.span_recorder import Attributes, SpanRecorder, is_sampled, new_sp
 from telemetry.spans import Attr, SpanName
 from wire.errors import RequestCancelled, ServingError
 from wire.ids import RequestId, SequenceKey, id_text
-from wire.steps import Prefill, Step
+from wire.steps import Step
 from wire.trace_context import DECODE, format_traceparent, parse_traceparent, span_context, work_span
 
 MOST_HELD_SPANS = 64
@@ -378,14 +378,11 @@ class RequestTraces(FactObserver):
 
     def step_sent(self, sent: SentStep, step: Step) -> None:
         owners = []
-        for step_slice in reversed(step.slices):
-            prefill = step_slice.inference_step
-            if not isinstance(prefill, Prefill):
-                break  # decodes come first in a step
-            owner = self._live.get(step_slice.sequence)
+        for part in reversed(step.chunks):
+            owner = self._live.get(part.sequence)
             if owner is None:
                 continue
-            chunk = SentChunk(step_slice.restart_count, prefill.start, prefill.num_tokens, sent)
+            chunk = SentChunk(part.restart_count, part.first_position, len(part.tokens), sent)
             owner.trace.send_chunk(owner.choice, chunk)
             owners.append(owner)
         if owners:

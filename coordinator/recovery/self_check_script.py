@@ -262,10 +262,12 @@ class _Writer:
     def _add_step(
         self, slices: list[tuple[StepSlice, CheckedSlice]], starts: list[StartRecord], ends: list[EndRecord]
     ) -> None:
-        step = Step(
+        # Decodes precede chunks in a step.
+        slices = sorted(slices, key=lambda entry: isinstance(entry[0].inference_step, Prefill))
+        step = Step.of(
+            [part for part, _ in slices],
             epoch=self._epoch,
             step_id=self._first_step_id + len(self._steps),
-            slices=tuple(part for part, _ in slices),
             starts=tuple(starts),
             ends=tuple(ends),
             signals=self._kv.take_pending(),

@@ -8,24 +8,51 @@ from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.policy import DecodeLoad
 from coordinator.scheduler.sequence import FinishReason, Sequence
 from wire.errors import ServingError
-from wire.steps import Prefill, SliceError, SliceResult, StartRecord, StepSlice, TokenLogprobs
+from wire.steps import (
+    NO_DECODES,
+    Decodes,
+    Prefill,
+    RowDetail,
+    SliceError,
+    StartRecord,
+    StepSlice,
+    TokenLogprobs,
+    pack_column,
+)
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step under construction. `prefill_us` is the expected time of its chunks."""
+    """A step under construction. `prefill_us` is the expected time of its chunks.
 
-    slices: list[StepSlice] = field(default_factory=list)
+    `answered` are the sequences of the rows of its result, in order.
+    """
+
+    decodes: Decodes = NO_DECODES
+    chunks: list[StepSlice] = field(default_factory=list)
     starts: list[StartRecord] = field(default_factory=list)
+    answered: list[Sequence] = field(default_factory=list)
     cost: StepCost = field(default_factory=StepCost)
     num_tokens: int = 0
     record_bytes: int = 0
     prefill_us: float = 0.0
 
-    def count_decodes(self, context: int) -> None:
-        """Count the cost of the slices so far, which are decodes with `context` tokens in total."""
-        self.num_tokens = len(self.slices)
-        self.cost.decode_cost = decodes_cost(self.num_tokens, context)
+    @property
+    def num_slices(self) -> int:
+        return len(self.decodes) + len(self.chunks)
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """Add the newest token of each of `sequences`, which have a slot for it."""
+        tokens = [sequence.take_decode() for sequence in sequences]
+        lengths = [sequence.num_tokens for sequence in sequences]
+        self.decodes = Decodes(
+            b"".join([sequence.identity for sequence in sequences]),
+            pack_column(tokens),
+            pack_column([length - 1 for length in lengths]),
+        )
+        self.answered = sequences
+        self.num_tokens = len(sequences)
+        self.cost.decode_cost = decodes_cost(len(sequences), sum(lengths))
 
     def add_chunk(self, sequence: Sequence, tokens: tuple[int, ...], prefill: Prefill) -> None:
         """Add a chunk of `sequence`, and its start record before the first chunk."""
@@ -33,7 +60,10 @@ class StepBuilder:
         if start is not None:
             self.starts.append(start)
             self.record_bytes += start.most_bytes
-        self.slices.append(StepSlice(sequence.key, sequence.restart_count, tokens, prefill))
+        chunk = StepSlice(sequence.key, sequence.restart_count, tokens, prefill)
+        self.chunks.append(chunk)
+        if chunk.is_answered:
+            self.answered.append(sequence)
         self.cost.add_chunk(prefill.start, prefill.num_tokens)
         self.num_tokens += len(tokens)
 
@@ -59,12 +89,12 @@ class DecodeQueue:
     def load(self) -> DecodeLoad:
         return DecodeLoad(len(self._costs), self._total)
 
-    def make_ready(self, sequence: Sequence) -> None:
-        """Mark `sequence` ready after a new token."""
-        cost = decodes_cost(1, sequence.num_tokens)
-        self._total += cost - self._costs.get(sequence, 0)
-        self._costs[sequence] = cost
-        self._ready.append(sequence)
+    def make_ready(self, sequences: list[Sequence]) -> None:
+        """Mark `sequences` ready after a new token."""
+        costs = [decodes_cost(1, sequence.num_tokens) for sequence in sequences]
+        self._total += sum(costs) - sum([self._costs.get(sequence, 0) for sequence in sequences])
+        self._costs.update(zip(sequences, costs, strict=True))
+        self._ready += sequences
 
     def discard(self, sequence: Sequence) -> None:
         """Remove `sequence` if it is in the queue."""
@@ -125,17 +155,20 @@ class SchedulerCounts:
     num_cached_tokens: int = 0
 
 
-def check_logprobs(sequence: Sequence, step_slice: StepSlice, entry: SliceResult) -> None:
-    """Raise ResultMismatch unless the result has exactly the requested log-probabilities."""
+def check_logprobs(sequence: Sequence, entry: RowDetail, chunk: StepSlice | None) -> None:
+    """Raise ResultMismatch unless the row of `sequence` has exactly the requested log-probabilities.
+
+    `chunk` is the row's slice, or None for a decode.
+    """
     outcome = entry.outcome
-    if isinstance(outcome, int) and (entry.logprobs is None) != (sequence.sampling.logprobs is None):
-        problem = "unexpected" if sequence.sampling.logprobs is None else "missing"
-        raise ResultMismatch(f"{problem} log-probabilities for a token of {step_slice.sequence}")
-    if not step_slice.is_scored or isinstance(outcome, SliceError):
+    if isinstance(outcome, int) and (entry.logprobs is None) == sequence.wants_logprobs:
+        problem = "missing" if sequence.wants_logprobs else "unexpected"
+        raise ResultMismatch(f"{problem} log-probabilities for a token of {sequence.key}")
+    if chunk is None or not chunk.is_scored or isinstance(outcome, SliceError):
         return
-    wanted = sequence.num_prompt_logprobs(step_slice.first_position, len(step_slice.tokens))
+    wanted = sequence.num_prompt_logprobs(chunk.first_position, len(chunk.tokens))
     if len(entry.prompt_logprobs) != wanted:
         raise ResultMismatch(
-            f"{step_slice.sequence} got {len(entry.prompt_logprobs)} prompt log-probabilities for "
-            f"{len(step_slice.tokens)} tokens from {step_slice.first_position} on, expected {wanted}"
+            f"{sequence.key} got {len(entry.prompt_logprobs)} prompt log-probabilities for "
+            f"{len(chunk.tokens)} tokens from {chunk.first_position} on, expected {wanted}"
         )

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wire.steps import Prefill, StageTime, Step
+from wire.steps import StageTime, Step, unpack_column
 
 _DECAY = 0.97
 """Decay of older measurements per new one: the weight halves after 23 measurements."""
@@ -126,15 +126,11 @@ class StepCost:
 def cost_of_step(step: Step) -> StepCost:
     """Cost of `step`, computed from its slices."""
     cost = StepCost()
-    num_decodes = context = 0
-    for step_slice in step.slices:
-        if isinstance(step_slice.inference_step, Prefill):
-            cost.add_chunk(step_slice.first_position, len(step_slice.tokens))
-        else:
-            num_decodes += 1
-            context += step_slice.first_position + 1
-    if num_decodes:
-        cost.decode_cost = decodes_cost(num_decodes, context)
+    for chunk in step.chunks:
+        cost.add_chunk(chunk.first_position, len(chunk.tokens))
+    if step.decodes:
+        context = sum(unpack_column(step.decodes.positions)) + len(step.decodes)
+        cost.decode_cost = decodes_cost(len(step.decodes), context)
     return cost
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.cost_model import StepCost
-from wire.steps import SliceResult, Step, StepResult, StepSlice
+from coordinator.scheduler.sequence import Sequence
+from wire.steps import RowDetail, Step, StepResult, StepSlice, split_identities, unpack_column
 
 
 class StepTimeoutEstimator:
@@ -45,21 +46,46 @@ class ResultMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step sent at `sent_s`."""
+    """A step sent at `sent_s`; `answered` are the sequences of the rows of its result."""
 
     step: Step
     cost: StepCost
     sent_s: float
+    answered: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
     """A step with its result: `waited_s` is the time for which it was the oldest step in flight."""
 
-    pairs: list[tuple[StepSlice, SliceResult]]
-    cost: StepCost
-    sent_s: float
+    sent: StepInFlight
+    result: StepResult
     waited_s: float
+
+    @property
+    def plain_tokens(self) -> tuple[int, ...] | None:
+        """Token of each row, if every sequence still waits for exactly that; None otherwise."""
+        answered = self.sent.answered
+        if (
+            self.result.details
+            or b"".join([sequence.identity for sequence in answered]) != self.result.identities
+            or any(sequence.wants_logprobs for sequence in answered)
+            or any(chunk.is_scored for chunk in self.sent.step.chunks)
+        ):
+            return None
+        return unpack_column(self.result.tokens)
+
+    def rows(self) -> Iterator[tuple[Sequence, RowDetail, StepSlice | None]]:
+        """Sequence, result and chunk of each row; decodes have no chunk. Stale rows are left out."""
+        step, identities = self.sent.step, split_identities(self.result.identities)
+        chunks = [chunk for chunk in step.chunks if chunk.is_answered]
+        details = {detail.row: detail for detail in self.result.details}
+        tokens = unpack_column(self.result.tokens)
+        num_decodes = len(step.decodes)
+        for row, sequence in enumerate(self.sent.answered):
+            if sequence.identity == identities[row]:
+                chunk = chunks[row - num_decodes] if row >= num_decodes else None
+                yield sequence, details.get(row) or RowDetail(row, tokens[row]), chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +108,8 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: Step, cost: StepCost, now_s: float) -> None:
-        self._steps.append(StepInFlight(step, cost, now_s))
+    def add(self, step: Step, cost: StepCost, now_s: float, answered: list[Sequence] | None = None) -> None:
+        self._steps.append(StepInFlight(step, cost, now_s, answered or []))
 
     def clear(self) -> None:
         self._steps.clear()
@@ -121,7 +147,7 @@ class StepsInFlight:
             self._answered_s = now_s
 
     def take(self, result: StepResult, now_s: float) -> CompletedStep:
-        """Remove the oldest step and pair its slices with `result`.
+        """Remove the oldest step, which `result` must match row by row.
 
         Raises ResultMismatch without removing the step.
         """
@@ -132,27 +158,36 @@ class StepsInFlight:
             raise ResultMismatch(
                 f"got a result of epoch {result.epoch}, step {result.step_id}, expected {expected}"
             )
-        expected_slices = [step_slice for step_slice in step.slices if step_slice.is_answered]
-        if len(expected_slices) != len(result.results):
-            raise ResultMismatch(
-                f"step {step.step_id} got {len(result.results)} results, expected {len(expected_slices)}"
-            )
-        pairs = list(zip(expected_slices, result.results, strict=True))
-        for step_slice, entry in pairs:
-            _check_result(step_slice, entry)
+        if result.identities != step.answered_identities:
+            raise _other_rows(result, step)
+        if result.details:
+            _check_details(result, step)
         self._steps.popleft()
         waited_s = now_s - max(oldest.sent_s, self._answered_s)
         self._answered_s = now_s
-        return CompletedStep(pairs, oldest.cost, oldest.sent_s, waited_s)
+        return CompletedStep(oldest, result, waited_s)
 
 
-def _check_result(step_slice: StepSlice, entry: SliceResult) -> None:
-    if entry.sequence != step_slice.sequence or entry.restart_count != step_slice.restart_count:
-        raise ResultMismatch(
-            f"got a result of {entry.sequence}, restart count {entry.restart_count}, "
-            f"expected {step_slice.sequence}, restart count {step_slice.restart_count}"
-        )
-    if entry.outcome is None and step_slice.is_sampled:
-        raise ResultMismatch(f"result of {step_slice.sequence} has no token")
-    if entry.prompt_logprobs and not step_slice.is_scored:
-        raise ResultMismatch(f"result of {step_slice.sequence} has unexpected prompt log-probabilities")
+def _other_rows(result: StepResult, step: Step) -> ResultMismatch:
+    slices = [step_slice for step_slice in step.slices if step_slice.is_answered]
+    if len(slices) != result.num_rows:
+        return ResultMismatch(f"step {step.step_id} got {result.num_rows} results, expected {len(slices)}")
+    entry, step_slice = next(
+        (entry, step_slice)
+        for entry, step_slice in zip(result.results, slices, strict=True)
+        if (entry.sequence, entry.restart_count) != (step_slice.sequence, step_slice.restart_count)
+    )
+    return ResultMismatch(
+        f"got a result of {entry.sequence}, restart count {entry.restart_count}, "
+        f"expected {step_slice.sequence}, restart count {step_slice.restart_count}"
+    )
+
+
+def _check_details(result: StepResult, step: Step) -> None:
+    slices = [step_slice for step_slice in step.slices if step_slice.is_answered]
+    for detail in result.details:
+        step_slice = slices[detail.row]
+        if detail.outcome is None and step_slice.is_sampled:
+            raise ResultMismatch(f"result of {step_slice.sequence} has no token")
+        if detail.prompt_logprobs and not step_slice.is_scored:
+            raise ResultMismatch(f"result of {step_slice.sequence} has unexpected prompt log-probabilities")

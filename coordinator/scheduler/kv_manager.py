@@ -183,15 +183,17 @@ class KvCacheManager:
         return end if first_query < end < num_tokens else num_tokens
 
     def append(self, sequence: Sequence) -> None:
-        """Allocate a slot for the newest token of `sequence`.
+        """Allocate a slot for the newest token of `sequence`, and set its `kv_end`.
 
         Raises OutOfBlocks without appending the token; the previous block may have been promoted.
         """
         active = sequence.kv
+        self.push(sequence.key, active, sequence.newest_token)
+        end = len(active) + active.room
         if self._window is not None:
-            self._release_hidden(sequence.key, active, self._window, len(active))
-        if signals := active.push(sequence.newest_token):
-            self._open_block(sequence.key, active, signals)
+            next_release = self._window.next_release(active.num_released_blocks, self._block_size)
+            end = min(end, max(next_release, len(active)))
+        sequence.kv_end = end
 
     def push(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
         """Like `append`, for a sequence outside of the scheduler."""

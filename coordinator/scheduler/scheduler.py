@@ -35,7 +35,16 @@ from kvcache import OutOfBlocks
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import GrammarFailed, SliceFailed, require
 from wire.ids import SequenceKey
-from wire.steps import EndRecord, SliceError, SliceResult, Step, StepResult, StepSlice
+from wire.steps import (
+    EndRecord,
+    RowDetail,
+    SliceError,
+    Step,
+    StepResult,
+    StepSlice,
+    identity_of,
+    split_identities,
+)
 
 MAX_REMEMBERED = 8192
 """Number of ended sequences whose restart count is remembered, at some 270 bytes each.
@@ -246,17 +255,12 @@ class Scheduler:
         return self._in_flight.overdue(now_s, self.cost_model.step_us, unknown_s=unknown_s)
 
     def _owners(self, steps: Iterable[Step]) -> list[Sequence]:
-        owners = (
-            (self._running.get(step_slice.sequence), step_slice.restart_count)
-            for step in steps
-            for step_slice in step.slices
+        identities = dict.fromkeys(
+            identity for step in steps for identity in split_identities(step.decodes.identities)
         )
-        found = (
-            sequence
-            for sequence, restart_count in owners
-            if sequence and sequence.restart_count == restart_count
-        )
-        return list(dict.fromkeys(found))
+        chunks = (chunk for step in steps for chunk in step.chunks)
+        identities |= dict.fromkeys(identity_of(chunk.sequence, chunk.restart_count) for chunk in chunks)
+        return [sequence for sequence in self._running.values() if sequence.identity in identities]
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -291,12 +295,13 @@ class Scheduler:
         max_decodes = min(limits.max_step_sequences, limits.max_step_tokens) - bool(prefill.num_waiting)
         self._add_decodes(builder, kv, plan.num_shares, max_decodes=max(1, max_decodes))
         self._add_chunks(builder, kv, limits, plan)
-        if not builder.slices and not self._ends and not kv.has_pending:
+        if not builder.num_slices and not self._ends and not kv.has_pending:
             return None
         step = Step(
             epoch=self._epoch,
             step_id=self._next_step_id,
-            slices=tuple(builder.slices),
+            decodes=builder.decodes,
+            chunks=tuple(builder.chunks),
             starts=tuple(builder.starts),
             ends=tuple(self._ends),
             signals=kv.take_pending(),
@@ -304,7 +309,7 @@ class Scheduler:
         )
         self._ends.clear()
         self._next_step_id += 1
-        self._in_flight.add(step, builder.cost, now_s)
+        self._in_flight.add(step, builder.cost, now_s, builder.answered)
         batching.record_step(self._decoding.load, plan, builder.cost, now_s)
         return step
 
@@ -314,35 +319,45 @@ class Scheduler:
         Results of earlier starts are discarded. Raises ResultMismatch if the result does not fit the step.
         """
         completed = self._in_flight.take(result, now_s)
-        results = [
-            (sequence, step_slice, entry)
-            for step_slice, entry in completed.pairs
-            if (sequence := self._running.get(step_slice.sequence))
-            and sequence.restart_count == step_slice.restart_count
-        ]
-        for sequence, step_slice, entry in results:
-            check_logprobs(sequence, step_slice, entry)
-        self._in_flight.record_result(completed, self.cost_model.step_us(completed.cost))
-        self.cost_model.observe(completed.cost, result.stage_times, (now_s - completed.sent_s) * 1e6)
+        tokens = None if self.isolation.is_active else completed.plain_tokens
+        rows = list(completed.rows()) if tokens is None else []
+        for sequence, entry, chunk in rows:
+            check_logprobs(sequence, entry, chunk)
+        cost = completed.sent.cost
+        self._in_flight.record_result(completed, self.cost_model.step_us(cost))
+        self.cost_model.observe(cost, result.stage_times, (now_s - completed.sent.sent_s) * 1e6)
+        if tokens is not None:
+            return self._accept_tokens(completed.sent.answered, tokens)
+        return [self._advance(*row, result.step_id) for row in rows]
+
+    def _accept_tokens(self, sequences: list[Sequence], tokens: tuple[int, ...]) -> list[SequenceUpdate]:
+        reasons = [sequence.accept_token(token) for sequence, token in zip(sequences, tokens, strict=True)]
+        if not any(reasons):
+            self._decoding.make_ready(sequences)
+            return [SequenceUpdate(*row) for row in zip(sequences, tokens, strict=True)]
+        rows = list(zip(sequences, tokens, reasons, strict=True))
+        self._decoding.make_ready([sequence for sequence, _, reason in rows if reason is None])
+        for sequence, _, reason in rows:
+            if reason is not None:
+                self._end_running(sequence)
         return [
-            self._advance(sequence, step_slice, entry, result.step_id)
-            for sequence, step_slice, entry in results
+            SequenceUpdate(sequence, token if sequence.max_tokens else None, finish_reason=reason)
+            for sequence, token, reason in rows
         ]
 
     def _advance(
-        self, sequence: Sequence, step_slice: StepSlice, entry: SliceResult, step_id: int
+        self,
+        sequence: Sequence,
+        entry: RowDetail,
+        chunk: StepSlice | None,
+        step_id: int,
     ) -> SequenceUpdate:
         outcome = entry.outcome
         if isinstance(outcome, SliceError):
-            sequence.end(SequenceState.FAILED)
-            self._end_running(sequence, keep_content=False)
-            is_grammar = outcome.kind == step_pb2.SliceError.KIND_GRAMMAR
-            kind = GrammarFailed if is_grammar else SliceFailed
-            text = f"stage {outcome.stage}, step {step_id}: {outcome.message}"
-            return SequenceUpdate(sequence, error=kind(text))
+            return self._fail(sequence, outcome, step_id)
         scores = entry.prompt_logprobs
-        if scores:
-            scores = sequence.accept_prompt_logprobs(step_slice.first_position, scores)
+        if scores and chunk is not None:
+            scores = sequence.accept_prompt_logprobs(chunk.first_position, scores)
         if outcome is None:
             return SequenceUpdate(sequence, prompt_logprobs=scores)
         reason = sequence.accept_token(outcome)
@@ -352,10 +367,17 @@ class Scheduler:
             self._requeue(sequence)
             self._requeued.append(sequence)
         else:
-            self._decoding.make_ready(sequence)
+            self._decoding.make_ready([sequence])
         if sequence.max_tokens == 0:
             return SequenceUpdate(sequence, prompt_logprobs=scores, finish_reason=reason)
         return SequenceUpdate(sequence, outcome, entry.logprobs, scores, reason)
+
+    def _fail(self, sequence: Sequence, error: SliceError, step_id: int) -> SequenceUpdate:
+        sequence.end(SequenceState.FAILED)
+        self._end_running(sequence, keep_content=False)
+        is_grammar = error.kind == step_pb2.SliceError.KIND_GRAMMAR
+        kind = GrammarFailed if is_grammar else SliceFailed
+        return SequenceUpdate(sequence, error=kind(f"stage {error.stage}, step {step_id}: {error.message}"))
 
     def _end_running(self, sequence: Sequence, *, keep_content: bool = True) -> None:
         """Remove a running sequence that ended; its blocks are freed with the next step."""
@@ -395,18 +417,20 @@ class Scheduler:
     def _add_decodes(
         self, builder: StepBuilder, kv: KvCacheManager, num_steps: int, *, max_decodes: int
     ) -> None:
-        slices, context = builder.slices, 0
-        for sequence in self._decoding.take(num_steps, max_sequences=max_decodes):
-            # An earlier sequence of this loop may have preempted it.
-            if sequence.can_decode:
-                try:
-                    kv.append(sequence)
-                except OutOfBlocks:
-                    if not self._make_room(sequence, kv):
-                        continue
-                slices.append(sequence.take_decode())
-                context += sequence.num_tokens
-        builder.count_decodes(context)
+        taken = self._decoding.take(num_steps, max_sequences=max_decodes)
+        # A sequence may have been preempted for an earlier one of this loop.
+        decoding = [sequence for sequence in taken if sequence.can_decode and self._has_slot(sequence, kv)]
+        builder.add_decodes(decoding)
+
+    def _has_slot(self, sequence: Sequence, kv: KvCacheManager) -> bool:
+        """Allocate a slot for the newest token; False if `sequence` was preempted."""
+        if sequence.num_tokens <= sequence.kv_end:
+            return True
+        try:
+            kv.append(sequence)
+        except OutOfBlocks:
+            return self._make_room(sequence, kv)
+        return True
 
     def _make_room(self, sequence: Sequence, kv: KvCacheManager) -> bool:
         """Preempt until the newest token of `sequence` has a block; False if `sequence` was preempted."""
@@ -430,7 +454,7 @@ class Scheduler:
         self, builder: StepBuilder, kv: KvCacheManager, limits: SchedulerLimits, plan: StepPlan
     ) -> None:
         while (
-            len(builder.slices) < limits.max_step_sequences
+            builder.num_slices < limits.max_step_sequences
             and builder.num_tokens < limits.max_step_tokens
             and builder.record_bytes < MAX_RECORD_BYTES
         ):

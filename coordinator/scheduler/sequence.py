@@ -8,7 +8,7 @@ from kvcache import ActiveSequence
 from wire.errors import InvariantBroken
 from wire.ids import SequenceKey
 from wire.sampling import StepSampling
-from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSlice, TokenLogprobs
+from wire.steps import EndRecord, Prefill, StartRecord, TokenLogprobs, identity_of
 
 
 class SequenceState(Enum):
@@ -127,6 +127,10 @@ class Release:
 class Sequence:
     """A prompt and its generated tokens.
 
+    `identity` is that of the current start in steps and results, empty once the sequence has ended. The first
+    `kv_end` tokens need no change of blocks; a longer sequence needs `KvCacheManager.append`. `traceparent`
+    is the header of the request's span, empty if stages do not record spans.
+
     `num_computed_tokens` of `all_tokens` are in sent steps, so their KV is in the cache or will be. Between
     two decode steps, exactly the last token is not computed. Tokens are only appended.
 
@@ -166,16 +170,17 @@ class Sequence:
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
         self._num_scored = 0
-        self._restart_count = 0
-        self._first_restart_count = 0
+        self._restart_count = self._first_restart_count = 0
         self._num_cached_tokens = 0
         self._kv: ActiveSequence | None = None
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_started = False
         self._is_token_due = False
+        self.identity = identity_of(key, 0)
+        self.kv_end = 0
+        self.wants_logprobs = sampling.logprobs is not None
         self.traceparent = ""
-        """`traceparent` header of the request's span; empty if stages do not record spans."""
 
     @property
     def key(self) -> SequenceKey:
@@ -266,10 +271,16 @@ class Sequence:
 
     @property
     def kv(self) -> ActiveSequence:
-        """Block accounting of the current start; a queued sequence has none."""
-        if self._kv is None:
+        """Block accounting of the current start, with all computed tokens; a queued sequence has none.
+
+        Tokens within `kv_end` are added here, so that decode steps do not touch the accounting.
+        """
+        active = self._kv
+        if active is None:
             raise InvariantBroken(f"sequence {self._key} holds no blocks in state {self._state.name}")
-        return self._kv
+        if len(active) < self._num_computed:
+            active.extend(self._tokens[len(active) : self._num_computed])
+        return active
 
     @property
     def can_prefill(self) -> bool:
@@ -310,7 +321,7 @@ class Sequence:
         """Count starts from `restart_count` on; an earlier sequence of the same key used the others."""
         self._require(self._state.is_queued, "waits")
         self._first_restart_count += restart_count - self._restart_count
-        self._restart_count = restart_count
+        self._set_restart_count(restart_count)
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Start or restart: compute all tokens except the leading cached ones."""
@@ -336,14 +347,16 @@ class Sequence:
         prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
         return tuple(self._tokens[start:end]), prefill
 
-    def take_decode(self) -> StepSlice:
-        """Take the newest token for a step."""
+    def take_decode(self) -> int:
+        """Take the newest token for a step; its position is `num_computed_tokens` - 1 afterwards."""
         position = self._num_computed
         if self._is_token_due or position != len(self._tokens) - 1:
             raise self._broken("has one token to compute")
+        if position >= self.kv_end:
+            raise self._broken(f"has slots for its tokens, not for {self.kv_end}")
         self._num_computed = position + 1
         self._is_token_due = True
-        return StepSlice(self._key, self._restart_count, (self._tokens[-1],), Decode(position))
+        return self._tokens[-1]
 
     @property
     def newest_token(self) -> int:
@@ -408,18 +421,23 @@ class Sequence:
     def release(self) -> Release:
         """Release blocks and stage state."""
         end = EndRecord(self._key, self._restart_count) if self._is_started else None
-        active, self._kv, self._is_started = self._kv, None, False
+        active = None if self._kv is None else self.kv
+        self._kv, self._is_started = None, False
         return Release(self._key, end, active)
 
     def preempt(self) -> Release:
         """Return to the queue with all tokens; results of steps in flight belong to an earlier start."""
         self._move_to(SequenceState.PREEMPTED)
         release = self.release()
-        self._restart_count += 1
-        self._num_computed = 0
+        self._set_restart_count(self._restart_count + 1)
+        self._num_computed = self.kv_end = 0
         self._num_prefill_tokens = 0
         self._is_token_due = False
         return release
+
+    def _set_restart_count(self, restart_count: int) -> None:
+        self._restart_count = restart_count
+        self.identity = identity_of(self._key, restart_count)
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -434,3 +452,5 @@ class Sequence:
     def _move_to(self, state: SequenceState) -> None:
         check_transition(self._key, self._state, state)
         self._state = state
+        if not state.is_live:
+            self.identity = b""

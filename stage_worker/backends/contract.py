@@ -10,7 +10,7 @@ from stage_worker.validation import SliceLayout
 from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceResult, StageTime, StartRecord, StepResult
+from wire.steps import StageTime, StartRecord, StepResult
 from wire.tensors import TensorView
 
 
@@ -92,8 +92,8 @@ class StepObserver:
         """Discard the state of this epoch."""
 
 
-Computed = TensorView | tuple[SliceResult, ...]
-"""Hidden states for the next stage; on LAST, one result per sampled or scored slice, in order."""
+Computed = TensorView | StepResult
+"""Hidden states for the next stage; on LAST, the result without stage times."""
 
 
 class StageCompute(ABC):

@@ -186,7 +186,7 @@ class MockBackend(StageBackend):
             return done
         if self._device.is_hung:
             return done
-        work_s = self._spec.step_s(received.frame.step.slices)
+        work_s = self._spec.step_s(received.frame.step)
         started_s, ended_s = self._clock.serve(received.at_s, work_s)
         executor.note_busy(work_s)
         ran = RanStep(output, started_s, ended_s)

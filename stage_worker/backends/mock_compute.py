@@ -13,7 +13,17 @@ from stageline_rpc.internal.v1 import step_pb2
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.sampling import StepSampling
-from wire.steps import Decode, SliceError, SliceResult, StartRecord, Step, StepSlice
+from wire.steps import (
+    Decode,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSlice,
+    pack_column,
+    unpack_column,
+)
 from wire.tensors import TensorView, payload_bytes
 
 
@@ -196,8 +206,17 @@ class MockCompute(StageCompute):
         shape = (frame.step.num_tokens, self.hidden_size)
         return TensorView(self._dtype, shape, self._zeros[: payload_bytes(self._dtype, shape)])
 
-    def _answer(self, step: Step) -> tuple[SliceResult, ...]:
-        return tuple([self._result(step_slice) for step_slice in step.slices if step_slice.is_answered])
+    def _answer(self, step: Step) -> StepResult:
+        if step.chunks or self._unanswerable or self._constraints:
+            results = [self._result(step_slice) for step_slice in step.slices if step_slice.is_answered]
+            return StepResult.of(step.epoch, step.step_id, results)
+        vocab_size, eos_token_ids = self.vocab_size, self._eos_token_ids
+        columns = zip(unpack_column(step.decodes.tokens), unpack_column(step.decodes.positions), strict=True)
+        tokens = [
+            mock_token(token, position, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+            for token, position in columns
+        ]
+        return StepResult(step.epoch, step.step_id, step.decodes.identities, pack_column(tokens))
 
     def _result(self, step_slice: StepSlice) -> SliceResult:
         problem = (

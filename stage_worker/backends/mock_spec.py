@@ -1,12 +1,11 @@
 """Simulated step times and faults of a mock stage."""
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
-from wire.steps import StepSlice
+from wire.steps import Step, unpack_column
 
 _COUNTS = ("poison_after", "hang_after", "oom_at")
 _MOST_COUNT = 1_000_000_000
@@ -60,19 +59,17 @@ class MockSpec:
         """Upper bound for a step of `num_tokens` that attend to at most `context` tokens each."""
         return self.step + num_tokens * (self.token + self.context * context / 1000)
 
-    def step_s(self, slices: Collection[StepSlice]) -> float:
-        """Seconds for a step of these slices, 0 without slices."""
-        if not (self.token or self.context):
-            return self.step if slices else 0.0
-        num_slices = num_tokens = num_pairs = 0
-        for step_slice in slices:
-            count = len(step_slice.tokens)
-            num_slices += 1
-            num_tokens += count
-            num_pairs += count * step_slice.first_position + count * (count + 1) // 2
-        if not num_slices:
+    def step_s(self, step: Step) -> float:
+        """Seconds for `step`, 0 without slices."""
+        if not step.num_slices:
             return 0.0
-        return self.step + self.token * num_tokens + self.context * num_pairs / 1000
+        if not (self.token or self.context):
+            return self.step
+        num_pairs = sum(unpack_column(step.decodes.positions)) + len(step.decodes)
+        for chunk in step.chunks:
+            count = len(chunk.tokens)
+            num_pairs += count * chunk.first_position + count * (count + 1) // 2
+        return self.step + self.token * step.num_tokens + self.context * num_pairs / 1000
 
 
 def _parse_count(name: str, text: str) -> int:

@@ -26,7 +26,7 @@ from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceError, SliceResult, StartRecord, Step, StepSlice
+from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice
 from wire.tensors import WireDType
 
 
@@ -169,15 +169,15 @@ class ModelCompute(StageCompute):
         if self._sampler is None:
             self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
             return to_wire(hidden, self._wire_dtype)
-        results = self._answer(frame.step, hidden, self._sampler)
-        self._finite.check_answered(frame.step, results, lambda: self._input(frame))
-        return results
+        step = frame.step
+        results = self._answer(step, hidden, self._sampler)
+        self._finite.check_answered(step, results, lambda: self._input(frame))
+        return StepResult.of(step.epoch, step.step_id, results)
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:
             return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
-        tokens = [token for step_slice in frame.step.slices for token in step_slice.tokens]
-        return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
+        return self._model.embed(torch.tensor(frame.step.tokens, dtype=torch.int64))
 
     def _check_writes(self, layout: StepLayout) -> None:
         """Check before the first layer, since all layers write the same slots."""
@@ -194,10 +194,11 @@ class ModelCompute(StageCompute):
 
     def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
         """One result per sampled or scored slice, in slice order."""
-        ends = list(itertools.accumulate(len(step_slice.tokens) for step_slice in step.slices))
+        slices = step.slices
+        ends = list(itertools.accumulate(len(step_slice.tokens) for step_slice in slices))
         sampled = [
             (step_slice, end - 1)
-            for step_slice, end in zip(step.slices, ends, strict=True)
+            for step_slice, end in zip(slices, ends, strict=True)
             if step_slice.is_sampled
         ]
         results: dict[SequenceKey, SliceResult] = {}
@@ -205,11 +206,11 @@ class ModelCompute(StageCompute):
             logits = self._model.logits(hidden[[row for _, row in sampled]])
             chosen = sampler.choose([step_slice for step_slice, _ in sampled], logits)
             results = {result.sequence: result for result in chosen}
-        for step_slice, end in zip(step.slices, ends, strict=True):
+        for step_slice, end in zip(slices, ends, strict=True):
             if step_slice.is_scored:
                 unscored = results.get(
                     step_slice.sequence, SliceResult(step_slice.sequence, step_slice.restart_count, None)
                 )
                 rows = hidden[end - len(step_slice.tokens) : end]
                 results[step_slice.sequence] = sampler.score(step_slice, rows, self._model.logits, unscored)
-        return tuple(results[step_slice.sequence] for step_slice in step.slices if step_slice.is_answered)
+        return tuple(results[step_slice.sequence] for step_slice in slices if step_slice.is_answered)

@@ -130,10 +130,10 @@ class _WarmupSteps:
     ) -> None:
         for entry in signals or ():
             self._pool.apply(entry.signal)
-        step = Step(
+        step = Step.of(
+            slices,
             epoch=0,
             step_id=self._step_id,
-            slices=slices,
             starts=starts,
             ends=ends,
             signals=tuple(signals or ()),
@@ -144,7 +144,7 @@ class _WarmupSteps:
 
     def _frame(self, step: Step) -> Frame:
         assignment = self._assignment
-        if assignment.role.has_embeddings or not step.slices:
+        if assignment.role.has_embeddings or not step.num_slices:
             return Frame(step, encode_step(step), None)
         shape = (step.num_tokens, self._config.hidden_size)
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -38,7 +38,7 @@ class ResultInjection:
 
 def has_tokens(result: step_pb2.StepResult) -> bool:
     """Whether it answers."""
-    return bool(result.tokens.tokens or result.results)
+    return bool(result.tokens)
 
 
 class ResultProxy(StreamProxy):
@@ -101,12 +101,9 @@ async def hold_until_next(message: deliver_pb2.DeliverRequest, stream: ResultStr
 
 
 async def truncate(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
-    """Removes the last token or the last result."""
+    """Removes the last token."""
     result = _result_of(message)
-    if result.tokens.tokens:
-        del result.tokens.tokens[-1]
-    else:
-        del result.results[-1]
+    result.tokens = result.tokens[:-4]
     message.frame.result = result.SerializeToString()
     return (message,)
 
@@ -114,10 +111,7 @@ async def truncate(message: deliver_pb2.DeliverRequest, stream: ResultStream) ->
 async def alter_token(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     """Replaces a sampled token by another one of any vocabulary."""
     result = _result_of(message)
-    if result.tokens.tokens:
-        result.tokens.tokens[0] ^= 1
-    elif result.results[0].WhichOneof("outcome") == "token":
-        result.results[0].token ^= 1
+    result.tokens = bytes((result.tokens[0] ^ 1,)) + result.tokens[1:]
     message.frame.result = result.SerializeToString()
     return (message,)
 

@@ -9,6 +9,7 @@ from kvcache import Deref, FullBlock
 from stageline_rpc.internal.v1 import step_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.stream_proxy import Alteration, HopStream, Messages, StreamCut
+from tests.step_slices import with_slices
 from wire.errors import StepFaultKind
 from wire.frames import Frame, frame_checksum
 from wire.ids import SequenceKey, new_request_id
@@ -131,7 +132,7 @@ def change_step(change: Callable[[Step], Step]) -> Alteration:
 
 
 def change_slice(change: Callable[[StepSlice], StepSlice]) -> Alteration:
-    return change_step(lambda step: replace(step, slices=(change(step.slices[0]), *step.slices[1:])))
+    return change_step(lambda step: with_slices(step, (change(step.slices[0]), *step.slices[1:])))
 
 
 def _later(step_slice: StepSlice) -> StepSlice:

@@ -9,6 +9,7 @@ from kvcache import Deref, FullBlock
 from stageline_rpc.internal.v1 import forward_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.stage_bench import GREEDY, hidden_for
+from tests.step_slices import with_slices
 from wire.errors import StepFaultKind
 from wire.frames import frame_checksum
 from wire.ids import SequenceKey, new_request_id
@@ -48,13 +49,11 @@ def _changed(**changes: object) -> Callable[[Step, TensorView], Messages]:
 
 
 def _with_slice(change: Callable[[StepSlice], StepSlice]) -> Callable[[Step, TensorView], Messages]:
-    return lambda step, hidden: _frame(
-        replace(step, slices=(change(step.slices[0]), *step.slices[1:])), hidden
-    )
+    return lambda step, hidden: _frame(with_slices(step, (change(step.slices[0]), *step.slices[1:])), hidden)
 
 
 def _one_row_less(step: Step, hidden: TensorView) -> Messages:
-    return _frame(step, hidden_for(replace(step, slices=step.slices[1:]), HIDDEN_SIZE))
+    return _frame(step, hidden_for(with_slices(step, step.slices[1:]), HIDDEN_SIZE))
 
 
 def _other_width(step: Step, _: TensorView) -> Messages:
@@ -70,7 +69,7 @@ def _flat(step: Step, hidden: TensorView) -> Messages:
 
 
 def _twice(step: Step, _: TensorView) -> Messages:
-    doubled = replace(step, slices=(step.slices[0], step.slices[0]))
+    doubled = with_slices(step, (step.slices[0], step.slices[0]))
     return _frame(doubled, hidden_for(doubled, HIDDEN_SIZE))
 
 

@@ -40,7 +40,7 @@ class ScriptedLog:
     def next_frame(self) -> tuple[Step, TensorView | None]:
         """The next step, with hidden states if the stage receives any."""
         step = self._log.step()
-        self._log.complete(StepResult(step.epoch, step.step_id, tuple(_scripted_results(step))))
+        self._log.complete(StepResult.of(step.epoch, step.step_id, tuple(_scripted_results(step))))
         return step, hidden_for(step, HIDDEN_SIZE) if self._takes_hidden else None
 
 

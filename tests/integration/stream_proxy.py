@@ -203,20 +203,6 @@ def _assembled(messages: list[forward_pb2.ForwardRequest]) -> Frame:
     return frames[-1]
 
 
-def _spell_out(result: step_pb2.StepResult) -> None:
-    """Convert column encoding to one message per token."""
-    columns, others = result.tokens, list(result.results)
-    result.ClearField("results")
-    for index, (choice, restart_count, token) in enumerate(
-        zip(columns.choices, columns.restart_counts, columns.tokens, strict=True)
-    ):
-        request_id = columns.request_ids[16 * index : 16 * (index + 1)]
-        key = step_pb2.SequenceKey(request_id=request_id, choice=choice)
-        result.results.add(sequence=key, restart_count=restart_count, token=token)
-    result.results.extend(others)
-    result.ClearField("tokens")
-
-
 ResultAlteration = Callable[[step_pb2.StepResult], None]
 
 
@@ -237,8 +223,7 @@ class CoordinatorProxy(StreamProxy):
             if message.WhichOneof("message") != "frame":
                 return (data,)
             result = step_pb2.StepResult.FromString(message.frame.result)
-            _spell_out(result)
-            if result.results and self.alter_result:
+            if result.tokens and self.alter_result:
                 alter, self.alter_result = self.alter_result, None
                 alter(result)
                 self.num_altered += 1

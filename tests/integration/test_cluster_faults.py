@@ -14,7 +14,7 @@ from tests.integration.alterations import FRAME_FAULTS, FrameFault, cut, delay
 from tests.integration.cluster import Cluster
 from tests.integration.request_cases import SoloRuns, mixed_cases
 from wire.frames import Frame
-from wire.steps import Decode, Prefill
+from wire.steps import Prefill
 
 LAYERS = (1, 1, 1)
 NUM_STREAMS = 6
@@ -53,9 +53,8 @@ def num_loads() -> Iterator[mock.Mock]:
 
 def is_decode(frame: Frame) -> bool:
     """Whether all slices are decodes after the first few tokens."""
-    slices = frame.step.slices
-    steps = [step_slice.inference_step for step_slice in slices]
-    return bool(steps) and frame.step.step_id > 12 and all(isinstance(step, Decode) for step in steps)
+    step = frame.step
+    return len(step.decodes) > 0 and step.step_id > 12 and not step.chunks
 
 
 def is_chunk(frame: Frame) -> bool:

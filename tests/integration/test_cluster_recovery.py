@@ -25,6 +25,8 @@ from tests.integration.cluster import DEADLINE_S, Answer, Cluster, RequestCase
 from tests.integration.request_cases import VOCAB_SIZE, SoloRuns, mixed_cases
 from tests.integration.stream_proxy import Alteration
 from wire.frames import Frame
+from wire.ids import SequenceKey, new_request_id
+from wire.steps import IDENTITY_BYTES, identity_of, key_of, pack_column, split_identities
 
 LAYERS = (1, 1, 1)
 NUM_STREAMS = 6
@@ -116,23 +118,35 @@ def result_of_another_epoch(result: step_pb2.StepResult) -> None:
 
 
 def result_of_another_sequence(result: step_pb2.StepResult) -> None:
-    result.results[0].sequence.choice += 1
+    _change_identity(result, sequence=SequenceKey(new_request_id(), 0))
 
 
 def result_of_another_restart_count(result: step_pb2.StepResult) -> None:
-    result.results[0].restart_count += 1
+    _change_identity(result, restart_count=99)
+
+
+def _change_identity(
+    result: step_pb2.StepResult, *, sequence: SequenceKey | None = None, restart_count: int | None = None
+) -> None:
+    """Change the identity of the first row."""
+    first, *others = split_identities(result.identities)
+    key, count = key_of(first)
+    changed = identity_of(sequence or key, count if restart_count is None else restart_count)
+    result.identities = b"".join((changed, *others))
 
 
 def one_result_too_few(result: step_pb2.StepResult) -> None:
-    del result.results[-1]
+    result.identities, result.tokens = result.identities[:-IDENTITY_BYTES], result.tokens[:-4]
+    del result.details[:]
 
 
 def no_outcome(result: step_pb2.StepResult) -> None:
-    result.results[0].ClearField("outcome")
+    del result.details[:]
+    result.details.add(row=0)
 
 
 def token_outside_the_vocabulary(result: step_pb2.StepResult) -> None:
-    result.results[0].token = 4_000_000
+    result.tokens = pack_column([4_000_000]) + result.tokens[4:]
 
 
 @pytest.mark.matrix(2)

@@ -142,7 +142,11 @@ def test_stages_reject_a_block_released_too_early(mistral: Path, monkeypatch: py
     def too_late(self: KvWindow, first_query: int) -> int:
         return max(0, first_query - self.num_tokens + 2)
 
+    def too_early(self: KvWindow, num_released_blocks: int, block_size: int) -> int:
+        return (num_released_blocks + 1) * block_size + self.num_tokens - 2
+
     monkeypatch.setattr(KvWindow, "first_visible", too_late)
+    monkeypatch.setattr(KvWindow, "next_release", too_early)
     with pytest.raises(StepFault, match="sees") as caught:
         new_pipeline(mistral).serve(LOAD)
     assert caught.value.kind is StepFaultKind.INTERNAL

@@ -20,7 +20,7 @@ from kvcache.pool import BlockPool
 from stage_worker.executor import StepExecutor
 from wire.frames import _Parts
 from wire.ids import Incarnation
-from wire.steps import StartRecord, StepResult
+from wire.steps import StartRecord, StepResult, key_of, split_identities
 
 Planting = Callable[[], AbstractContextManager[Any]]
 BUGS: dict[str, Planting] = {}
@@ -193,15 +193,22 @@ def answers_to_an_earlier_start_count() -> Iterator[None]:
 
     def complete(self: Scheduler, result: StepResult, now_s: float) -> Any:
         step = self._in_flight.find(result.step_id)
-        for part in step.slices if step else ():
-            sequence = self._running.get(part.sequence)
+        if step is not None:
+            step.decodes.identities = current(self, step.decodes.identities)
+        for chunk in step.chunks if step else ():
+            sequence = self._running.get(chunk.sequence)
             if sequence is not None:
-                part.restart_count = sequence.restart_count
-        for entry in result.results:
-            sequence = self._running.get(entry.sequence)
-            if sequence is not None:
-                entry.restart_count = sequence.restart_count
+                chunk.restart_count = sequence.restart_count
+        result.identities = current(self, result.identities)
         return take(self, result, now_s)
+
+    def current(self: Scheduler, identities: bytes) -> bytes:
+        """The identities with the restart counts of now."""
+        found = []
+        for identity in split_identities(identities):
+            sequence = self._running.get(key_of(identity)[0])
+            found.append(identity if sequence is None else sequence.identity)
+        return b"".join(found)
 
     with patch.object(Scheduler, "complete", complete):
         yield

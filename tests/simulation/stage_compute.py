@@ -16,7 +16,7 @@ from stage_worker.backends.contract import Computed, StageCompute
 from stage_worker.validation import SliceLayout
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceResult, StartRecord
+from wire.steps import SliceResult, StartRecord, StepResult
 from wire.tensors import TensorView
 
 VOCAB_SIZE = 97
@@ -61,7 +61,7 @@ class SimCompute(StageCompute):
 
     def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
         if frame.hidden is None:
-            inputs = array("I", [token for part in frame.step.slices for token in part.tokens])
+            inputs = array("I", frame.step.tokens)
         else:
             inputs = array("I", bytes(frame.hidden.data))
         outputs, newest = inputs, list[int]()
@@ -73,13 +73,13 @@ class SimCompute(StageCompute):
                 newest.append(outputs[-1])
         if not self._has_head:
             return TensorView(DType.F32, (len(outputs), 1), outputs.tobytes())
-        return tuple(
-            [
-                SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)
-                for part, value in zip(frame.step.slices, newest, strict=True)
-                if part.is_sampled
-            ]
-        )
+        step = frame.step
+        results = [
+            SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)
+            for part, value in zip(step.slices, newest, strict=True)
+            if part.is_sampled
+        ]
+        return StepResult.of(step.epoch, step.step_id, results)
 
     def _run(
         self, store: list[list[int | None]], layout: SliceLayout, inputs: array[int], outputs: array[int]

@@ -16,6 +16,7 @@ from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
+from tests.step_slices import with_slices
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
@@ -83,12 +84,12 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
     first = stage.log.step()
     assert [part.is_sampled for part in first.slices] == [False]
     output = stage.run(first)
-    stage.log.complete(StepResult(1, 0))
+    stage.log.complete(StepResult.of(1, 0))
     second = stage.log.step()
     assert [part.is_sampled for part in second.slices] == [True]
     final = stage.run(second)
     if stage.assignment.role.has_head:
-        assert output == StepResult(1, 0)
+        assert output == StepResult.of(1, 0)
         assert isinstance(final, StepResult)
         assert [type(entry.outcome) for entry in final.results] == [int]
     else:
@@ -101,11 +102,11 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
 
 def test_more_tokens_or_sequences_than_agreed_are_rejected(stage: Stage) -> None:
     part = StepSlice(SequenceKey(new_request_id(), 0), 0, (1,) * 33, Prefill(0, 33, 33))
-    fault = stage.refused(Step(epoch=1, step_id=0, slices=(part,)))
+    fault = stage.refused(Step.of((part,), epoch=1, step_id=0))
     assert (fault.kind, "33 tokens" in fault.message) == (StepFaultKind.SLICE_SET, True)
     stage.begin(2)
     parts = tuple(StepSlice(SequenceKey(new_request_id(), 0), 0, (1,), Prefill(0, 1, 1)) for _ in range(9))
-    fault = stage.refused(Step(epoch=2, step_id=0, slices=parts))
+    fault = stage.refused(Step.of(parts, epoch=2, step_id=0))
     assert (fault.kind, "9 sequences" in fault.message) == (StepFaultKind.SLICE_SET, True)
     assert fault.request_ids == tuple(part.sequence.request_id for part in parts)
 
@@ -114,7 +115,7 @@ def test_a_chunk_that_ends_inside_a_block_is_rejected_unless_it_is_the_last(stag
     sequence = stage.log.add(tuple(range(10)))
     step = stage.log.step()
     part = StepSlice(sequence.key, 0, tuple(range(6)), Prefill(0, 6, 10))
-    fault = stage.refused(replace(step, slices=(part,)))
+    fault = stage.refused(with_slices(step, (part,)))
     assert (fault.kind, "ends at 6" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
@@ -122,7 +123,7 @@ def test_positions_outside_the_blocks_held_are_rejected(stage: Stage) -> None:
     key = SequenceKey(new_request_id(), 0)
     start = StartRecord(key, 0, 4, (1, 2, 3, 4), GREEDY)
     part = StepSlice(key, 0, (1, 2, 3, 4), Prefill(0, 4, 4))
-    fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
+    fault = stage.refused(Step.of((part,), epoch=1, step_id=0, starts=(start,)))
     assert fault.kind is StepFaultKind.POSITION
     assert "[0, 4)" in fault.message
     assert "hold [0, 0)" in fault.message
@@ -133,7 +134,7 @@ def test_a_sequence_longer_than_agreed_is_rejected(stage: Stage) -> None:
     tokens = (1,) * 68
     start = StartRecord(key, 0, 68, tokens, GREEDY)
     part = StepSlice(key, 0, tokens[64:], Prefill(64, 4, 68))
-    fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
+    fault = stage.refused(Step.of((part,), epoch=1, step_id=0, starts=(start,)))
     assert (fault.kind, "the limit is 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
@@ -225,14 +226,14 @@ def test_a_new_epoch_has_no_state(stage: Stage) -> None:
     stage.executor.begin_epoch(2, stage=stage.assignment.stage)
     assert stage.executor.stats.blocks_active == 0
     part = StepSlice(sequence.key, 0, (5,), Prefill(3, 1, 4))
-    assert "not started" in stage.refused(Step(epoch=2, step_id=0, slices=(part,))).message
+    assert "not started" in stage.refused(Step.of((part,), epoch=2, step_id=0)).message
 
 
 def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
     sequence = stage.log.add((1, 2, 3, 4, 5), max_tokens=1)
     step = stage.log.step()
     stage.run(step)
-    stage.log.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, 9),)))
+    stage.log.complete(StepResult.of(1, 0, (SliceResult(sequence.key, 0, 9),)))
     stage.run(stage.log.step())
     stats = stage.executor.stats
     assert (stats.blocks_active, stats.blocks_inactive) == (0, 1)
@@ -248,7 +249,7 @@ def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:
     sequence = last.log.add((1, 2, 3), sampling=StepSampling(temperature=1.0, repetition_penalty=1.1))
     last.run(last.log.step())
     assert compute._sampler._live.keys() == {sequence.key}
-    last.log.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, 9),)))
+    last.log.complete(StepResult.of(1, 0, (SliceResult(sequence.key, 0, 9),)))
     last.log.scheduler.drop(sequence, SequenceState.CANCELLED)
     last.run(last.log.step())
     assert not compute._sampler._live
@@ -260,7 +261,7 @@ def test_two_sequences_on_one_page_are_rejected_before_anything_is_written(stage
     one, two = stage.log.add((1, 2, 3)), stage.log.add((4, 5, 6))
     stage.run(stage.log.step())
     results = tuple(SliceResult(sequence.key, 0, 9) for sequence in (one, two))
-    stage.log.complete(StepResult(1, 0, results))
+    stage.log.complete(StepResult.of(1, 0, results))
     tables, compute = stage.executor._tables, stage.executor._compute
     assert isinstance(compute, ModelCompute)
     before = compute._pages.store(0).clone()
@@ -281,7 +282,7 @@ def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> 
         sampled = [part for part in step.slices if part.is_sampled]
         restart_counts |= {part.restart_count for part in sampled}
         results = tuple(SliceResult(part.sequence, part.restart_count, 9) for part in sampled)
-        stage.log.complete(StepResult(1, step.step_id, results))
+        stage.log.complete(StepResult.of(1, step.step_id, results))
     assert restart_counts == {0, 1}
     assert [sequence.num_generated_tokens for sequence in sequences] == [8, 8]
     assert stage.executor.stats.blocks_active == 0

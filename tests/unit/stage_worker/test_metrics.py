@@ -50,7 +50,7 @@ class Watched:
         is_last: bool = False,
     ) -> None:
         hidden = TensorView(DType.BF16, (num_tokens, 6), bytes(num_tokens * 12))
-        output = StepResult(1, 0) if is_last else HandedOn(0, b"", hidden)
+        output = StepResult.of(1, 0) if is_last else HandedOn(0, b"", hidden)
         timing = StepTiming(received_s, received_s, started_s, ready_s, None)
         frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
         self.now_s = max(self.now_s, sent_s)

@@ -61,7 +61,7 @@ class Stage:
             moments.append(moments[-1] + part)
         began_s, received_s, started_s, ready_s, sent_s = moments
         self.now_s = sent_s
-        step = Step(epoch=4, step_id=self.num_steps, slices=slices, starts=starts, ends=ends)
+        step = Step.of(slices, epoch=4, step_id=self.num_steps, starts=starts, ends=ends)
         self.num_steps += 1
         timing = StepTiming(began_s, received_s, started_s, ready_s, hop_s)
         output = TimedOutput(HandedOn(step.step_id, b"", None), (), 0, timing)
@@ -81,8 +81,8 @@ def chunk(key: SequenceKey, begin: int, num_tokens: int) -> StepSlice:
     return StepSlice(key, 0, tuple(range(num_tokens)), Prefill(begin, num_tokens, 3))
 
 
-def decode(key: SequenceKey, position: int = 3) -> StepSlice:
-    return StepSlice(key, 0, (1,), Decode(position))
+def decode(key: SequenceKey, position: int = 3, *, restart_count: int = 0) -> StepSlice:
+    return StepSlice(key, restart_count, (1,), Decode(position))
 
 
 def test_each_chunk_has_a_span_below_the_coordinators() -> None:
@@ -150,7 +150,7 @@ def test_a_choice_restarted_in_its_last_step_gets_a_new_span() -> None:
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     stage.run(decode(ONE))
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE, restart_count=1),), ends=(EndRecord(ONE, 0),))
-    stage.run(decode(ONE))
+    stage.run(decode(ONE, restart_count=1))
     stage.run(ends=(EndRecord(ONE, 1),))
     assert [attributes[Attr.RESTART_COUNT] for attributes in stage.decodes] == [0, 1]
 

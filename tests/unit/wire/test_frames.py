@@ -399,7 +399,7 @@ def test_a_hello_in_place_of_a_chunk_is_named() -> None:
         read_chunk(message)
 
 
-RESULT = StepResult(
+RESULT = StepResult.of(
     3, 7, (SliceResult(SequenceKey(new_request_id(), 0), 2, 41),), (StageTime(1, 2), StageTime(3, 4))
 )
 

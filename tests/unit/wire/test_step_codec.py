@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -58,15 +59,20 @@ def test_the_example_step_has_one_of_everything() -> None:
     for field in step_pb2.Step.DESCRIPTOR.fields:
         assert getattr(message, field.name), field.name
     assert {entry.WhichOneof("signal") for entry in message.signals} == {"use", "promote", "deref", "destroy"}
-    assert {part.WhichOneof("inference_step") for part in message.slices} == {"prefill", "decode"}
 
 
 def test_a_one_token_prompt_is_a_prefill_and_not_a_decode() -> None:
     prefill = StepSlice(KEY, 0, (5,), Prefill(0, 1, 1))
     decode = StepSlice(KEY, 0, (5,), Decode(0))
-    decoded = decode_step(encode_step(Step(epoch=1, step_id=0, slices=(prefill, decode))))
-    assert decoded.slices == (prefill, decode)
-    assert isinstance(decoded.slices[0].inference_step, Prefill)
+    decoded = decode_step(encode_step(Step.of((decode, prefill), epoch=1, step_id=0)))
+    assert decoded.slices == (decode, prefill)
+    assert (len(decoded.decodes), len(decoded.chunks)) == (1, 1)
+
+
+def test_a_decode_after_a_chunk_is_rejected() -> None:
+    chunk, decode = StepSlice(KEY, 0, (5,), Prefill(0, 1, 1)), StepSlice(KEY, 0, (5,), Decode(0))
+    with pytest.raises(ValueError, match="a decode follows a chunk"):
+        Step.of((chunk, decode), epoch=1, step_id=0)
 
 
 @pytest.mark.parametrize("parent", [None, 0])
@@ -84,46 +90,44 @@ def test_a_truncated_step_is_undecodable(cut: int) -> None:
     assert caught.value.step_id is None
 
 
-def change_slice(change: Callable[[step_pb2.StepSlice], object]) -> bytes:
+def change_chunk(change: Callable[[step_pb2.PrefillChunk], object]) -> bytes:
     message = step_pb2.Step.FromString(encode_step(example_step()))
-    change(message.slices[0])
+    change(message.chunks[0])
     return message.SerializeToString()
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda part: part.tokens.append(9), "3 tokens, its inference step expects 2"),
-        (lambda part: part.tokens.pop(), "1 tokens, its inference step expects 2"),
-        (lambda part: part.decode.SetInParent(), "2 tokens, its inference step expects 1"),
-        (lambda part: (part.ClearField("tokens"), part.prefill.ClearField("num_tokens")), "0 tokens"),
-        (lambda part: setattr(part.prefill, "num_prefill_tokens", 17), r"chunk \[16, 18\) .* 17 prefill"),
-        (lambda part: part.ClearField("prefill"), "is neither prefill nor decode"),
+        (lambda chunk: chunk.tokens.append(9), r"chunk \[16, 19\) of .* with 18 prefill"),
+        (lambda chunk: chunk.ClearField("tokens"), r"chunk \[16, 16\) of .* with 18 prefill"),
+        (lambda chunk: setattr(chunk, "num_prefill_tokens", 17), r"chunk \[16, 18\) of .* with 17 prefill"),
+        (lambda chunk: setattr(chunk, "start", 17), r"chunk \[17, 19\) of .* with 18 prefill"),
     ],
-    ids=["too many tokens", "too few", "a decode of two", "no tokens", "past the end", "no inference step"],
+    ids=["too many tokens", "no tokens", "past the end", "starts too late"],
 )
-def test_a_slice_that_contradicts_itself_is_a_wrong_slice_set(
-    change: Callable[[step_pb2.StepSlice], object], text: str
+def test_a_chunk_that_contradicts_itself_is_a_wrong_slice_set(
+    change: Callable[[step_pb2.PrefillChunk], object], text: str
 ) -> None:
     with pytest.raises(StepFault, match=text) as caught:
-        decode_step(change_slice(change))
+        decode_step(change_chunk(change))
     assert caught.value.kind is StepFaultKind.SLICE_SET
 
 
-def test_a_wrong_slice_names_its_step_and_requests() -> None:
+def test_a_wrong_chunk_names_its_step_and_requests() -> None:
     with pytest.raises(StepFault) as caught:
-        decode_step(change_slice(lambda part: part.tokens.append(9)))
+        decode_step(change_chunk(lambda chunk: chunk.tokens.append(9)))
     assert caught.value.step_id == 7
     assert caught.value.request_ids == example_step().request_ids
     described = caught.value.describe(stage=2)
-    assert described.startswith(f"stage 2, step 7, requests {id_text(bytes([1]) * 16)}, ")
-    assert ": SLICE_SET: slice of" in described
+    assert described.startswith(f"stage 2, step 7, requests {id_text(bytes([2]) * 16)}, ")
+    assert ": SLICE_SET: chunk" in described
 
 
 @pytest.mark.parametrize("size", [0, 15, 17])
 def test_a_request_id_that_is_not_16_bytes_is_undecodable(size: int) -> None:
     with pytest.raises(StepFault, match=f"request id has {size} bytes") as caught:
-        decode_step(change_slice(lambda part: setattr(part.sequence, "request_id", bytes(size))))
+        decode_step(change_chunk(lambda chunk: setattr(chunk.sequence, "request_id", bytes(size))))
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
@@ -143,18 +147,30 @@ def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
-def test_a_slice_result_without_outcome_is_undecodable() -> None:
-    message = step_pb2.StepResult(epoch=1, step_id=2)
-    message.results.add(sequence=step_pb2.SequenceKey(request_id=KEY.request_id, choice=1))
-    with pytest.raises(StepFault, match="has no token, error or log-probabilities") as caught:
-        decode_result(message)
+def one_row(**detail: Any) -> step_pb2.StepResult:
+    message = encode_result(StepResult.of(1, 2, (SliceResult(KEY, 0, 9),)))
+    message.details.add(**detail)
+    return message
+
+
+def test_a_detail_without_outcome_is_undecodable() -> None:
+    with pytest.raises(StepFault, match="row 0 has no token, error or log-probabilities") as caught:
+        decode_result(one_row(row=0))
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
 def test_token_zero_is_an_outcome() -> None:
-    message = step_pb2.StepResult()
-    message.results.add(sequence=step_pb2.SequenceKey(request_id=KEY.request_id), token=0)
-    assert decode_result(message).results[0].outcome == 0
+    assert decode_result(one_row(row=0, token=0)).results[0].outcome == 0
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 0], [2**32 - 1]])
+def test_details_of_other_rows_are_undecodable(rows: list[int]) -> None:
+    message = encode_result(StepResult.of(1, 2, (SliceResult(KEY, 0, 9),)))
+    for row in rows:
+        message.details.add(row=row, token=1)
+    with pytest.raises(StepFault, match="in a result of 1 rows") as caught:
+        decode_result(message)
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
 @pytest.mark.parametrize("number", [0, 999])
@@ -180,12 +196,12 @@ def test_sampled_slices_follow_from_the_inference_step() -> None:
 def test_a_step_counts_tokens_and_names_each_request_once() -> None:
     other = SequenceKey(RequestId(bytes(16)), 0)
     parts = (
-        StepSlice(KEY, 0, (1, 2), Prefill(0, 2, 4)),
-        StepSlice(other, 0, (1,), Decode(3)),
         StepSlice(KEY._replace(choice=2), 0, (1,), Decode(3)),
+        StepSlice(other, 0, (1,), Decode(3)),
+        StepSlice(KEY, 0, (1, 2), Prefill(0, 2, 4)),
     )
-    step = Step(epoch=1, step_id=0, slices=parts)
-    assert step.num_tokens == 4
+    step = Step.of(parts, epoch=1, step_id=0)
+    assert (step.num_tokens, step.num_slices) == (4, 3)
     assert step.request_ids == (KEY.request_id, other.request_id)
 
 
@@ -206,95 +222,53 @@ OTHER_RESULTS = (
 
 
 def step_message(*slices: StepSlice) -> step_pb2.Step:
-    return step_pb2.Step.FromString(encode_step(Step(epoch=1, step_id=7, slices=slices)))
+    return step_pb2.Step.FromString(encode_step(Step.of(slices, epoch=1, step_id=7)))
 
 
-@pytest.mark.parametrize(
-    ("slices", "num_columns"),
-    [
-        (DECODES, 6),
-        (DECODES[:4], 4),
-        (DECODES[:3], 0),
-        ((*DECODES, CHUNK), 6),
-        ((*DECODES[:4], CHUNK, *DECODES[4:]), 4),
-        ((CHUNK, *DECODES), 0),
-    ],
-)
-def test_the_first_decodes_of_a_large_step_are_columns(
-    slices: tuple[StepSlice, ...], num_columns: int
-) -> None:
-    message = step_message(*slices)
-    assert len(message.decodes.tokens) == num_columns
-    assert len(message.slices) == len(slices) - num_columns
-    assert decode_step(message.SerializeToString()).slices == slices
+def test_the_rows_of_a_result_are_the_answered_slices() -> None:
+    last, scored = (
+        StepSlice(key(21), 0, (1, 2), Prefill(6, 2, 8)),
+        StepSlice(key(22), 3, (1, 2), Prefill(0, 2, 8, is_scored=True)),
+    )
+    step = Step.of((*DECODES, CHUNK, last, scored), epoch=1, step_id=7)
+    results = [SliceResult(part.sequence, part.restart_count, 1) for part in (*DECODES, last, scored)]
+    assert StepResult.of(1, 7, results).identities == step.answered_identities
 
 
 @pytest.mark.parametrize("other", OTHER_RESULTS)
-@pytest.mark.parametrize(("place", "num_columns"), [(0, 0), (3, 0), (4, 4), (6, 6)])
-def test_only_plain_tokens_are_in_columns(other: SliceResult, place: int, num_columns: int) -> None:
-    result = StepResult(1, 7, (*TOKENS[:place], other, *TOKENS[place:]))
-    message = encode_result(result)
-    assert len(message.tokens.tokens) == num_columns
-    assert decode_result(message) == result
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_only_rows_that_are_not_plain_tokens_have_details(other: SliceResult, place: int) -> None:
+    results = (*TOKENS[:place], other, *TOKENS[place:])
+    message = encode_result(StepResult.of(1, 7, results))
+    assert [detail.row for detail in message.details] == [place]
+    assert decode_result(message).results == results
 
 
-def test_decodes_are_accepted_as_messages() -> None:
-    """Another implementation may skip columns; they only save bytes."""
-    message = step_pb2.Step(epoch=1, step_id=7)
-    for part in DECODES:
-        sequence = step_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)
-        message.slices.add(
-            sequence=sequence,
-            restart_count=part.restart_count,
-            tokens=part.tokens,
-            decode=step_pb2.Decode(position=part.first_position),
-        )
-    assert decode_step(message.SerializeToString()).slices == DECODES
-
-
-def _cut_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
-    columns.request_ids = columns.request_ids[:-1]
-
-
-def _more_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
-    columns.request_ids += bytes(16)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _cut_ids,
-        _more_ids,
-        lambda columns: columns.ClearField("request_ids"),
-        lambda columns: columns.choices.append(1),
-        lambda columns: columns.restart_counts.pop(),
-        lambda columns: columns.tokens.append(1),
-        lambda columns: columns.ClearField("positions"),
-    ],
-)
+@pytest.mark.parametrize("column", ["identities", "tokens", "positions"])
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + bytes(4), lambda data: b""])
 def test_decode_columns_of_different_lengths_are_rejected(
-    change: Callable[[step_pb2.DecodeColumns], object],
+    column: str, change: Callable[[bytes], bytes]
 ) -> None:
     message = step_message(*DECODES)
-    change(message.decodes)
-    with pytest.raises(StepFault, match=r"columns have .* entries, request ids have .* bytes") as caught:
+    setattr(message.decodes, column, change(getattr(message.decodes, column)))
+    with pytest.raises(StepFault, match=r"columns have .* bytes of 4 per entry") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.kind is StepFaultKind.UNDECODABLE
     assert caught.value.step_id == 7
 
 
-@pytest.mark.parametrize("name", ["choices", "restart_counts", "tokens"])
-def test_token_columns_of_different_lengths_are_rejected(name: str) -> None:
-    message = encode_result(StepResult(1, 7, TOKENS))
-    getattr(message.tokens, name).append(1)
+@pytest.mark.parametrize("column", ["identities", "tokens"])
+def test_result_columns_of_different_lengths_are_rejected(column: str) -> None:
+    message = encode_result(StepResult.of(1, 7, TOKENS))
+    setattr(message, column, getattr(message, column) + bytes(4))
     with pytest.raises(StepFault, match="columns have") as caught:
         decode_result(message)
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
-def test_a_fault_names_the_requests_of_columns_and_messages() -> None:
+def test_a_fault_names_the_requests_of_decodes_and_chunks() -> None:
     message = step_message(*DECODES, CHUNK)
-    message.slices[0].ClearField("tokens")
-    with pytest.raises(StepFault, match="has 0 tokens") as caught:
+    message.chunks[0].ClearField("tokens")
+    with pytest.raises(StepFault, match="prefill tokens") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.request_ids == tuple(part.sequence.request_id for part in (*DECODES, CHUNK))

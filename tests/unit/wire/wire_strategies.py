@@ -89,13 +89,17 @@ start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, sampling
 end_records = st.builds(EndRecord, sequence_keys, U32)
 
 
+def _decodes_first(parts: list[StepSlice]) -> tuple[StepSlice, ...]:
+    return tuple(sorted(parts, key=lambda part: isinstance(part.inference_step, Prefill)))
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """Any step."""
-    return Step(
+    return Step.of(
+        draw(st.lists(slices(), max_size=4).map(_decodes_first)),
         epoch=draw(U64),
         step_id=draw(U64),
-        slices=draw(st.lists(slices(), max_size=4).map(tuple)),
         starts=draw(st.lists(start_records, max_size=3).map(tuple)),
         ends=draw(st.lists(end_records, max_size=3).map(tuple)),
         signals=draw(st.lists(sequence_signals, max_size=5).map(tuple)),
@@ -120,7 +124,7 @@ slice_results = st.builds(
     st.none(),
     prompt_logprobs=st.lists(token_logprobs, min_size=1, max_size=3).map(tuple),
 )
-step_results = st.builds(StepResult, U64, U64, st.lists(slice_results, max_size=5).map(tuple))
+step_results = st.builds(StepResult.of, U64, U64, st.lists(slice_results, max_size=5).map(tuple))
 fault_reports = st.builds(
     FaultReport,
     epoch=U64,
@@ -137,13 +141,13 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
     one, two = (SequenceKey(RequestId(bytes([n]) * 16), n) for n in (1, 2))
     sampling = StepSampling(temperature=0.5, top_k=3, top_p=0.25, seed=2**64 - 1)
     chunk = tuple(range(100, 100 + num_tokens))
-    return Step(
+    return Step.of(
+        (
+            StepSlice(two, 0, (2**32 - 1,), Decode(40)),
+            StepSlice(one, 1, chunk, Prefill(16, num_tokens, 16 + num_tokens)),
+        ),
         epoch=3,
         step_id=step_id,
-        slices=(
-            StepSlice(one, 1, chunk, Prefill(16, num_tokens, 16 + num_tokens)),
-            StepSlice(two, 0, (2**32 - 1,), Decode(40)),
-        ),
         starts=(StartRecord(one, 1, 10, (1, 2, 3), sampling),),
         ends=(EndRecord(two, 4),),
         signals=(

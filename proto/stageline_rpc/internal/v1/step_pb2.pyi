@@ -127,19 +127,23 @@ class Step(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
-    SLICES_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    DECODES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """Strictly consecutive within an epoch, from 0."""
     digest: _builtins.int
     """The ledger's digest after `signals`."""
     @_builtins.property
-    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSlice]: ...
+    def decodes(self) -> Global___DecodeColumns:
+        """Slices of the step: all decodes, then all chunks. Rows of hidden states and results have this order."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]: ...
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartRecord]: ...
     @_builtins.property
@@ -148,162 +152,94 @@ class Step(_message.Message):
     def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceSignal]:
         """In the order in which the ledger applied them."""
 
-    @_builtins.property
-    def decodes(self) -> Global___DecodeColumns:
-        """Slices that precede `slices`."""
-
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         step_id: _builtins.int = ...,
-        slices: _abc.Iterable[Global___StepSlice] | None = ...,
+        decodes: Global___DecodeColumns | None = ...,
+        chunks: _abc.Iterable[Global___PrefillChunk] | None = ...,
         starts: _abc.Iterable[Global___StartRecord] | None = ...,
         ends: _abc.Iterable[Global___EndRecord] | None = ...,
         signals: _abc.Iterable[Global___SequenceSignal] | None = ...,
         digest: _builtins.int = ...,
-        decodes: Global___DecodeColumns | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "slices", b"slices", "starts", b"starts", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "starts", b"starts", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
-class StepSlice(_message.Message):
-    """One sequence's part of a step. The phase comes from `inference_step`, never from the number of tokens."""
+class DecodeColumns(_message.Message):
+    """Decodes of one token each, as columns with one entry per sequence."""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITIES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    identities: _builtins.bytes
+    """24 bytes each: request id, then choice and restart count as u32 LE."""
+    tokens: _builtins.bytes
+    """u32 LE each."""
+    positions: _builtins.bytes
+    """Absolute positions of the tokens, u32 LE each."""
+    def __init__(
+        self,
+        *,
+        identities: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+        positions: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identities", b"identities", "positions", b"positions", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeColumns: _TypeAlias = DecodeColumns  # noqa: Y015
+
+@_typing.final
+class PrefillChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    PREFILL_FIELD_NUMBER: _builtins.int
-    DECODE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_SCORED_FIELD_NUMBER: _builtins.int
     restart_count: _builtins.int
+    start: _builtins.int
+    """Absolute position of the first token."""
+    num_prefill_tokens: _builtins.int
+    """Total tokens of the sequence to prefill. The chunk that ends there is the last one, and is sampled."""
+    is_scored: _builtins.bool
+    """LAST returns the log-probabilities of the prompt tokens that follow the tokens of this chunk."""
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def prefill(self) -> Global___Prefill: ...
-    @_builtins.property
-    def decode(self) -> Global___Decode: ...
     def __init__(
         self,
         *,
         sequence: Global___SequenceKey | None = ...,
         restart_count: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
-        prefill: Global___Prefill | None = ...,
-        decode: Global___Decode | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "inference_step", b"inference_step", "prefill", b"prefill", "sequence", b"sequence"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "inference_step", b"inference_step", "prefill", b"prefill", "restart_count", b"restart_count", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_inference_step: _TypeAlias = _typing.Literal["prefill", "decode"]  # noqa: Y015
-    _WhichOneofArgType_inference_step: _TypeAlias = _typing.Literal["inference_step", b"inference_step"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_inference_step) -> _WhichOneofReturnType_inference_step | None: ...
-
-Global___StepSlice: _TypeAlias = StepSlice  # noqa: Y015
-
-@_typing.final
-class Prefill(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
-    IS_SCORED_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    """Absolute position of the first token of this chunk."""
-    num_tokens: _builtins.int
-    """Tokens of this chunk."""
-    num_prefill_tokens: _builtins.int
-    """Total tokens of the sequence to prefill. The chunk that ends there is the last one, and is sampled."""
-    is_scored: _builtins.bool
-    """LAST returns the log-probabilities of the prompt tokens that follow the tokens of this chunk."""
-    def __init__(
-        self,
-        *,
         start: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
         num_prefill_tokens: _builtins.int = ...,
         is_scored: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_scored", b"is_scored", "num_prefill_tokens", b"num_prefill_tokens", "num_tokens", b"num_tokens", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_scored", b"is_scored", "num_prefill_tokens", b"num_prefill_tokens", "restart_count", b"restart_count", "sequence", b"sequence", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
-
-@_typing.final
-class Decode(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POSITION_FIELD_NUMBER: _builtins.int
-    position: _builtins.int
-    """Absolute position of the one token."""
-    def __init__(
-        self,
-        *,
-        position: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Decode: _TypeAlias = Decode  # noqa: Y015
-
-@_typing.final
-class DecodeColumns(_message.Message):
-    """Slices that decode one token each, as columns with one entry per slice. In a large step, a message per slice would be
-    most of its cost.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
-    RESTART_COUNTS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
-    request_ids: _builtins.bytes
-    """16 bytes each."""
-    @_builtins.property
-    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def restart_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Absolute positions of the tokens."""
-
-    def __init__(
-        self,
-        *,
-        request_ids: _builtins.bytes = ...,
-        choices: _abc.Iterable[_builtins.int] | None = ...,
-        restart_counts: _abc.Iterable[_builtins.int] | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        positions: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "positions", b"positions", "request_ids", b"request_ids", "restart_counts", b"restart_counts", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeColumns: _TypeAlias = DecodeColumns  # noqa: Y015
+Global___PrefillChunk: _TypeAlias = PrefillChunk  # noqa: Y015
 
 @_typing.final
 class StartRecord(_message.Message):
@@ -623,84 +559,51 @@ class StepResult(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
-    RESULTS_FIELD_NUMBER: _builtins.int
-    STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    IDENTITIES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    STAGE_TIMES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
+    identities: _builtins.bytes
+    """Rows: one per slice that is sampled or scored, in slice order. Identities as in DecodeColumns."""
+    tokens: _builtins.bytes
+    """u32 LE each; 0 for a row with a detail."""
     stage_times: _builtins.bytes
     """Times of all stages, as in FrameChunk."""
     @_builtins.property
-    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceResult]:
-        """`tokens` and then `results` have one entry per slice that is sampled or scored, in slice order."""
+    def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowDetail]:
+        """Rows that are not plain tokens, in ascending order."""
 
-    @_builtins.property
-    def tokens(self) -> Global___TokenColumns: ...
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         step_id: _builtins.int = ...,
-        results: _abc.Iterable[Global___SliceResult] | None = ...,
+        identities: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+        details: _abc.Iterable[Global___RowDetail] | None = ...,
         stage_times: _builtins.bytes = ...,
-        tokens: Global___TokenColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results", "stage_times", b"stage_times", "step_id", b"step_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "epoch", b"epoch", "identities", b"identities", "stage_times", b"stage_times", "step_id", b"step_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
-class TokenColumns(_message.Message):
-    """Results that only have a token, as columns with one entry per result."""
-
+class RowDetail(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    CHOICES_FIELD_NUMBER: _builtins.int
-    RESTART_COUNTS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    request_ids: _builtins.bytes
-    """16 bytes each."""
-    @_builtins.property
-    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def restart_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        request_ids: _builtins.bytes = ...,
-        choices: _abc.Iterable[_builtins.int] | None = ...,
-        restart_counts: _abc.Iterable[_builtins.int] | None = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_ids", b"request_ids", "restart_counts", b"restart_counts", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
-
-@_typing.final
-class SliceResult(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    restart_count: _builtins.int
+    row: _builtins.int
     token: _builtins.int
-    @_builtins.property
-    def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
     def error(self) -> Global___SliceError: ...
     @_builtins.property
@@ -709,27 +612,26 @@ class SliceResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
-        """For a scored chunk: log-probabilities of the prompt tokens from Prefill.start + 1 on, in order."""
+        """For a scored chunk: log-probabilities of the prompt tokens from its start + 1 on, in order."""
 
     def __init__(
         self,
         *,
-        sequence: Global___SequenceKey | None = ...,
-        restart_count: _builtins.int = ...,
+        row: _builtins.int = ...,
         token: _builtins.int = ...,
         error: Global___SliceError | None = ...,
         logprobs: Global___StepLogprobs | None = ...,
         prompt_logprobs: _abc.Iterable[Global___StepLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "restart_count", b"restart_count", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "row", b"row", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["token", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
-Global___SliceResult: _TypeAlias = SliceResult  # noqa: Y015
+Global___RowDetail: _TypeAlias = RowDetail  # noqa: Y015
 
 @_typing.final
 class SliceError(_message.Message):

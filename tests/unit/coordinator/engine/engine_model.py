@@ -255,7 +255,7 @@ class EngineModel:
             return True
         answered = [part for part in step.slices if part.is_answered]
         results = tuple(self._answer(part, tokens.get(part.sequence)) for part in answered)
-        self.results.append(StepResult(step.epoch, step.step_id, results))
+        self.results.append(StepResult.of(step.epoch, step.step_id, results))
         return True
 
     def deliver(self) -> bool:

@@ -355,7 +355,7 @@ def test_a_result_that_does_not_fit_changes_nothing(new_model: NewModel) -> None
     call = model.submit(case.request())
     model.advance(0)
     with pytest.raises(ResultMismatch):
-        model.engine.complete(StepResult(model.epoch, 1, model.results[0].results))
+        model.engine.complete(StepResult.of(model.epoch, 1, model.results[0].results))
     assert call.read_all() == []
     model.run()
     check_whole(call, case)

@@ -45,7 +45,7 @@ def step(
     slices = [StepSlice(sequence.key, 0, (1,), Decode(7)) for sequence in decodes]
     slices += [StepSlice(sequence.key, 0, (1, 2, 3), Prefill(0, 3, 3)) for sequence in chunks]
     records = [StartRecord(record.key, 0, 3, (1, 2, 3), record.sampling) for record in starts]
-    return Step(epoch=1, step_id=step_id, slices=tuple(slices), starts=tuple(records))
+    return Step.of(tuple(slices), epoch=1, step_id=step_id, starts=tuple(records))
 
 
 def result(step_id: int = 0, *compute_ms: float, wait_ms: float = 0.0, hop_ms: float = 0.0) -> StepResult:
@@ -54,4 +54,4 @@ def result(step_id: int = 0, *compute_ms: float, wait_ms: float = 0.0, hop_ms: f
         StageTime(round(wait_ms * 1000), round(stage_ms * 1000), hop_us=round(hop_ms * 1000))
         for stage_ms in compute_ms
     ]
-    return StepResult(1, step_id, (), tuple(times))
+    return StepResult.of(1, step_id, (), tuple(times))

@@ -162,7 +162,7 @@ def test_a_hop_ends_with_the_first_byte_as_in_traces() -> None:
     history = Watched()
     history.send(step(0, decodes=[SEQUENCE]), 100.0)
     times = (StageTime(4_000, 1_000, hop_us=2_000, receive_us=500), StageTime(0, 1_000, -300, 900))
-    history.answer(StepResult(1, 0, (), times), 100.1)
+    history.answer(StepResult.of(1, 0, (), times), 100.1)
     assert [stage_load.hop_s for stage_load in loads_at(history, 100.2)] == pytest.approx([0.002, -0.0003])
 
 

@@ -83,7 +83,7 @@ class WatchedEngine:
         results = tuple(
             SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
         )
-        self.engine.complete(StepResult(step.epoch, step.step_id, results, times))
+        self.engine.complete(StepResult.of(step.epoch, step.step_id, results, times))
         self.engine.deliver()
 
     def value(self, metric: Metric, *labels: str) -> float:

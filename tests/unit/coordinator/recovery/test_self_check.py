@@ -388,7 +388,7 @@ def answers(script: Script = SCRIPT) -> list[StepResult]:
                     tuple(rows[: part.num_scored]),
                 )
             )
-        results.append(StepResult(5, step.step.step_id, tuple(entries)))
+        results.append(StepResult.of(5, step.step.step_id, tuple(entries)))
     return results
 
 
@@ -420,7 +420,7 @@ def changed(
             return replace(entry, **changes)
         return entry
 
-    return [replace(result, results=tuple(map(change, result.results))) for result in results]
+    return [StepResult.of(result.epoch, result.step_id, map(change, result.results)) for result in results]
 
 
 def is_decode(entry: SliceResult) -> bool:
@@ -534,7 +534,7 @@ def test_the_error_of_a_slice_is_the_problem() -> None:
 
 SPOILT: list[Callable[[list[StepResult]], list[StepResult]]] = [
     lambda results: [replace(results[0], step_id=1), *results[1:]],
-    lambda results: [replace(results[0], results=()), *results[1:]],
+    lambda results: [StepResult(results[0].epoch, results[0].step_id), *results[1:]],
     lambda results: changed(results, lambda entry: True, prompt_logprobs=(ROW,) * 9),
     lambda results: changed(results, is_decode, logprobs=None),
     lambda results: changed(results, is_decode, outcome=3),
@@ -643,7 +643,7 @@ async def test_a_reference_that_a_plan_has_failed_with_is_not_kept() -> None:
 
 async def test_an_uncompared_answer_does_not_confirm_the_reference() -> None:
     running = Running()
-    running.results[0] = replace(running.results[0], results=())
+    running.results[0] = StepResult(running.results[0].epoch, 0)
     assert (await running.run()).deviation is None
     assert not running.check.record_failure("a")
     assert running.references.blamed == []

@@ -10,7 +10,7 @@ from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery.self_check_script import Script, parts_for, texts_for, write_script
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import DEFAULT_SALT, ActiveSequence, BlockTables, KvWindow, Removed
-from stage_worker.validation import StageSequences, StepRules, check_limits, slice_layouts
+from stage_worker.validation import StageSequences, StepRules, check_limits, check_slices
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
 from wire.ids import CHECK_REQUEST, SequenceKey, new_request_id, parse_request_id
 from wire.steps import Decode, Prefill
@@ -71,9 +71,7 @@ def replay(script: Script, made: Plan) -> None:
         assert tables.digest == step.digest
         for end in step.ends:
             tables.drop(end.sequence)
-        slice_layouts(step.slices, sequences, tables, rules)
-        for part in step.slices:
-            sequences.get(part.sequence).advance(part)
+        check_slices(step, sequences, tables, rules).advance(sequences)
     assert len(sequences) == 0 and tables.pool.num_active == 0
     tables.check_integrity()
 

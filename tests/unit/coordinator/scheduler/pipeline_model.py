@@ -187,7 +187,7 @@ class PipelineModel:
             for part in step.slices
             if part.is_sampled
         )
-        self.results.append(StepResult(step.epoch, step.step_id, results, self.stage_times(step)))
+        self.results.append(StepResult.of(step.epoch, step.step_id, results, self.stage_times(step)))
         return True
 
     def deliver(self) -> bool:

@@ -50,7 +50,7 @@ def test_unpredicted_steps_are_not_learned_from() -> None:
 
 
 def step(step_id: int) -> Step:
-    return Step(epoch=1, step_id=step_id, slices=(), starts=(), ends=(), signals=(), digest=0)
+    return Step.of((), epoch=1, step_id=step_id, starts=(), ends=(), signals=(), digest=0)
 
 
 def test_a_step_waits_from_the_answer_before_on() -> None:
@@ -61,7 +61,7 @@ def test_a_step_waits_from_the_answer_before_on() -> None:
     late = steps.overdue(2.5, lambda work: 0.0, unknown_s=0.0)
     assert late is not None
     assert (late.step.step_id, late.waited_s, late.limit_s) == (0, 2.5, 2.0)
-    assert steps.take(StepResult(1, 0, ()), 2.5).waited_s == 2.5
+    assert steps.take(StepResult.of(1, 0, ()), 2.5).waited_s == 2.5
     assert steps.overdue(4.5, lambda work: 0.0, unknown_s=0.0) is None
     late = steps.overdue(4.6, lambda work: 0.0, unknown_s=0.0)
     assert late is not None
@@ -71,8 +71,8 @@ def test_a_step_waits_from_the_answer_before_on() -> None:
 def test_a_step_that_is_sent_into_an_idle_pipeline_waits_from_then_on() -> None:
     steps = StepsInFlight(DEFAULT_POLICY)
     steps.add(step(0), StepCost(), 0.0)
-    steps.take(StepResult(1, 0, ()), 1.0)
+    steps.take(StepResult.of(1, 0, ()), 1.0)
     assert steps.overdue(1000.0, lambda work: 0.0, unknown_s=0.0) is None
     steps.add(step(1), StepCost(), 1000.0)
     assert steps.overdue(1001.0, lambda work: 0.0, unknown_s=0.0) is None
-    assert steps.take(StepResult(1, 1, ()), 1001.5).waited_s == 1.5
+    assert steps.take(StepResult.of(1, 1, ()), 1001.5).waited_s == 1.5

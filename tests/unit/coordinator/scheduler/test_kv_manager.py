@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcache.hashing
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -327,3 +329,40 @@ def test_the_first_chunk_of_an_admissible_sequence_fits(window: int, block_size:
             size = log.chunk_size(start, num_tokens, max_step_tokens)
             log.allocate(key_of(1), plan.active, start + size, first_query=start)
             log.check_integrity([plan.active])
+
+
+@given(
+    num_prompt_tokens=st.integers(1, 9),
+    num_tokens=st.integers(1, 30),
+    block_size=st.integers(1, 5),
+    window=st.none() | st.integers(1, 12),
+    keep_content=st.booleans(),
+)
+def test_tokens_within_the_slots_of_a_sequence_need_no_call(
+    num_prompt_tokens: int, num_tokens: int, block_size: int, window: int | None, keep_content: bool
+) -> None:
+    kv_window = None if window is None else KvWindow(window, max_step_tokens=64)
+    logs = [KvCacheManager(num_blocks=64, block_size=block_size, window=kv_window) for _ in range(2)]
+    prompt = tuple(range(num_prompt_tokens))
+    eager, lazy = (running(log, prompt) for log in logs)
+    num_calls = 0
+    for token in range(num_tokens):
+        append(logs[0], eager, token)
+        lazy.accept_token(token)
+        if lazy.num_tokens > lazy.kv_end:
+            logs[1].append(lazy)
+            num_calls += 1
+        lazy.take_decode()
+        assert logs[0].digest == logs[1].digest
+    if window is None:
+        assert num_calls <= 2 + num_tokens // block_size
+    assert tuple(lazy.kv.tokens) == tuple(eager.kv.tokens)
+    for log, sequence in zip(logs, (eager, lazy), strict=True):
+        active = sequence.release().active
+        assert active is not None
+        log.release(sequence.key, active, keep_content=keep_content)
+        log.check_integrity([])
+    assert logs[0].digest == logs[1].digest
+    assert [entry.signal for entry in logs[0].take_pending()] == [
+        entry.signal for entry in logs[1].take_pending()
+    ]

@@ -406,7 +406,7 @@ def test_a_failed_request_has_stage_and_reason(kind: int, error: type[ServingErr
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
     outcome = SliceError(kind, 3, "logits are not finite")
-    (progress,) = model.scheduler.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, outcome),)), 0.0)
+    (progress,) = model.scheduler.complete(StepResult.of(1, 0, (SliceResult(sequence.key, 0, outcome),)), 0.0)
     assert type(progress.error) is error
     assert str(progress.error) == "stage 3, step 0: logits are not finite"
     assert (progress.token, progress.finish_reason) == (None, None)
@@ -442,11 +442,11 @@ def test_a_result_that_does_not_fit_is_rejected_and_changes_nothing(
     wrong_epoch = epoch - 1 + step.epoch
     results = tuple(SliceResult(key_of(number), restart_count, 5) for number in keys)
     with pytest.raises(ResultMismatch):
-        scheduler.complete(StepResult(wrong_epoch, step_id, results), 0.0)
+        scheduler.complete(StepResult.of(wrong_epoch, step_id, results), 0.0)
     assert scheduler.num_steps_in_flight == 1
     assert all(sequence.generated_tokens == () for sequence in sequences)
     right = tuple(SliceResult(key_of(number), 0, 5) for number in range(2))
-    assert [update.token for update in scheduler.complete(StepResult(step.epoch, 0, right), 0.0)] == [5, 5]
+    assert [update.token for update in scheduler.complete(StepResult.of(step.epoch, 0, right), 0.0)] == [5, 5]
 
 
 def test_a_token_with_unrequested_log_probabilities_is_rejected() -> None:
@@ -454,22 +454,22 @@ def test_a_token_with_unrequested_log_probabilities_is_rejected() -> None:
     sequence = model.submit([1], max_tokens=1)
     result = SliceResult(sequence.key, 0, 5, TokenLogprobs(5, -1.0, 1))
     with pytest.raises(ResultMismatch, match="unexpected log-probabilities"):
-        model.scheduler.complete(StepResult(1, 0, (result,)), 0.0)
+        model.scheduler.complete(StepResult.of(1, 0, (result,)), 0.0)
     assert sequence.generated_tokens == ()
 
 
 def test_a_result_without_a_step_is_rejected() -> None:
     model = model_of()
     with pytest.raises(ResultMismatch, match="expected no result"):
-        model.scheduler.complete(StepResult(1, 0, ()), 0.0)
+        model.scheduler.complete(StepResult.of(1, 0, ()), 0.0)
 
 
 def test_a_chunk_before_the_final_one_gets_no_token() -> None:
     model = model_of(max_step_tokens=4)
     model.submit(range(8), max_tokens=1)
     with pytest.raises(ResultMismatch, match="got 1 results, expected 0"):
-        model.scheduler.complete(StepResult(1, 0, (SliceResult(key_of(0), 0, 5),)), 0.0)
-    assert model.scheduler.complete(StepResult(1, 0, ()), 0.0) == []
+        model.scheduler.complete(StepResult.of(1, 0, (SliceResult(key_of(0), 0, 5),)), 0.0)
+    assert model.scheduler.complete(StepResult.of(1, 0, ()), 0.0) == []
 
 
 # Epochs

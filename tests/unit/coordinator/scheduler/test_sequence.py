@@ -68,6 +68,13 @@ def test_live_and_queued_states() -> None:
     assert {current for current, _ in LEGAL} == {state for state in SequenceState if state.is_live}
 
 
+def decode(sequence: Sequence) -> int:
+    """Take the newest token for a step, with a slot for it."""
+    sequence.kv.push(sequence.newest_token)
+    sequence.kv_end = sequence.num_tokens
+    return sequence.take_decode()
+
+
 AGE_S = 10.0
 NORMAL, HIGH = Priority.NORMAL, Priority.HIGH
 CLASSES = st.sampled_from(Priority)
@@ -214,7 +221,7 @@ def test_the_first_token_enters_decode_and_the_last_one_finishes() -> None:
     prefill(sequence)
     assert sequence.accept_token(5) is None
     assert sequence.state is SequenceState.DECODE
-    assert sequence.take_decode().tokens == (5,)
+    assert decode(sequence) == 5
     assert sequence.accept_token(6) is FinishReason.LENGTH
     assert sequence.state is SequenceState.FINISHED
     assert sequence.generated_tokens == (5, 6)
@@ -243,7 +250,7 @@ def test_a_stop_token_counts_as_stop_also_at_the_last_position(max_tokens: int) 
     prefill(sequence)
     for _ in range(max_tokens - 1):
         assert sequence.accept_token(5) is None
-        sequence.take_decode()
+        decode(sequence)
     assert sequence.accept_token(STOP_TOKEN) is FinishReason.STOP
     assert sequence.generated_tokens[-1] == STOP_TOKEN
 
@@ -287,12 +294,20 @@ def test_a_chunk_cannot_pass_the_end_of_the_prefill() -> None:
         sequence.take_chunk(0)
 
 
+def test_a_token_without_a_slot_is_not_handed_out() -> None:
+    sequence = new_sequence()
+    prefill(sequence)
+    sequence.accept_token(5)
+    with pytest.raises(InvariantBroken, match="has slots for its tokens"):
+        sequence.take_decode()
+
+
 def test_the_newest_token_is_handed_out_once() -> None:
     sequence = new_sequence()
     prefill(sequence)
     assert not sequence.can_decode
     sequence.accept_token(5)
-    sequence.take_decode()
+    decode(sequence)
     assert not sequence.can_decode
     with pytest.raises(InvariantBroken):
         sequence.take_decode()
@@ -466,7 +481,7 @@ class AnySequence(RuleBasedStateMachine):
         sequence = self.sequence
         assert sequence.num_computed_tokens == sequence.num_tokens - 1
         assert sequence.take_start_record() is None
-        assert sequence.take_decode().tokens == (sequence.newest_token,) == (self.accepted[-1],)
+        assert decode(sequence) == sequence.newest_token == self.accepted[-1]
         assert sequence.num_computed_tokens == sequence.num_tokens
 
     @precondition(lambda self: self.is_token_due)

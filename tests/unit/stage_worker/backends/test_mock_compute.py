@@ -14,10 +14,11 @@ from stage_worker.backends.mock_compute import MockCompute, MockConstraints, moc
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
 from tests.unit.coordinator.scheduler.pipeline_model import key_of
+from tests.unit.stage_worker.backends.mock_results import results_of
 from wire.frames import Frame
 from wire.ids import StageRole
 from wire.sampling import GrammarSpec, StepSampling
-from wire.steps import Decode, Prefill, SliceError, StartRecord, Step, StepSlice
+from wire.steps import Decode, Prefill, SliceError, StartRecord, Step, StepResult, StepSlice
 from wire.tensors import TensorView
 
 VOCAB_SIZE = 20
@@ -119,7 +120,7 @@ MIDDLE = replace(LAST, stage=1, role=StageRole.MIDDLE, layer_begin=1, layer_end=
 
 
 def frame_of(*slices: StepSlice, hidden: TensorView | None = None) -> Frame:
-    return Frame(Step(epoch=1, step_id=0, slices=slices), b"", hidden)
+    return Frame(Step.of(slices, epoch=1, step_id=0), b"", hidden)
 
 
 def test_tokens_are_known_and_never_end_a_sequence() -> None:
@@ -150,12 +151,12 @@ def test_last_answers_sampled_slices_with_known_tokens() -> None:
     unfinished = StepSlice(key_of(0), 0, (1, 2), Prefill(0, 2, 4))
     finished = StepSlice(key_of(1), 3, (4, 5), Prefill(6, 2, 8))
     decoded = StepSlice(key_of(2), 1, (9,), Decode(11))
-    results = MockCompute(LAST).compute(frame_of(unfinished, finished, decoded), [])
-    assert isinstance(results, tuple)
+    results = MockCompute(LAST).compute(frame_of(decoded, unfinished, finished), [])
+    assert isinstance(results, StepResult)
     shape: dict[str, Any] = {"vocab_size": 20, "eos_token_ids": (0, 7)}
-    assert [(result.sequence, result.restart_count, result.outcome) for result in results] == [
-        (key_of(1), 3, mock_token(5, 7, **shape)),
+    assert [(result.sequence, result.restart_count, result.outcome) for result in results.results] == [
         (key_of(2), 1, mock_token(9, 11, **shape)),
+        (key_of(1), 3, mock_token(5, 7, **shape)),
     ]
 
 
@@ -173,13 +174,13 @@ def test_parameters_that_need_probabilities_fail_alone(sampling: StepSampling, w
     compute.start(StartRecord(key_of(0), 0, 1, (1,), sampling))
     compute.start(StartRecord(key_of(1), 0, 1, (1,), StepSampling()))
     step = frame_of(*(StepSlice(key_of(number), 0, (1,), Prefill(0, 1, 1)) for number in range(2)))
-    failed, answered = compute.compute(step, [])  # type: ignore[misc]
+    failed, answered = results_of(compute, step)
     assert isinstance(failed.outcome, SliceError)
     assert failed.outcome.message == f"mock stages have no {what}"
     assert isinstance(answered.outcome, int)
     compute.end(key_of(0))
     compute.start(StartRecord(key_of(0), 1, 1, (1,), StepSampling()))
-    assert all(isinstance(result.outcome, int) for result in compute.compute(step, []))  # type: ignore[union-attr]
+    assert all(isinstance(result.outcome, int) for result in results_of(compute, step))
 
 
 def test_a_mock_needs_the_shape_of_the_model() -> None:

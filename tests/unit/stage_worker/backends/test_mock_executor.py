@@ -15,6 +15,7 @@ from stage_worker.backends.contract import HandedOn
 from stage_worker.backends.mock_compute import MockCompute, mock_token
 from stage_worker.executor import StepExecutor
 from stageline_rpc.internal.v1 import step_pb2
+from tests.unit.stage_worker.backends.mock_results import results_of
 from tests.unit.stage_worker.backends.mock_stages import (
     EOS,
     HIDDEN_SIZE,
@@ -91,8 +92,8 @@ def test_a_middle_stage_forwards_its_input() -> None:
 def test_a_chunk_that_is_not_the_last_is_not_answered() -> None:
     stages = MockStages(2)
     stages.log.add(tuple(index % VOCAB_SIZE for index in range(40)))
-    assert stages.run(stages.log.step())[-1] == StepResult(1, 0)
-    stages.log.complete(StepResult(1, 0))
+    assert stages.run(stages.log.step())[-1] == StepResult.of(1, 0)
+    stages.log.complete(StepResult.of(1, 0))
     (entry,) = stages.run(stages.log.step())[-1].results  # type: ignore[union-attr]
     assert entry.outcome == mock_token(39, 39, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
 
@@ -164,14 +165,15 @@ def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
     compute.start(step.starts[0])
     hidden = TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(3 * HIDDEN_SIZE * 2))
     frame = Frame(step, encode_step(step), hidden)
-    (failed,) = compute.compute(frame, ())
-    assert isinstance(failed.outcome, SliceError)  # type: ignore[union-attr]
+    (failed,) = results_of(compute, frame)
+    assert isinstance(failed.outcome, SliceError)
     compute.begin_epoch(stage=4)
-    (answered,) = compute.compute(frame, ())
-    assert isinstance(answered.outcome, int)  # type: ignore[union-attr]
+    (answered,) = results_of(compute, frame)
+    assert isinstance(answered.outcome, int)
     compute.start(step.starts[0])
-    (failed,) = compute.compute(frame, ())
-    assert failed.outcome.stage == 4  # type: ignore[union-attr]
+    (failed,) = results_of(compute, frame)
+    assert isinstance(failed.outcome, SliceError)
+    assert failed.outcome.stage == 4
 
 
 @pytest.mark.parametrize(("hidden_size", "vocab_size"), [(0, 50), (6, 0), (0, 0)])

@@ -8,11 +8,15 @@ from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.mock_compute import MockDevice
 from stage_worker.backends.mock_spec import MockSpec
 from tests.unit.coordinator.scheduler.pipeline_model import key_of
-from wire.steps import Decode, Prefill, StepSlice
+from wire.steps import Decode, Prefill, Step, StepSlice
 
 
 def decode(position: int) -> StepSlice:
     return StepSlice(key_of(0), 0, (1,), Decode(position))
+
+
+def step_of(slices: list[StepSlice]) -> Step:
+    return Step.of(slices, epoch=1, step_id=0)
 
 
 def chunk(start: int, size: int) -> StepSlice:
@@ -58,10 +62,12 @@ def test_unknown_keys_are_rejected_by_name(text: str, named: str) -> None:
 
 def test_step_time_is_the_sum_of_base_token_and_context_time() -> None:
     spec = MockSpec(step=1.0, token=0.1, context=10.0)
-    assert spec.step_s([]) == 0
-    assert spec.step_s([decode(99)]) == pytest.approx(1.0 + 0.1 + 10 * 0.1)
-    assert spec.step_s([chunk(0, 4)]) == pytest.approx(1.0 + 0.4 + 10 * (1 + 2 + 3 + 4) / 1000)
-    assert spec.step_s([decode(0), chunk(10, 2)]) == pytest.approx(1.0 + 0.3 + 10 * (1 + 11 + 12) / 1000)
+    assert spec.step_s(step_of([])) == 0
+    assert spec.step_s(step_of([decode(99)])) == pytest.approx(1.0 + 0.1 + 10 * 0.1)
+    assert spec.step_s(step_of([chunk(0, 4)])) == pytest.approx(1.0 + 0.4 + 10 * (1 + 2 + 3 + 4) / 1000)
+    assert spec.step_s(step_of([decode(0), chunk(10, 2)])) == pytest.approx(
+        1.0 + 0.3 + 10 * (1 + 11 + 12) / 1000
+    )
 
 
 def test_failures_are_counts_and_off_by_default() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stage_worker.backends.mock_spec import MockSpec
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, StepSlice
+from wire.steps import Decode, Prefill, Step, StepSlice
 
 KEY = SequenceKey(RequestId(bytes(16)), 0)
 
@@ -68,14 +68,18 @@ def test_invalid_values_are_rejected_with_the_reason(text: str, message: str) ->
     assert message in str(refused.value)
 
 
+def step_of(*slices: StepSlice) -> Step:
+    return Step.of(slices, epoch=1, step_id=0)
+
+
 def test_a_step_without_slices_takes_no_time() -> None:
-    assert MockSpec(step=1.0, token=1.0, context=1.0).step_s(()) == 0.0
+    assert MockSpec(step=1.0, token=1.0, context=1.0).step_s(step_of()) == 0.0
 
 
 def test_a_step_takes_a_base_time_and_a_time_per_token() -> None:
     spec = MockSpec(step=0.02, token=0.001)
-    assert spec.step_s([decode(7)]) == pytest.approx(0.021)
-    assert spec.step_s([decode(7), chunk(0, 9), decode(0)]) == pytest.approx(0.031)
+    assert spec.step_s(step_of(decode(7))) == pytest.approx(0.021)
+    assert spec.step_s(step_of(decode(7), decode(0), chunk(0, 9))) == pytest.approx(0.031)
 
 
 @given(st.integers(0, 5000), st.integers(1, 300))
@@ -83,6 +87,6 @@ def test_context_counts_every_token_that_each_token_attends_to(start: int, num_t
     """Includes the token itself; a chunk costs as much as its tokens one at a time."""
     spec = MockSpec(context=1.0)
     pairs = sum(position + 1 for position in range(start, start + num_tokens))
-    assert spec.step_s([chunk(start, num_tokens)]) == pytest.approx(pairs / 1000)
-    alone = sum(spec.step_s([decode(position)]) for position in range(start, start + num_tokens))
-    assert spec.step_s([chunk(start, num_tokens)]) == pytest.approx(alone)
+    assert spec.step_s(step_of(chunk(start, num_tokens))) == pytest.approx(pairs / 1000)
+    alone = sum(spec.step_s(step_of(decode(position))) for position in range(start, start + num_tokens))
+    assert spec.step_s(step_of(chunk(start, num_tokens))) == pytest.approx(alone)

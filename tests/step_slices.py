@@ -1,0 +1,18 @@
+"""Steps with other slices."""
+
+from collections.abc import Sequence
+
+from wire.steps import Step, StepSlice
+
+
+def with_slices(step: Step, slices: Sequence[StepSlice]) -> Step:
+    """Return `step` with `slices` instead of its own."""
+    return Step.of(
+        slices,
+        epoch=step.epoch,
+        step_id=step.step_id,
+        starts=step.starts,
+        ends=step.ends,
+        signals=step.signals,
+        digest=step.digest,
+    )
