@@ -471,11 +471,12 @@ class Engine:
             if update.prompt_logprobs:
                 request.add_prompt_logprobs(update.prompt_logprobs)
             self._write(request.choices[key.choice], update)
-        except InvariantBroken as error:
+        except Exception as error:  # any: nobody waits for this delivery, and the others must go on
             log.exception(
                 "request %s failed: %s", id_text(request.id), error, extra=log_context(request_id=request.id)
             )
-            self.fail(request, error)
+            known = error if isinstance(error, InvariantBroken) else None
+            self.fail(request, known or InvariantBroken("output could not be stored"))
             return
         if request.is_finished:
             self.totals.finished += 1

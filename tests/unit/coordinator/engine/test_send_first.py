@@ -22,7 +22,7 @@ from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.coordinators import Coordinators
 from tests.unit.coordinator.engine.engine_model import EngineModel, check_whole
 from tests.unit.coordinator.engine.request_cases import RequestCase, solo
-from wire.errors import RequestNotFound
+from wire.errors import InvariantBroken, RequestNotFound
 from wire.steps import Step, StepResult
 
 CASE = RequestCase(max_tokens=9)
@@ -336,6 +336,27 @@ def test_two_results_in_one_turn_keep_their_order(new_model: NewModel) -> None:
     model.complete()
     model.run()
     check_whole(call, RequestCase(max_tokens=9, n=3))
+    model.check_idle()
+
+
+def test_a_delivery_with_a_defect_fails_its_request_alone(
+    new_model: NewModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = OutputBuffer.append
+
+    def broken_append(buffer: OutputBuffer, *arguments: Any) -> bool:
+        if buffer is bad.stream.request.choices[0].buffer:
+            raise KeyError("a defect")
+        return append(buffer, *arguments)
+
+    model = new_model()
+    bad, good = model.submit(CASE.request()), model.submit(CASE.request(arrival=1))
+    monkeypatch.setattr(OutputBuffer, "append", broken_append)
+    model.run()
+    bad.read_all()
+    assert isinstance(bad.error, InvariantBroken)
+    assert str(bad.error) == "output could not be stored"
+    check_whole(good, CASE)
     model.check_idle()
 
 
