@@ -25,9 +25,9 @@ UNMEASURED_STEP_TOKENS = 128
 """Maximum prompt tokens of a step while no step with a prompt was measured."""
 MAX_LAP_OF_DECODES = 3.0
 """Maximum lap relative to one without prompts, where that is longer than the target."""
-WAITING_LAPS = 2.0
+WAITING_LAPS = 4.0
 """Laps in which waiting prompts are computed if the target is too short for them."""
-PLANNED_SHARE = 0.9
+PLANNED_SHARE = 0.85
 """Share of the lap budget that steps are planned for; the rest is for times above the prediction."""
 MAX_SAVED_TOKENS = 16
 """Prompt tokens that a step may add because the one before ended on a block boundary."""

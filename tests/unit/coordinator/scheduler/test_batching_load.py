@@ -55,7 +55,7 @@ def test_after_a_burst_decodes_fill_the_pipeline_evenly(num_stages: int) -> None
     assert num_requests // (num_stages + 1) <= min(settled) <= -(-num_requests // num_stages)
 
 
-@settings(max_examples=examples(0.5), deadline=None)
+@settings(max_examples=examples(0.2), deadline=None)
 @given(
     num_stages=st.integers(1, 6),
     base_ms=st.floats(0.5, 30),
@@ -69,13 +69,13 @@ def test_no_decode_starves_under_any_load(
 ) -> None:
     """Half of the prompts are long, and arrive faster than they are computed."""
     times = StepTimes(base_ms=base_ms, decode_ms=decode_ms, token_ms=token_ms)
-    pipeline = pipeline_of(num_stages, times)
-    requests = pipeline.serve(poisson(24, rate_per_s, long_share=0.5, seed=seed))
-    steps_s = [step.result.stage_times[0].compute_us / 1e6 for step in pipeline.steps]
-    quiet_lap_s = 25 * num_stages * times.decode_ms / 1e3 + num_stages * (base_ms + 1) / 1e3
+    arrivals = poisson(24, rate_per_s, long_share=0.5, seed=seed)
+    requests = pipeline_of(num_stages, times).serve(arrivals)
+    contexts = [1 + (arrival.num_prompt_tokens + arrival.max_tokens) / 1024 for arrival in arrivals]
+    quiet_lap_s = (decode_ms * sum(contexts) + (num_stages + 1) * (base_ms + 1)) / 1e3
     # A decode may wait for one more lap while decodes spread out, and for one block of a prompt a step.
     blocks_s = 2 * num_stages * 16 * token_ms / 1e3
-    assert longest_gap_s(requests) <= 2 * max(TARGET_S, 3 * quiet_lap_s) + blocks_s, max(steps_s)
+    assert longest_gap_s(requests) <= 2 * max(TARGET_S, 3 * quiet_lap_s) + blocks_s
 
 
 def test_prompts_start_by_priority_and_arrival() -> None:

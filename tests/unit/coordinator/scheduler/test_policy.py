@@ -17,6 +17,7 @@ from coordinator.scheduler.policy import (
     MAX_PREFILL_SHARE,
     PLANNED_SHARE,
     UNMEASURED_STEP_TOKENS,
+    WAITING_LAPS,
     BatchingPolicy,
     DecodeLoad,
     PrefillLoad,
@@ -338,11 +339,19 @@ def test_a_step_never_exceeds_its_share_of_the_lap(
         assert decode_lap_us >= PLANNED_SHARE * target_s * 1e6
 
 
+def test_prompts_progress_even_where_decodes_fill_the_step() -> None:
+    policy, load = policy_of(Stages(per_decode_us=1_000), max_step_sequences=256), load_of(256)
+    plan = plan_of(policy, load, prompts(1_000))
+    full = StepCost(decode_cost=load.cost)
+    assert plan.time_left_us(full) < 0
+    assert plan.chunk_tokens(full, start=0, end=1_000) == 1
+
+
 def test_the_lap_exceeds_the_target_only_if_the_waiting_prompts_need_it() -> None:
     stages = Stages(base_us=60_000, transfer_us=0)
     policy, load = policy_of(stages), load_of(8)
     short, long = (policy.lap_budget_us(load, prompts(number)) for number in (100, 10**6))
-    assert short == pytest.approx(120_000 + 100 * stages.per_token_us / 2, rel=0.05)
+    assert short == pytest.approx(120_000 + 100 * stages.per_token_us / WAITING_LAPS, rel=0.05)
     assert long == pytest.approx(MAX_LAP_OF_DECODES * 120_000, rel=0.05)
 
 
@@ -352,8 +361,9 @@ def test_a_step_behind_others_is_shorter_by_the_wait_for_them() -> None:
     policy.record_step(load, free, StepCost(decode_cost=1024, chunk_tokens=250), 0.0)
     behind = plan_of(policy, load, prompts(10**6), num_in_flight=1)
     # The first leaves the slowest stage after 26 ms, and two of three steps of a lap are left.
-    assert free.max_step_us == pytest.approx(90_000 / 3, rel=0.02)
-    assert behind.max_step_us == pytest.approx((90_000 - 26_000) / 2, rel=0.05)
+    lap_us = PLANNED_SHARE * 100_000
+    assert free.max_step_us == pytest.approx(lap_us / 3, rel=0.02)
+    assert behind.max_step_us == pytest.approx((lap_us - 26_000) / 2, rel=0.05)
 
 
 def test_decodes_share_a_step_while_prompts_wait_and_spread_out_again() -> None:
@@ -374,7 +384,9 @@ def test_decodes_spread_out_while_prompts_wait_for_blocks() -> None:
 def test_a_burst_is_bounded_before_its_first_decode_but_a_lone_prompt_is_not() -> None:
     policy = policy_of(Stages(slowness=(1.0,)), max_step_tokens=4096)
     assert chunk_of(policy, prompts(4096, is_alone=True)) == 4096
-    assert chunk_of(policy, prompts(4096)) == pytest.approx((90_000 - 500 - 10_000) / 100, rel=0.02)
+    assert chunk_of(policy, prompts(4096)) == pytest.approx(
+        (PLANNED_SHARE * 100_000 - 500 - 10_000) / 100, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
