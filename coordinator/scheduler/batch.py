@@ -43,16 +43,15 @@ class StepBuilder:
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Add the newest token of each of `sequences`, which have a slot for it."""
-        tokens = [sequence.take_decode() for sequence in sequences]
-        lengths = [sequence.num_tokens for sequence in sequences]
+        positions = Sequence.take_decodes(sequences)
         self.decodes = Decodes(
             b"".join([sequence.identity for sequence in sequences]),
-            pack_column(tokens),
-            pack_column([length - 1 for length in lengths]),
+            pack_column(Sequence.newest_tokens(sequences)),
+            pack_column(positions),
         )
         self.answered = sequences
         self.num_tokens = len(sequences)
-        self.cost.decode_cost = decodes_cost(len(sequences), sum(lengths))
+        self.cost.decode_cost = decodes_cost(len(sequences), sum(positions) + len(sequences))
 
     def add_chunk(self, sequence: Sequence, tokens: tuple[int, ...], prefill: Prefill) -> None:
         """Add a chunk of `sequence`, and its start record before the first chunk."""
@@ -91,8 +90,10 @@ class DecodeQueue:
 
     def make_ready(self, sequences: list[Sequence]) -> None:
         """Mark `sequences` ready after a new token."""
-        costs = [decodes_cost(1, sequence.num_tokens) for sequence in sequences]
-        self._total += sum(costs) - sum([self._costs.get(sequence, 0) for sequence in sequences])
+        base = decodes_cost(1, 0)
+        costs = [base + length for length in Sequence.lengths(sequences)]
+        known = [self._costs.get(sequence, 0) for sequence in sequences]
+        self._total += sum(costs) - sum(known)
         self._costs.update(zip(sequences, costs, strict=True))
         self._ready += sequences
 

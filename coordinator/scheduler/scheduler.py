@@ -331,7 +331,7 @@ class Scheduler:
         return [self._advance(*row, result.step_id) for row in rows]
 
     def _accept_tokens(self, sequences: list[Sequence], tokens: tuple[int, ...]) -> list[SequenceUpdate]:
-        reasons = [sequence.accept_token(token) for sequence, token in zip(sequences, tokens, strict=True)]
+        reasons = Sequence.accept_tokens(sequences, tokens)
         if not any(reasons):
             self._decoding.make_ready(sequences)
             return [SequenceUpdate(*row) for row in zip(sequences, tokens, strict=True)]
@@ -418,30 +418,32 @@ class Scheduler:
         self, builder: StepBuilder, kv: KvCacheManager, num_steps: int, *, max_decodes: int
     ) -> None:
         taken = self._decoding.take(num_steps, max_sequences=max_decodes)
-        # A sequence may have been preempted for an earlier one of this loop.
-        decoding = [sequence for sequence in taken if sequence.can_decode and self._has_slot(sequence, kv)]
-        builder.add_decodes(decoding)
+        num_preemptions = self.counts.num_preemptions
+        for sequence in Sequence.without_slot(taken):
+            # A sequence may have been preempted for an earlier one of this loop.
+            if sequence.can_decode:
+                self._allocate_slot(sequence, kv)
+        if self.counts.num_preemptions > num_preemptions:
+            taken = [sequence for sequence in taken if sequence.can_decode]
+        builder.add_decodes(taken)
 
-    def _has_slot(self, sequence: Sequence, kv: KvCacheManager) -> bool:
-        """Allocate a slot for the newest token; False if `sequence` was preempted."""
-        if sequence.num_tokens <= sequence.kv_end:
-            return True
+    def _allocate_slot(self, sequence: Sequence, kv: KvCacheManager) -> None:
+        """Allocate a slot for the newest token, unless `sequence` itself must be preempted."""
         try:
             kv.append(sequence)
         except OutOfBlocks:
-            return self._make_room(sequence, kv)
-        return True
+            self._make_room(sequence, kv)
 
-    def _make_room(self, sequence: Sequence, kv: KvCacheManager) -> bool:
-        """Preempt until the newest token of `sequence` has a block; False if `sequence` was preempted."""
+    def _make_room(self, sequence: Sequence, kv: KvCacheManager) -> None:
+        """Preempt until the newest token of `sequence` has a block, or `sequence` is preempted."""
         while True:
             victim = max(self._running.values(), key=_ORDER)
             self._preempt(victim)
             if victim is sequence:
-                return False
+                return
             try:
                 kv.append(sequence)
-                return True
+                return
             except OutOfBlocks:
                 continue
 

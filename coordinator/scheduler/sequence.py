@@ -36,6 +36,8 @@ _LIVE = frozenset(
     {SequenceState.WAITING, SequenceState.PREFILL, SequenceState.DECODE, SequenceState.PREEMPTED}
 )
 
+_RUNNING = (SequenceState.DECODE, SequenceState.PREFILL)
+
 LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}),
     SequenceState.PREFILL: frozenset(
@@ -162,7 +164,7 @@ class Sequence:
         self._state = SequenceState.WAITING
         self._tokens = list(prompt)
         self._num_prompt_tokens = len(prompt)
-        self._max_tokens = max_tokens
+        self._max_length = len(prompt) + max_tokens
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
         self._order = order
@@ -176,7 +178,6 @@ class Sequence:
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_started = False
-        self._is_token_due = False
         self.identity = identity_of(key, 0)
         self.kv_end = 0
         self.wants_logprobs = sampling.logprobs is not None
@@ -219,7 +220,7 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        return self._max_tokens
+        return self._max_length - self._num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -259,7 +260,7 @@ class Sequence:
 
     @property
     def num_tokens_to_generate(self) -> int:
-        return self._max_tokens - self.num_generated_tokens
+        return self._max_length - len(self._tokens)
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -290,7 +291,7 @@ class Sequence:
     @property
     def can_decode(self) -> bool:
         """Its newest token was not sent yet."""
-        return self._state is SequenceState.DECODE and not self._is_token_due
+        return self._state is SequenceState.DECODE and self._num_computed < len(self._tokens)
 
     def restore(
         self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
@@ -341,22 +342,35 @@ class Sequence:
         )
         start, end = self._num_computed, self._num_computed + num_tokens
         self._num_computed = end
-        self._is_token_due = end == self._num_prefill_tokens
         # A chunk scores the tokens that follow its own, because the first prompt token has no predecessor.
         is_scored = start < self._num_to_score and min(end, self._num_to_score) > self._num_scored
         prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
         return tuple(self._tokens[start:end]), prefill
 
-    def take_decode(self) -> int:
-        """Take the newest token for a step; its position is `num_computed_tokens` - 1 afterwards."""
-        position = self._num_computed
-        if self._is_token_due or position != len(self._tokens) - 1:
-            raise self._broken("has one token to compute")
-        if position >= self.kv_end:
-            raise self._broken(f"has slots for its tokens, not for {self.kv_end}")
-        self._num_computed = position + 1
-        self._is_token_due = True
-        return self._tokens[-1]
+    @staticmethod
+    def take_decodes(sequences: list["Sequence"]) -> list[int]:
+        """Take the newest token of each of `sequences` for a step; returns their positions."""
+        positions = [sequence._num_computed for sequence in sequences]
+        for sequence, position in zip(sequences, positions, strict=True):
+            if position != len(sequence._tokens) - 1 or sequence._state is not SequenceState.DECODE:
+                raise sequence._broken("has one token to compute")
+            if position >= sequence.kv_end:
+                raise sequence._broken(f"has slots for its tokens, not for {sequence.kv_end}")
+            sequence._num_computed = position + 1
+        return positions
+
+    @staticmethod
+    def newest_tokens(sequences: list["Sequence"]) -> list[int]:
+        return [sequence._tokens[-1] for sequence in sequences]
+
+    @staticmethod
+    def without_slot(sequences: list["Sequence"]) -> list["Sequence"]:
+        """Those of `sequences` whose newest token needs a change of blocks."""
+        return [sequence for sequence in sequences if len(sequence._tokens) > sequence.kv_end]
+
+    @staticmethod
+    def lengths(sequences: list["Sequence"]) -> list[int]:
+        return [len(sequence._tokens) for sequence in sequences]
 
     @property
     def newest_token(self) -> int:
@@ -385,19 +399,28 @@ class Sequence:
 
         With `max_tokens` 0, the token only signals that the prompt is computed.
         """
-        if not self._is_token_due or self._num_computed != len(self._tokens):
-            raise self._broken("waits for a token")
-        self._is_token_due = False
-        if self._max_tokens == 0:
-            return self.finish(FinishReason.LENGTH)
-        self._tokens.append(token)
-        if token in self._stop_token_ids:
-            return self.finish(FinishReason.STOP)
-        if self.num_generated_tokens == self._max_tokens:
-            return self.finish(FinishReason.LENGTH)
-        if self._state is SequenceState.PREFILL:
-            self._move_to(SequenceState.DECODE)
-        return None
+        return self.accept_tokens([self], (token,))[0]
+
+    @staticmethod
+    def accept_tokens(sequences: list["Sequence"], tokens: tuple[int, ...]) -> list[FinishReason | None]:
+        """`accept_token` for each of `sequences`."""
+        reasons: list[FinishReason | None] = []
+        for sequence, token in zip(sequences, tokens, strict=True):
+            own, state = sequence._tokens, sequence._state
+            if sequence._num_computed != len(own) or state not in _RUNNING:
+                raise sequence._broken("waits for a token")
+            if len(own) < sequence._max_length:
+                own.append(token)
+                if token in sequence._stop_token_ids:
+                    reasons.append(sequence.finish(FinishReason.STOP))
+                    continue
+            if len(own) == sequence._max_length:
+                reasons.append(sequence.finish(FinishReason.LENGTH))
+                continue
+            if state is SequenceState.PREFILL:
+                sequence._move_to(SequenceState.DECODE)
+            reasons.append(None)
+        return reasons
 
     def finish(self, reason: FinishReason) -> FinishReason:
         """Move to FINISHED and return `reason`."""
@@ -432,7 +455,6 @@ class Sequence:
         self._set_restart_count(self._restart_count + 1)
         self._num_computed = self.kv_end = 0
         self._num_prefill_tokens = 0
-        self._is_token_due = False
         return release
 
     def _set_restart_count(self, restart_count: int) -> None:

@@ -72,7 +72,7 @@ def append(log: KvCacheManager, sequence: Sequence, token: int) -> None:
     """`token` is sampled and handed out."""
     sequence.accept_token(token)
     log.append(sequence)
-    sequence.take_decode()
+    Sequence.take_decodes([sequence])
 
 
 def test_replaying_the_outbox_gives_the_same_digest_at_every_step() -> None:
@@ -352,7 +352,7 @@ def test_tokens_within_the_slots_of_a_sequence_need_no_call(
         if lazy.num_tokens > lazy.kv_end:
             logs[1].append(lazy)
             num_calls += 1
-        lazy.take_decode()
+        Sequence.take_decodes([lazy])
         assert logs[0].digest == logs[1].digest
     if window is None:
         assert num_calls <= 2 + num_tokens // block_size

@@ -72,7 +72,8 @@ def decode(sequence: Sequence) -> int:
     """Take the newest token for a step, with a slot for it."""
     sequence.kv.push(sequence.newest_token)
     sequence.kv_end = sequence.num_tokens
-    return sequence.take_decode()
+    assert Sequence.take_decodes([sequence]) == [sequence.num_tokens - 1]
+    return sequence.newest_token
 
 
 AGE_S = 10.0
@@ -299,7 +300,7 @@ def test_a_token_without_a_slot_is_not_handed_out() -> None:
     prefill(sequence)
     sequence.accept_token(5)
     with pytest.raises(InvariantBroken, match="has slots for its tokens"):
-        sequence.take_decode()
+        Sequence.take_decodes([sequence])
 
 
 def test_the_newest_token_is_handed_out_once() -> None:
@@ -310,7 +311,7 @@ def test_the_newest_token_is_handed_out_once() -> None:
     decode(sequence)
     assert not sequence.can_decode
     with pytest.raises(InvariantBroken):
-        sequence.take_decode()
+        Sequence.take_decodes([sequence])
 
 
 def test_a_queued_sequence_has_no_blocks_to_ask_for() -> None:
