@@ -2,10 +2,11 @@
 
 PYTHON bench/harness/stage_step.py
 
-Question: {"decodes": 64, "steps": 200}. Answer: {"stage_us": median CPU time of the stage per step}: from the
-frame's message to the messages of the next stage, so receive, execute and send. The stage is MIDDLE of three,
-and its compute passes the hidden states on. Their width is small, so that work per sequence counts and not
-copies and checksums.
+Question: {"decodes": 64, "blocks": 12}. Answer: {"stage_us": CPU time of the stage per step}, from the
+frame's message to the messages of the next stage, so receive, execute and send: the median of so many means
+over the steps of one block, in which every sequence begins a block once. The stage is MIDDLE of three, and
+its compute passes the hidden states on. Their width is small, so that work per sequence counts and not copies
+and checksums.
 
 The file imports nothing from `bench` and tries former names of modules, so that the same code measures an
 older checkout. A scheduler makes the steps and a mock of LAST the results, so it needs no detail of either.
@@ -150,7 +151,7 @@ def _ledger() -> Any:
 
 
 def _sequence(index: int) -> Any:
-    """Prompt lengths differ by up to a block, so that in every step one sequence in 16 begins a block."""
+    """Prompt lengths differ by up to a block."""
     order = moved("QueueOrder", "coordinator.scheduler.sequence", "coordinator.scheduling.order")
     sequence = moved("Sequence", "coordinator.scheduler.sequence", "coordinator.scheduling.sequence")
     num_tokens = PROMPT_TOKENS + index % BLOCK_SIZE
@@ -164,15 +165,19 @@ def _sequence(index: int) -> Any:
     )
 
 
-def measure(num_decodes: int, num_steps: int) -> dict[str, float]:
-    """Median CPU time of steps in which all sequences decode."""
+def measure(num_decodes: int, num_blocks: int) -> dict[str, float]:
+    """CPU time of steps in which all sequences decode. When blocks begin differs between schedulers, and a
+    step without one costs less, so only means over a whole block can be compared.
+    """
+    num_steps = num_blocks * BLOCK_SIZE
     steps, middle, last = Steps(num_decodes), Stage(1, num_decodes), Stage(2, num_decodes)
     payload = bytes(2 * num_decodes * HIDDEN_SIZE * 2)
     num_steady, times_us = 0, list[float]()
     gc.collect()
     for _ in range(num_steps + MOST_STEPS_BEFORE):
         if len(times_us) == num_steps:
-            return {"stage_us": statistics.median(times_us)}
+            blocks = [times_us[begin : begin + BLOCK_SIZE] for begin in range(0, num_steps, BLOCK_SIZE)]
+            return {"stage_us": statistics.median(map(statistics.mean, blocks))}
         step = steps.next_step()
         size_bytes = step.num_tokens * HIDDEN_SIZE * 2
         hidden = WireTensor(DType.BF16, (step.num_tokens, HIDDEN_SIZE), payload[:size_bytes])
@@ -180,8 +185,11 @@ def measure(num_decodes: int, num_steps: int) -> dict[str, float]:
         began_ns = time.thread_time_ns()
         forwarded = middle.forward(messages)
         took_us = (time.thread_time_ns() - began_ns) / 1e3
-        steps.complete(last.run(forwarded))
-        num_steady = num_steady + 1 if step.num_tokens == num_decodes else 0
+        result = last.run(forwarded)
+        steps.complete(result)
+        # As many tokens as answers: a step of chunks may have as many tokens, but fewer answers.
+        is_steady = step.num_tokens == len(result.results) == num_decodes
+        num_steady = num_steady + 1 if is_steady else 0
         if num_steady > NUM_STEADY:
             times_us.append(took_us)
     raise RuntimeError(f"{len(times_us)} steps of {num_decodes} decodes alone, needed are {num_steps}")
@@ -190,7 +198,7 @@ def measure(num_decodes: int, num_steps: int) -> dict[str, float]:
 def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(measure(asked["decodes"], asked["steps"])), flush=True)
+        print(json.dumps(measure(asked["decodes"], asked["blocks"])), flush=True)
 
 
 if __name__ == "__main__":
