@@ -100,6 +100,7 @@ def decoding(num_tokens: int) -> tuple[KvCacheManager, list[Sequence]]:
         active = log.plan(sequence).active
         log.allocate(sequence.key, active, num_tokens)
         sequence.begin_prefill(active, num_cached_tokens=0)
+        sequence.take_chunk(num_tokens)
         running.append(sequence)
     log.take_pending()
     log.take_events()
@@ -107,11 +108,11 @@ def decoding(num_tokens: int) -> tuple[KvCacheManager, list[Sequence]]:
 
 
 def decode_step(log: KvCacheManager, running: list[Sequence]) -> Callable[[], None]:
-    """One token for each sequence, and the frame's signals and digest."""
+    """Slots for the newest token of each sequence, and the frame's signals and digest."""
 
     def step() -> None:
         append = log.append
-        for sequence in running:
+        for sequence in Sequence.without_slot(running):
             append(sequence)
         log.take_pending()
         log.take_events()
@@ -122,12 +123,15 @@ def decode_step(log: KvCacheManager, running: list[Sequence]) -> Callable[[], No
 
 def measure_decode(rounds: int) -> list[Line]:
     inside, crossing = Stopwatch(), Stopwatch()
+    tokens = (7,) * NUM_SEQUENCES
     for _ in range(rounds):
         log, running = decoding(BLOCK_SIZE // 2)
         step = decode_step(log, running)
         for _ in range(4 * BLOCK_SIZE):
-            is_crossing = len(running[0].kv) % BLOCK_SIZE == 0
+            Sequence.accept_tokens(running, tokens)
+            is_crossing = running[0].num_tokens % BLOCK_SIZE == 1
             (crossing if is_crossing else inside).time(step)
+            Sequence.take_decodes(running)
     return [
         inside.line("256 sequences, one token each, no boundary", 60),
         crossing.line("256 sequences, one boundary each", 3000),

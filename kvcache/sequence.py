@@ -198,20 +198,19 @@ class ActiveSequence:
         return signals
 
     @property
-    def room(self) -> int:
-        """Number of tokens that `extend` takes: free slots in the open block of an up-to-date sequence."""
-        return self._room
+    def num_slots(self) -> int:
+        """Number of tokens up to which `extend` works: an up-to-date sequence may fill its open block."""
+        return len(self._tokens) + self._room
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Like `push` for each of `tokens`, without signals. Raises ValueError for more than `room` tokens,
-        and like `push`.
+        """Like `push` for each of `tokens`, without signals. Raises ValueError beyond `num_slots`.
+
+        A token above u32 is only found when its block is complete.
         """
         if len(tokens) > self._room:
             raise ValueError(f"{len(tokens)} tokens for {self._room} free slots")
         if len(self._tokens) + len(tokens) > self._max_len:
             raise OutputLimitExceeded(self.max_output_tokens)
-        if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN):
-            raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}, got {min(tokens)} to {max(tokens)}")
         self._room -= len(tokens)
         self._tokens += tokens
 

@@ -189,7 +189,7 @@ class KvCacheManager:
         """
         active = sequence.kv
         self.push(sequence.key, active, sequence.newest_token)
-        end = len(active) + active.room
+        end = active.num_slots
         if self._window is not None:
             next_release = self._window.next_release(active.num_released_blocks, self._block_size)
             end = min(end, max(next_release, len(active)))

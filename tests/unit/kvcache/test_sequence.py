@@ -294,3 +294,22 @@ def test_private_full_blocks_are_destroyed() -> None:
         Destroy(mixed.blocks[1]),
         Deref(mixed.blocks[0]),
     ]
+
+
+def test_extend_fills_the_open_block_without_signals() -> None:
+    pushed, extended = (sequence(3, block_size=4, max_output_tokens=9) for _ in range(2))
+    for made in (pushed, extended):
+        made.commit(3)
+        made.push(4)
+        made.push(5)
+    assert (len(extended), extended.num_slots) == (5, 8)
+    assert [pushed.push(token) for token in (6, 7, 8)] == [[], [], []]
+    extended.extend([6, 7])
+    extended.extend([8])
+    assert (tuple(extended.tokens), extended.num_slots) == (tuple(pushed.tokens), 8)
+    assert extended.push(9) == pushed.push(9)
+    with pytest.raises(ValueError, match="4 tokens for 3 free slots"):
+        extended.extend([1, 2, 3, 4])
+    extended.extend([10, 11, 12])
+    with pytest.raises(ValueError, match="1 tokens for 0 free slots"):
+        extended.extend([13])
