@@ -52,6 +52,10 @@ def _with_slice(change: Callable[[StepSlice], StepSlice]) -> Callable[[Step, Ten
     return lambda step, hidden: _frame(with_slices(step, (change(step.slices[0]), *step.slices[1:])), hidden)
 
 
+def _with_a_token_more(step: Step) -> Step:
+    return replace(step, decodes=replace(step.decodes, tokens=step.decodes.tokens + bytes(4)))
+
+
 def _one_row_less(step: Step, hidden: TensorView) -> Messages:
     return _frame(step, hidden_for(with_slices(step, step.slices[1:]), HIDDEN_SIZE))
 
@@ -194,9 +198,9 @@ FRAME_FAULTS = (
     ),
     FrameFault(
         "token-count",
-        K.SLICE_SET,
-        _with_slice(lambda step_slice: replace(step_slice, tokens=(1, 2))),
-        ("2 tokens", "expects 1"),
+        K.UNDECODABLE,
+        lambda step, hidden: _frame(_with_a_token_more(step), hidden),
+        ("columns have",),
     ),
     FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),
     FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("in a frame of",)),
