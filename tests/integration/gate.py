@@ -38,11 +38,12 @@ class Gate:
         self._is_open.set()
 
     async def wait_quiet(self) -> int:
-        """Wait until a step is held and all earlier ones are answered; return its id."""
+        """Wait until a step is held and all earlier ones are answered and delivered; return its id."""
         async with asyncio.timeout(DEADLINE_S):
             step_id = await asyncio.shield(self._held)
         in_step = self._cluster.server.engine.scheduler.sequences_in_step
         await until(lambda: not any(in_step(earlier) for earlier in range(step_id)))
+        self._cluster.server.engine.deliver()
         return step_id
 
     async def _hold(self, frame: Frame, stream: HopStream) -> Messages:
