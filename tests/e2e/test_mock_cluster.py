@@ -51,11 +51,21 @@ async def _serves_what_is_predicted(address: str) -> None:
     assert answers == [mock_tokens(prompt, 24, vocab_size=VOCAB_SIZE) for prompt in prompts]
 
 
+async def _all_are_ready(address: str) -> None:
+    """Heartbeats of 16 workers on a busy machine may be late, and status says so."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            shown = await run_stageline("status", "--coordinator", address)
+            assert (shown.code, shown.stderr) == (0, "")
+            assert shown.stdout.startswith(f"mock in bf16, {NUM_STAGES} stages, epoch 1\nserving\n")
+            ready = re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d+ +\d+ \(1\) +mock +ready ", shown.stdout)
+            if len(ready) == NUM_STAGES:
+                return
+            await asyncio.sleep(0.5)
+
+
 async def _status_calls_them_mock(address: str) -> None:
-    shown = await run_stageline("status", "--coordinator", address)
-    assert (shown.code, shown.stderr) == (0, "")
-    assert shown.stdout.startswith(f"mock in bf16, {NUM_STAGES} stages, epoch 1\nserving\n")
-    assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d+ +\d+ \(1\) +mock +ready ", shown.stdout)) == 16
+    await _all_are_ready(address)
     generated = await run_stageline(
         "generate", "--token-ids", "1,2,3", "--max-tokens", "5", "--coordinator", address
     )
