@@ -1,14 +1,15 @@
-/* What a decoder layer does between its matrix products, for bfloat16 on CPUs with AVX-512 and bfloat16.
+/* A decoder layer for bfloat16 on CPUs with AVX-512 and bfloat16: matrix products and the parts between them.
  *
- * Each function replaces several torch operators, whose calls cost more than their work at decode sizes, and
- * attention reads keys and values where they lie in the pages. Pointers come as integers from
- * cpu_kernels.py, which checks shapes and strides; nothing here allocates more than one step's scores.
+ * Each function replaces several torch operators, whose calls cost more than their work at decode sizes. Pointers
+ * come as integers from operations.py and layer_weights.py, which check shapes and strides. Nothing here allocates
+ * more than the scores of a step and one head's packed keys and values.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_KERNELS 1
@@ -225,15 +226,260 @@ KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_
 
 /* ---- gate ---- */
 
+/* silu(gate) * up; silu is rounded. */
+INLINE __m512 gated(__m512 g, __m512 up) {
+    const __m512 grown = exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), _mm512_set1_ps(100.0f)));
+    return _mm512_mul_ps(rounded(_mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), grown))), up);
+}
+
 KERNEL static void gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
-    const __m512 one = _mm512_set1_ps(1.0f), largest = _mm512_set1_ps(100.0f);
     for (int64_t row = 0; row < rows; row++, gate_up += 2 * width, out += width)
-        for (int64_t i = 0; i < width; i += 16) {
-            const __m512 g = load16(gate_up + i);
-            const __m512 grown = exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), largest));
-            const __m512 silu = rounded(_mm512_div_ps(g, _mm512_add_ps(one, grown)));
-            store16(out + i, _mm512_mul_ps(silu, load16(gate_up + width + i)));
+        for (int64_t i = 0; i < width; i += 16)
+            store16(out + i, gated(load16(gate_up + i), load16(gate_up + width + i)));
+}
+
+/* ---- matrix products ----
+ *
+ * A weight [n, k] is packed in panels of 64 of its rows, as [panel][k / 2][64][2]; the last panel is filled up with
+ * zeros. A tile computes up to 6 rows of x by one panel in registers, with sums in float32 in the order of k. So a
+ * row's result does not depend on the other rows. While a panel is used, the next one is fetched into the second level.
+ */
+
+enum { TILE_ROWS = 6, PANEL = 64, PAIRS_PER_FETCH = 8 };
+
+typedef struct {
+    const char *at;
+    int64_t lines; /* for every PAIRS_PER_FETCH */
+} Ahead;
+
+/* sums [rows, 16 * vectors] of a [rows, 2 * pairs] by b [pairs, step / 2, 2]. */
+INLINE void tile(const bf16 *a, int64_t stride, const bf16 *b, int64_t step, int64_t pairs, Ahead ahead, float *sums,
+                 int64_t sums_stride, const int rows, const int vectors) {
+    __m512 total[TILE_ROWS][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) total[r][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k += PAIRS_PER_FETCH) {
+        for (int64_t i = 0; i < ahead.lines; i++, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T1);
+        const int64_t num = pairs - k < PAIRS_PER_FETCH ? pairs - k : PAIRS_PER_FETCH;
+        for (int64_t j = 0; j < num; j++, b += step, a += 2) {
+            __m512bh w[4];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 32 * v);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, a + r * stride, sizeof pair);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++) total[r][v] = _mm512_dpbf16_ps(total[r][v], x, w[v]);
+            }
         }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(sums + r * sums_stride + 16 * v, total[r][v]);
+}
+
+typedef void Tile(const bf16 *, int64_t, const bf16 *, int64_t, int64_t, Ahead, float *, int64_t);
+#define TILE(ROWS, VECTORS)                                                                                 \
+    KERNEL static void tile_##ROWS##_##VECTORS(const bf16 *a, int64_t stride, const bf16 *b, int64_t step,  \
+                                               int64_t pairs, Ahead ahead, float *sums, int64_t sums_stride) { \
+        tile(a, stride, b, step, pairs, ahead, sums, sums_stride, ROWS, VECTORS);                           \
+    }
+#define TILES(VECTORS) TILE(1, VECTORS) TILE(2, VECTORS) TILE(3, VECTORS) TILE(4, VECTORS) TILE(5, VECTORS) TILE(6, VECTORS)
+TILES(2)
+TILES(4)
+static Tile *const NARROW[] = {NULL, tile_1_2, tile_2_2, tile_3_2, tile_4_2, tile_5_2, tile_6_2};
+static Tile *const WIDE[] = {NULL, tile_1_4, tile_2_4, tile_3_4, tile_4_4, tile_5_4, tile_6_4};
+
+/* The first row of block i of num, which divide `rows` evenly. */
+INLINE int64_t block_begin(int64_t i, int64_t num, int64_t rows) {
+    return i * (rows / num) + (i < rows % num ? i : rows % num);
+}
+
+/* `is_gated`: a panel has 32 rows of the gate, the first half of the weight, and the same 32 rows of the other half. */
+static void pack(const bf16 *weight, bf16 *out, int64_t n, int64_t k, int is_gated) {
+    const int64_t width = is_gated ? n / 2 : n, columns = is_gated ? PANEL / 2 : PANEL;
+    for (int64_t begin = 0; begin < width; begin += columns, out += PANEL * k)
+        for (int64_t c = 0; c < PANEL; c++) {
+            const int64_t row = begin + c % columns;
+            const uint32_t *source = (const uint32_t *)(weight + (row + c / columns * width) * k);
+            for (int64_t pair = 0; pair < k / 2; pair++)
+                ((uint32_t *)out)[pair * PANEL + c] = row < width ? source[pair] : 0;
+        }
+}
+
+typedef struct {
+    const bf16 *x, *packed, *bias, *residual; /* bias and residual may be NULL */
+    bf16 *out;
+    int64_t stride, rows, n, k; /* stride of x; n counts the weight's rows */
+} Product;
+
+INLINE __m512 load_some(const bf16 *p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
+
+INLINE __mmask16 first_of(int64_t num) { return num >= 16 ? 0xFFFF : num <= 0 ? 0 : (__mmask16)((1 << num) - 1); }
+
+/* Columns from `begin` on of one row. */
+INLINE void finish_sums(const float *sums, const Product *p, int64_t row, int64_t begin) {
+    for (int64_t c = begin; c < begin + PANEL && c < p->n; c += 16, sums += 16) {
+        const __mmask16 mask = first_of(p->n - c);
+        __m512 total = _mm512_loadu_ps(sums);
+        if (p->bias) total = _mm512_add_ps(total, load_some(p->bias + c, mask));
+        if (p->residual) total = _mm512_add_ps(total, load_some(p->residual + row * p->n + c, mask));
+        _mm256_mask_storeu_epi16(p->out + row * p->n + c, mask, narrow(total));
+    }
+}
+
+INLINE void finish_gate(const float *sums, const Product *p, int64_t row, int64_t begin) {
+    const int64_t width = p->n / 2;
+    for (int64_t c = begin; c < begin + PANEL / 2 && c < width; c += 16, sums += 16) {
+        const __mmask16 mask = first_of(width - c);
+        __m512 g = _mm512_loadu_ps(sums), up = _mm512_loadu_ps(sums + PANEL / 2);
+        if (p->bias) {
+            g = _mm512_add_ps(g, load_some(p->bias + c, mask));
+            up = _mm512_add_ps(up, load_some(p->bias + width + c, mask));
+        }
+        _mm256_mask_storeu_epi16(p->out + row * width + c, mask, narrow(gated(rounded(g), rounded(up))));
+    }
+}
+
+KERNEL static void multiply(const Product *p, int is_gated) {
+    if (p->rows <= 0) return;
+    const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS, pairs = p->k / 2;
+    const int64_t lines = 2 * p->k, fetches = (pairs + PAIRS_PER_FETCH - 1) / PAIRS_PER_FETCH * blocks;
+    const int64_t at_once = (lines + fetches - 1) / fetches;
+    const int64_t panels = is_gated ? (p->n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (p->n + PANEL - 1) / PANEL;
+    float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const bf16 *b = p->packed + panel * PANEL * p->k;
+        for (int64_t i = 0; i < blocks; i++) {
+            const int64_t row = block_begin(i, blocks, p->rows), num = block_begin(i + 1, blocks, p->rows) - row;
+            const int64_t first = i * at_once * (fetches / blocks);
+            const int is_fetching = panel + 1 < panels && first < lines;
+            const Ahead ahead = {(const char *)(b + PANEL * p->k) + 64 * first, is_fetching ? at_once : 0};
+            WIDE[num](p->x + row * p->stride, p->stride, b, 2 * PANEL, pairs, ahead, sums, PANEL);
+            for (int64_t r = 0; r < num; r++)
+                if (is_gated) finish_gate(sums + r * PANEL, p, row + r, panel * PANEL / 2);
+                else finish_sums(sums + r * PANEL, p, row + r, panel * PANEL);
+        }
+    }
+}
+
+/* ---- attention of several queries of one sequence ---- */
+
+/* Keys and values of one head, packed like weights: [keys / 64][dim / 2][64][2] and [keys / 2][dim][2]. */
+typedef struct {
+    const bf16 *fresh; /* keys of the first head if there are no pages */
+    int64_t fresh_stride;
+    const bf16 *pages;
+    const int64_t *table;
+    int64_t num;
+} Keys;
+
+INLINE const bf16 *key_of(const Keys *keys, int64_t token, int64_t head, Shape s) {
+    if (keys->table == NULL) return keys->fresh + token * keys->fresh_stride + head * s.head_dim;
+    const int64_t page = keys->table[token / s.block_size];
+    return keys->pages + ((page * 2 * s.kv_heads + head) * s.block_size + token % s.block_size) * s.head_dim;
+}
+
+KERNEL static void pack_head(const Keys *keys, int64_t head, bf16 *packed_keys, bf16 *packed_values, Shape s) {
+    const int64_t padded = (keys->num + PANEL - 1) / PANEL * PANEL, to_value = s.kv_heads;
+    for (int64_t token = 0; token < padded; token++) {
+        const uint32_t *source = token < keys->num ? (const uint32_t *)key_of(keys, token, head, s) : NULL;
+        uint32_t *target = (uint32_t *)packed_keys + token / PANEL * PANEL * s.head_dim / 2 + token % PANEL;
+        for (int64_t pair = 0; pair < s.head_dim / 2; pair++) target[pair * PANEL] = source ? source[pair] : 0;
+    }
+    for (int64_t token = 0; token < padded; token += 2) {
+        const bf16 *even = token < keys->num ? key_of(keys, token, head + to_value, s) : NULL;
+        const bf16 *odd = token + 1 < keys->num ? key_of(keys, token + 1, head + to_value, s) : NULL;
+        for (int64_t i = 0; i < s.head_dim; i += 16) {
+            const __m256i none = _mm256_setzero_si256();
+            const __m256i low = even ? _mm256_loadu_si256((const __m256i *)(even + i)) : none;
+            const __m256i high = odd ? _mm256_loadu_si256((const __m256i *)(odd + i)) : none;
+            _mm512_storeu_si512(packed_values + token * s.head_dim + 2 * i,
+                                _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+        }
+    }
+}
+
+/* Turns scores [begin, end) of a row into weights relative to the largest, zero up to `num`; returns their sum. */
+KERNEL static float weights_of(const float *scores, bf16 *weights, int64_t begin, int64_t end, int64_t num, float scale) {
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    __m512 largest = none, sums = _mm512_setzero_ps();
+    const int64_t first = begin / 16 * 16;
+#define VISIBLE(t) (first_of(end - (t)) & ~first_of(begin - (t)))
+    for (int64_t t = first; t < end; t += 16)
+        largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(none, VISIBLE(t), scores + t));
+    const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest) * scale);
+    for (int64_t t = 0; t < num; t += 16) {
+        const __mmask16 visible = VISIBLE(t);
+        __m512 weight = _mm512_setzero_ps();
+        if (visible) weight = _mm512_maskz_mov_ps(visible, exp16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t), factor, shift)));
+        sums = _mm512_add_ps(sums, weight);
+        store16(weights + t, weight);
+    }
+    return _mm512_reduce_add_ps(sums);
+}
+
+/* Room for one head: packed keys and values, and scores and weights of a block of queries. */
+static size_t prompt_scratch_bytes(int64_t num_keys, int64_t head_dim) {
+    const int64_t padded = (num_keys + PANEL - 1) / PANEL * PANEL;
+    return (size_t)padded * (2 * head_dim * sizeof(bf16) + TILE_ROWS * (sizeof(float) + sizeof(bf16)));
+}
+
+typedef struct {
+    const bf16 *query;
+    bf16 *out;
+    int64_t query_stride, out_stride, rows, window; /* the last `rows` keys are the queries' own; window 0: unlimited */
+    float scale;
+} Prompt;
+
+/* A block of queries of one head. */
+KERNEL static void attend_block(const Prompt *p, const Keys *keys, int64_t row, int64_t num, int64_t head, void *scratch,
+                                Shape s) {
+    const int64_t padded = (keys->num + PANEL - 1) / PANEL * PANEL, first_end = keys->num - p->rows + row + 1;
+    const int64_t base = p->window && first_end > p->window ? (first_end - p->window) / PANEL * PANEL : 0;
+    const int64_t span = first_end + num - 1 - base, panels = (span + PANEL - 1) / PANEL;
+    const bf16 *packed_keys = (const bf16 *)scratch + base * s.head_dim, *packed_values = packed_keys + padded * s.head_dim;
+    float *scores = (float *)((bf16 *)scratch + 2 * padded * s.head_dim), inverse[TILE_ROWS];
+    bf16 *weights = (bf16 *)(scores + TILE_ROWS * padded);
+    const bf16 *query = p->query + row * p->query_stride + head * s.head_dim;
+    const Ahead none = {NULL, 0};
+    for (int64_t i = 0; i < panels; i++)
+        WIDE[num](query, p->query_stride, packed_keys + i * PANEL * s.head_dim, 2 * PANEL, s.head_dim / 2, none,
+                  scores + i * PANEL, padded);
+    for (int64_t r = 0; r < num; r++) {
+        const int64_t end = first_end + r, begin = p->window && end > p->window ? end - p->window : 0;
+        inverse[r] = 1.0f / weights_of(scores + r * padded, weights + r * padded, begin > base ? begin - base : 0,
+                                       end - base, panels * PANEL, p->scale);
+    }
+    float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t c = 0; c < s.head_dim; c += PANEL) {
+        const int is_wide = s.head_dim - c >= PANEL;
+        (is_wide ? WIDE : NARROW)[num](weights, padded, packed_values + 2 * c, 2 * s.head_dim, (span + 1) / 2, none, sums,
+                                       PANEL);
+        for (int64_t r = 0; r < num; r++)
+            for (int64_t i = 0; i < (is_wide ? PANEL : PANEL / 2); i += 16)
+                store16(p->out + (row + r) * p->out_stride + head * s.head_dim + c + i,
+                        _mm512_mul_ps(_mm512_load_ps(sums + r * PANEL + i), _mm512_set1_ps(inverse[r])));
+    }
+}
+
+KERNEL static void attend_prompt(const Prompt *p, const Keys *keys, void *scratch, Shape s) {
+    const int64_t padded = (keys->num + PANEL - 1) / PANEL * PANEL, group = s.heads / s.kv_heads;
+    const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t head = 0; head < s.heads; head++) {
+        if (head % group == 0)
+            pack_head(keys, head / group, scratch, (bf16 *)scratch + padded * s.head_dim, s);
+        for (int64_t i = 0; i < blocks; i++) {
+            const int64_t row = block_begin(i, blocks, p->rows);
+            attend_block(p, keys, row, block_begin(i + 1, blocks, p->rows) - row, head, scratch, s);
+        }
+    }
 }
 
 static int is_supported(void) {
@@ -316,6 +562,51 @@ static PyObject *py_gate(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
+
+static PyObject *py_pack(PyObject *self, PyObject *args) {
+    address weight, out;
+    number n, k;
+    int is_gated;
+    if (!PyArg_ParseTuple(args, "KKLLp", &weight, &out, &n, &k, &is_gated)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pack(ADDRESS(bf16, weight), ADDRESS(bf16, out), n, k, is_gated);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_multiply(PyObject *self, PyObject *args) {
+    address x, packed, bias, residual, out;
+    number stride, rows, n, k;
+    int is_gated;
+    if (!PyArg_ParseTuple(args, "KLKKKKLLLp", &x, &stride, &packed, &bias, &residual, &out, &rows, &n, &k, &is_gated))
+        return NULL;
+    const Product product = {ADDRESS(bf16, x), ADDRESS(bf16, packed), ADDRESS(bf16, bias), ADDRESS(bf16, residual),
+                             ADDRESS(bf16, out), stride, rows, n, k};
+    Py_BEGIN_ALLOW_THREADS
+    multiply(&product, is_gated);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_attend_prompt(PyObject *self, PyObject *args) {
+    address query, fresh, pages, table, out;
+    number query_stride, fresh_stride, out_stride, rows, num_keys, window;
+    number heads, kv_heads, head_dim, block_size;
+    double scale;
+    if (!PyArg_ParseTuple(args, "KLKLKKKLLLLd(LLLL)", &query, &query_stride, &fresh, &fresh_stride, &pages, &table, &out,
+                          &out_stride, &rows, &num_keys, &window, &scale, &heads, &kv_heads, &head_dim, &block_size))
+        return NULL;
+    const Shape s = {heads, kv_heads, head_dim, block_size};
+    const Prompt prompt = {ADDRESS(bf16, query), ADDRESS(bf16, out), query_stride, out_stride, rows, window, (float)scale};
+    const Keys keys = {ADDRESS(bf16, fresh), fresh_stride, ADDRESS(bf16, pages), ADDRESS(int64_t, table), num_keys};
+    void *scratch = malloc(prompt_scratch_bytes(num_keys, head_dim));
+    if (scratch == NULL) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    attend_prompt(&prompt, &keys, scratch, s);
+    Py_END_ALLOW_THREADS
+    free(scratch);
+    Py_RETURN_NONE;
+}
 #endif
 
 static PyMethodDef methods[] = {
@@ -325,6 +616,9 @@ static PyMethodDef methods[] = {
     {"rotate_and_write", py_rotate_and_write, METH_VARARGS, NULL},
     {"attend", py_attend, METH_VARARGS, NULL},
     {"gate", py_gate, METH_VARARGS, NULL},
+    {"pack", py_pack, METH_VARARGS, NULL},
+    {"multiply", py_multiply, METH_VARARGS, NULL},
+    {"attend_prompt", py_attend_prompt, METH_VARARGS, NULL},
 #endif
     {NULL, NULL, 0, NULL},
 };

@@ -35,4 +35,34 @@ def attend(
     shape: Shape,
     /,
 ) -> None: ...
+def pack(weight: int, out: int, n: int, k: int, is_gated: bool, /) -> None: ...
+def multiply(
+    x: int,
+    stride: int,
+    packed: int,
+    bias: int,
+    residual: int,
+    out: int,
+    rows: int,
+    n: int,
+    k: int,
+    is_gated: bool,
+    /,
+) -> None: ...
+def attend_prompt(
+    query: int,
+    query_stride: int,
+    fresh: int,
+    fresh_stride: int,
+    pages: int,
+    table: int,
+    out: int,
+    out_stride: int,
+    num_queries: int,
+    num_keys: int,
+    window: int,
+    scale: float,
+    shape: Shape,
+    /,
+) -> None: ...
 def gate(gate_up: int, out: int, rows: int, width: int, /) -> None: ...

@@ -6,9 +6,10 @@ by head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtyp
 Fused projections compute the same sums as separate ones. `logits` applies the final norm to the rows that
 need logits; hidden states are sent un-normed.
 
-bfloat16 on a CPU with bfloat16 products rounds differently in two places: a projection is added to the
-residual stream before rounding (transformers rounds, adds, and rounds again), and attention applies its
-float32 scale to the scores, not to the queries.
+bfloat16 on a CPU with bfloat16 products rounds differently in three places: a projection is added to the
+residual stream, and to its bias, before rounding (transformers rounds, adds, and rounds again); attention
+applies its float32 scale to the scores, not to the queries; compiled attention of prompts rounds weights
+relative to the largest, and divides by their sum after the product with the values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn.functional import embedding
 
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
 from stage_worker.backends.contract import KernelChoice
-from stage_worker.model.kernels import Kernels
+from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import rms_norm
 from stage_worker.model.parts import (
@@ -186,7 +187,8 @@ class DecoderStage:
         return _GATHERED_BYTES // (2 * self.config.kv_size * self.dtype.size_bytes)
 
     def _with_fewest_rows(self, hidden: Tensor) -> Tensor:
-        missing = _FEWEST_ROWS - len(hidden) if self.kernels.packs_weights else 0
+        is_packed = self.kernels.products is ProductMethod.ONEDNN
+        missing = _FEWEST_ROWS - len(hidden) if is_packed else 0
         if missing <= 0:
             return hidden
         return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))

@@ -3,7 +3,8 @@
 One-token slices attend in one call (`Operations.decode`), longer ones one at a time by SDPA. For bfloat16
 on a CPU without AMX, where SDPA has a quarter of the speed of a product, they use batched products over
 blocks of queries: scores and softmax in float32, weights rounded to bfloat16 for the product with the
-values, as in SDPA. Heads that share a key access it with a stride of 0, or are stacked as rows.
+values, as in SDPA. Heads that share a key access it with a stride of 0, or are stacked as rows. The compiled
+function does the same; it divides by the sum of the weights after the product.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from checkpoint import ModelConfig
-from stage_worker.model.kernels import AttentionMethod, Kernels
-from stage_worker.model.layer_weights import LayerWeights, project
-from stage_worker.model.operations import Operations, operations, rms_norm
+from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
+from stage_worker.model.layer_weights import CompiledProjection, LayerWeights, project
+from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
 from stage_worker.model.step_layout import PagedKv, PrefillView, StepLayout
 
 
@@ -40,7 +41,10 @@ def attend(
         operations.decode(query, output, layer, view, step, pages)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
         rows = slice(begin, end)
-        _prefill(query[rows], fresh[rows], layer, prefill, step, pages, output[rows])
+        if step.kernels.prefill is AttentionMethod.IN_PLACE:
+            attend_prompt(query[rows], fresh[rows], output[rows], pages.store(layer), prefill, window)
+        else:
+            _prefill(query[rows], fresh[rows], layer, prefill, step, pages, output[rows])
 
 
 def _prefill(
@@ -100,6 +104,10 @@ def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
+def _unchanged(gated: Tensor) -> Tensor:
+    return gated
+
+
 class DecoderLayer:
     """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
 
@@ -117,7 +125,12 @@ class DecoderLayer:
         self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
         self._qkv = project(weights.qkv, weights.qkv_bias, kernels)
         self._o = project(weights.o, weights.o_bias, kernels)
-        self._gate_up = project(weights.gate_up, weights.gate_up_bias, kernels)
+        self._gate_up = (
+            CompiledProjection(weights.gate_up, weights.gate_up_bias, is_gated=True)
+            if kernels.products is ProductMethod.COMPILED
+            else project(weights.gate_up, weights.gate_up_bias, kernels)
+        )
+        self._gate = _unchanged if kernels.products is ProductMethod.COMPILED else self._operations.gate
         self._down = project(weights.down, weights.down_bias, kernels)
 
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
@@ -130,7 +143,7 @@ class DecoderLayer:
         hidden = self._o.added_to(hidden, self._attention(normed, step, pages, layer))
         normed = self._operations.rms_norm(hidden, self._mlp_norm, self._eps)
         # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
-        return self._down.added_to(hidden, self._operations.gate(self._gate_up(normed)))
+        return self._down.added_to(hidden, self._gate(self._gate_up(normed)))
 
     def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Attention output [m, heads * head_dim], with zeros after the step's tokens."""

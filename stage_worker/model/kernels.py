@@ -47,6 +47,14 @@ def unavailable_because(config: ModelConfig) -> str | None:
     return None
 
 
+class ProductMethod(Enum):
+    """Matrix products of a layer; the value is their name in logs."""
+
+    LINEAR = "plain weights"
+    ONEDNN = "packed weights"
+    COMPILED = "compiled products"
+
+
 class AttentionMethod(Enum):
     """Attention implementation; the value is its name in logs."""
 
@@ -59,12 +67,12 @@ class AttentionMethod(Enum):
 class Kernels:
     """Functions of a stage's layers.
 
-    `packs_weights`: oneDNN's packed order of elements, in which bfloat16 products at decode sizes take
-    0.45 to 0.6 of the time. `decode` and `prefill`: attention of one-token slices, and of longer ones.
-    IN_PLACE implies compiled norms, rotation and gates (see `native_operations`).
+    `products`: the compiled ones are for one thread, oneDNN's for several, and for CPUs with AMX. `decode`
+    and `prefill`: attention of one-token slices, and of longer ones. IN_PLACE for decodes implies compiled
+    norms, rotation and gates (see `native_operations`).
     """
 
-    packs_weights: bool
+    products: ProductMethod
     decode: AttentionMethod
     prefill: AttentionMethod
     not_compiled_because: str | None = field(default=None, compare=False)
@@ -80,7 +88,9 @@ class Kernels:
         """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/STUDIES.md.
 
         Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
-        one query per sequence. Raises KernelsUnavailable for COMPILED where unsupported.
+        one query per sequence. Compiled products and attention of prompts use the calling thread only, so
+        the calling thread's number of threads counts. Raises KernelsUnavailable for COMPILED where
+        unsupported.
         """
         if choice is KernelChoice.PLAIN:
             return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
@@ -90,8 +100,10 @@ class Kernels:
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return replace(PLAIN, not_compiled_because=reason)
         has_amx = torch.cpu._is_amx_tile_supported()
+        if reason is None and not has_amx and torch.get_num_threads() == 1:
+            return ALL_COMPILED
         return cls(
-            packs_weights=True,
+            products=ProductMethod.ONEDNN,
             decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
             prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
             not_compiled_because=reason,
@@ -104,13 +116,19 @@ class Kernels:
         return KernelChoice.COMPILED if is_compiled else KernelChoice.PLAIN
 
     def __str__(self) -> str:
-        weights = "packed" if self.packs_weights else "plain"
         reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
-        return f"{weights} weights, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
+        return (
+            f"{self.products.value}, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
+        )
 
 
-PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
+PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
 """Supported by every device and dtype."""
+
+ALL_COMPILED = Kernels(
+    products=ProductMethod.COMPILED, decode=AttentionMethod.IN_PLACE, prefill=AttentionMethod.IN_PLACE
+)
+"""For one thread."""
 
 
 def check_choice(choice: KernelChoice, device: torch.device) -> None:

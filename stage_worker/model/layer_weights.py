@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from checkpoint import DType, ModelConfig
 from checkpoint.tensors import layer_tensor_name
-from stage_worker.model.kernels import Kernels
+from stage_worker.model.kernels import Kernels, ProductMethod, load
 
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
 
@@ -33,7 +33,7 @@ class Projection(Protocol):
 
 def project(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Projection:
     """The projection by `weight`; packing copies the weight."""
-    return PackedProjection(weight, bias) if kernels.packs_weights else PlainProjection(weight, bias)
+    return _PROJECTIONS[kernels.products](weight, bias)
 
 
 class PlainProjection:
@@ -71,6 +71,55 @@ class PackedProjection:
         total: Tensor = self._linear_add(x, residual, self._packed, self._bias, "add")
         return total
 
+
+_PANEL = 64
+"""Rows of a weight that are packed together, see `_cpu_kernels.c`."""
+
+
+class CompiledProjection:
+    """Compiled product with a reordered bfloat16 weight, on the calling thread; rounds like oneDNN's.
+
+    A row's result does not depend on the other rows. A gated projection by [gate, up] returns silu(gate) *
+    up, rounded like `Operations.gate`.
+    """
+
+    __slots__ = ("_bias", "_multiply", "_packed", "_sizes", "_width")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
+        """Raises ValueError for an odd number of columns, or of rows of a gated projection."""
+        module = load()
+        out, self._width = weight.shape
+        if self._width % 2 or (is_gated and out % 2):
+            raise ValueError(f"a weight of {out} x {self._width} elements for pairs of elements")
+        self._multiply, self._bias = module.multiply, bias
+        self._sizes = (out, self._width, is_gated)
+        self._packed = weight.new_empty(-(-out // _PANEL) * _PANEL * self._width)
+        module.pack(weight.data_ptr(), self._packed.data_ptr(), *self._sizes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, None)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._product(x, residual.contiguous())
+
+    def _product(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows, width = x.shape
+        assert width == self._width and x.stride(1) == 1, "rows of another width"
+        out, _, is_gated = self._sizes
+        result = x.new_empty(rows, out // 2 if is_gated else out)
+        self._multiply(
+            *(x.data_ptr(), x.stride(0), self._packed.data_ptr()),
+            *(0 if extra is None else extra.data_ptr() for extra in (self._bias, residual)),
+            *(result.data_ptr(), rows, *self._sizes),
+        )
+        return result
+
+
+_PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
+    ProductMethod.LINEAR: PlainProjection,
+    ProductMethod.ONEDNN: PackedProjection,
+    ProductMethod.COMPILED: CompiledProjection,
+}
 
 Destinations = dict[str, Tensor]
 """Checkpoint tensor name -> contiguous view that it is loaded into."""

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from stage_worker.model.kernels import AttentionMethod, Kernels, load
 from stage_worker.model.rope import rotate_
-from stage_worker.model.step_layout import DecodeView, PagedKv, StepLayout
+from stage_worker.model.step_layout import DecodeView, PagedKv, PrefillView, StepLayout
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,6 +130,26 @@ class NativeOperations:
         out = gate_up.new_empty(rows, width // 2)
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
+
+
+def attend_prompt(
+    query: Tensor, fresh: Tensor, output: Tensor, store: Tensor, view: PrefillView, window: int | None
+) -> None:
+    """Compiled attention of one slice's queries, see `decoder_layer.attend`; on the calling thread.
+
+    `store` is a layer's pages. Without history, keys and values come from `fresh`, else from the pages.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_blocks, _, kv_heads, block_size, _ = store.shape
+    table = view.pages
+    if table is not None and (page := int(table.max())) >= num_blocks:
+        raise IndexError(f"page {page} needed, {num_blocks} available")
+    load().attend_prompt(
+        *(query.data_ptr(), query.stride(0), fresh.data_ptr(), fresh.stride(0)),
+        *(store.data_ptr(), 0 if table is None else table.data_ptr()),
+        *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, window or 0, head_dim**-0.5),
+        (num_heads, kv_heads, head_dim, block_size),
+    )
 
 
 class Operations(Protocol):

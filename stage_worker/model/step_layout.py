@@ -210,7 +210,9 @@ def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> Pre
     blocks: tuple[QueryBlock, ...] = ()
     if rules.kernels.prefill is AttentionMethod.PRODUCTS:
         blocks = tuple(_query_blocks(item, first_key, window))
-    elif item.first_position or (window is not None and window < item.num_tokens):
+    elif rules.kernels.prefill is AttentionMethod.SDPA and (
+        item.first_position or (window is not None and window < item.num_tokens)
+    ):
         queries = (item.first_position, item.end_position)
         mask = _causal(queries, (first_key, item.end_position), window, rules.dtype)
     return PrefillView(pages=pages, num_keys=num_keys, mask=mask, blocks=blocks)

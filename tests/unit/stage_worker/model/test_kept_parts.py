@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint import Checkpoint, DType, stage_tensor_names
 from checkpoint.tensors import EMBEDDINGS
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.kernels import PLAIN, Kernels
+from stage_worker.model.kernels import PLAIN, Kernels, ProductMethod
 from stage_worker.model.parts import LoadedParts, PartsRead
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
@@ -133,7 +133,7 @@ def bytes_of(checkpoint: Checkpoint, names: Collection[str]) -> int:
 
 def is_only_packed(ranges: tuple[int, int], *, tied: bool, kernels: Kernels) -> bool:
     """Whether the stage has the embedding matrix only in oneDNN's packed layout."""
-    return tied and kernels.packs_weights and ranges[0] > 0 and ranges[1] == LAYERS
+    return tied and kernels.products is not ProductMethod.LINEAR and ranges[0] > 0 and ranges[1] == LAYERS
 
 
 @pytest.mark.matrix(3)

@@ -15,8 +15,21 @@ from checkpoint import Checkpoint, DType
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.decoder_layer import DecoderLayer
-from stage_worker.model.kernels import PLAIN, AttentionMethod, Kernels, check_choice
-from stage_worker.model.layer_weights import PackedProjection, PlainProjection, allocate_layer
+from stage_worker.model.kernels import (
+    ALL_COMPILED,
+    PLAIN,
+    AttentionMethod,
+    Kernels,
+    ProductMethod,
+    check_choice,
+)
+from stage_worker.model.layer_weights import (
+    CompiledProjection,
+    PackedProjection,
+    PlainProjection,
+    allocate_layer,
+)
+from stage_worker.model.operations import operations
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, PACKED_SDPA, skip_unless_possible
@@ -174,7 +187,64 @@ def test_packed_products_equal_those_of_plain_weights(
         torch.testing.assert_close(total, exact + residual.bfloat16().double(), rtol=2**-7, atol=0.15)
 
 
-@pytest.mark.parametrize(("kernels", "is_kept"), [(PLAIN, True), (PACKED_SDPA, False)])
+SHAPES = [(48, 16, 1), (64, 80, 5), (130, 96, 7), (192, 64, 33), (30, 1030, 12)]
+"""(out, in, rows): parts of panels and of tiles, whole ones, and several panels."""
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_products_equal_those_of_plain_weights(
+    shape: tuple[int, int, int], has_bias: bool, checkpoints: dict[str, Checkpoint]
+) -> None:
+    skip_unless_possible(ALL_COMPILED, checkpoints["llama"].config)
+    out, width, rows = shape
+    generator = torch.Generator().manual_seed(1)
+    weight, x, residual, bias = (
+        torch.randn(size, generator=generator).bfloat16()
+        for size in ((out, width), (rows, width), (rows, out), (out,))
+    )
+    given = bias if has_bias else None
+    exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    projection = CompiledProjection(weight, given)
+    found = projection(x)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+    total = projection.added_to(residual, x).double()
+    torch.testing.assert_close(total, exact + residual.double(), rtol=2**-8, atol=1e-3)
+    gated = CompiledProjection(weight, given, is_gated=True)(x)
+    halves = torch.nn.functional.pad(found.unflatten(1, (2, -1)), (0, -(out // 2) % 16))
+    assert torch.equal(gated, operations(IN_PLACE).gate(halves.flatten(1))[:, : out // 2])
+    for row in range(rows):  # alone, and behind another number of rows
+        assert torch.equal(projection(x[row : row + 1]), found[row : row + 1])
+        assert torch.equal(projection(x[: row + 1])[-1], found[row])
+
+
+def test_compiled_products_take_rows_of_a_wider_tensor(checkpoints: dict[str, Checkpoint]) -> None:
+    skip_unless_possible(ALL_COMPILED, checkpoints["llama"].config)
+    weight, wide = torch.randn(70, 32).bfloat16(), torch.randn(9, 96).bfloat16()
+    projection = CompiledProjection(weight, None)
+    assert torch.equal(projection(wide[::2, 32:64]), projection(wide[::2, 32:64].contiguous()))
+    assert projection(wide[:0, :32]).shape == (0, 70)
+    with pytest.raises(ValueError, match="70 x 31 elements"):
+        CompiledProjection(weight[:, :31], None)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_only_one_thread_uses_compiled_products(
+    num_threads: int, checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cpu = checkpoints["llama"].config, torch.device("cpu")
+    skip_unless_possible(ALL_COMPILED, config)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    chosen = Kernels.of(config, cpu, torch.bfloat16)
+    assert chosen == (ALL_COMPILED if num_threads == 1 else IN_PLACE)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    chosen = Kernels.of(config, cpu, torch.bfloat16)
+    assert chosen.products is ProductMethod.ONEDNN
+    assert chosen.prefill is AttentionMethod.SDPA
+
+
+@pytest.mark.parametrize(("kernels", "is_kept"), [(PLAIN, True), (PACKED_SDPA, False), (ALL_COMPILED, False)])
 def test_packed_weights_are_in_memory_once(
     kernels: Kernels, is_kept: bool, checkpoints: dict[str, Checkpoint]
 ) -> None:
@@ -200,7 +270,7 @@ def test_only_bfloat16_on_a_cpu_uses_special_kernels(
         assert "the compiled kernels are for" in str(chosen)
     skip_unless_possible(IN_PLACE, config)
     chosen = Kernels.of(config, torch.device("cpu"), torch.bfloat16)
-    assert chosen.packs_weights
+    assert chosen.products is not ProductMethod.LINEAR
     assert chosen.decode is AttentionMethod.IN_PLACE
     assert "compiled kernels" in str(chosen)
     assert chosen.choice is KernelChoice.COMPILED

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
-from stage_worker.model.kernels import PLAIN, Kernels
-from stage_worker.model.operations import Operations, operations, rms_norm
+from stage_worker.model.decoder_layer import attend
+from stage_worker.model.kernels import ALL_COMPILED, PLAIN, Kernels
+from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
 from stage_worker.model.rope import Rope, rotate_
 from stage_worker.model.step_layout import StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
@@ -172,6 +173,55 @@ def test_attention_of_one_query_equals_the_formula(
     assert float(error.square().mean().sqrt()) < 0.003
 
 
+PROMPTS = [(0, 2), (0, 5), (0, 130), (16, 3), (61, 13), (200, 70), (263, 64)]
+"""First position and number of queries: less than a tile, whole panels of keys and parts of them."""
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 11, 100])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_attention_of_several_queries_equals_the_formula(
+    choice: str, window: int | None, head_dim: int, checkpoint: Checkpoint
+) -> None:
+    kernels = CHOICES[choice]
+    skip_unless_possible(kernels, checkpoint.config)
+    blocks = iter(torch.randperm(256, generator=torch.Generator().manual_seed(4)).tolist())
+    pages = NanPages(1, 256, BLOCK, KV_HEADS, head_dim, torch.bfloat16)
+    slices, contents = [], []
+    for index, (first, count) in enumerate(PROMPTS):
+        table = tuple(next(blocks) for _ in range(-(-(first + count) // BLOCK)))
+        slices.append(SliceLayout(first_position=first, num_tokens=count, pages=table))
+        tokens = random(first + count, 2 * KV_HEADS, head_dim, dtype=torch.bfloat16, seed=index)
+        tokens[:, :KV_HEADS] *= 3
+        contents.append(tokens)
+        pages.clear(torch.tensor(table[-1:]))
+        slots = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(first + count)]
+        pages.write(0, tokens, torch.tensor(slots))
+    num_tokens = sum(count for _, count in PROMPTS)
+    # Rows of queries, keys and values, as the projection returns them.
+    heads = random(num_tokens, HEADS + 2 * KV_HEADS, head_dim, dtype=torch.bfloat16, seed=99)
+    heads[:, HEADS:] = torch.cat([x[first:] for x, (first, _) in zip(contents, PROMPTS, strict=True)])
+    output = torch.full((num_tokens, HEADS, head_dim), float("nan"), dtype=torch.bfloat16)
+    step = layout(checkpoint, kernels, slices, window)
+    attend(
+        *(heads[:, :HEADS], heads[:, HEADS:], output),
+        operations=operations(kernels),
+        layer=0,
+        window=window,
+        step=step,
+        pages=pages,
+    )
+    expected = []
+    for (first, count), tokens in zip(PROMPTS, contents, strict=True):
+        for position in range(first, first + count):
+            seen = tokens[max(0, position + 1 - (window or position + 1)) : position + 1]
+            query = heads[len(expected), :HEADS]
+            expected.append(attention_by_formula(query, seen[:, :KV_HEADS], seen[:, KV_HEADS:]))
+    error = (output.double() - torch.stack(expected)).abs()
+    assert float(error.max()) < 0.03
+    assert float(error.square().mean().sqrt()) < 0.004
+
+
 def test_chosen_rows_of_a_mixed_step_are_filled_and_no_others(
     native: Operations, checkpoint: Checkpoint
 ) -> None:
@@ -202,3 +252,9 @@ def test_pages_and_slots_that_do_not_exist_are_not_touched(
     (view,) = step.views[None].decodes
     with pytest.raises(IndexError, match="page 8 needed, 8 available"):
         native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), 0, view, step, pages)
+    later = SliceLayout(first_position=14, num_tokens=2, pages=(1, 8))
+    step = layout(checkpoint, ALL_COMPILED, [later], None)
+    heads = random(2, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
+    query, fresh = heads[:, :HEADS], heads[:, HEADS:]
+    with pytest.raises(IndexError, match="page 8 needed, 8 available"):
+        attend_prompt(query, fresh, query.clone(), pages.store(0), step.views[None].prefills[0], None)
