@@ -111,10 +111,11 @@ def decode_step(log: KvCacheManager, running: list[Sequence]) -> Callable[[], No
     """Slots for the newest token of each sequence, and the frame's signals and digest."""
 
     def step() -> None:
-        append = log.append
-        for sequence in Sequence.without_slot(running):
-            append(sequence)
+        needy = Sequence.without_slot(running)
+        for sequence in log.grow(needy) if needy else ():
+            log.append(sequence)
         log.take_pending()
+        log.take_grows()
         log.take_events()
         assert log.digest
 

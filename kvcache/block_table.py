@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from kvcache.blocks import Block, Deref, Destroy, Event, FullBlock, PartialBlock, Promote, Signal, Use
+from kvcache.blocks import Block, Deref, Destroy, Event, FullBlock, Grow, PartialBlock, Promote, Signal, Use
 from kvcache.errors import BlockNotHeld, BlockShared, IntegrityBroken, SequenceHoldsBlocks, UnknownSequence
 from kvcache.pool import BlockPool
 
@@ -98,6 +98,21 @@ class BlockTables:
             return self._promote(key, table, signal)
         return self._release(key, table, signal)
 
+    def grow(self, key: Hashable, grow: Grow) -> tuple[Event, ...]:
+        """Apply `grow.signals` to the pool and to the table of sequence `key`. Raises like `apply`."""
+        table = self._table(key)
+        full, opened = FullBlock(grow.sequence_hash), PartialBlock(grow.new_partial)
+        last = table.blocks[-1] if table.blocks else None
+        if not isinstance(last, PartialBlock) or last.id != grow.partial:
+            raise _not_last(key, PartialBlock(grow.partial))
+        if opened in self.pool:
+            raise _owned(key, opened)
+        events = self.pool.grow(grow)
+        table.blocks[-1] = full
+        table.pages[-1], page = self.pool.pages_of((full, opened))
+        table.append(opened, page, is_hit=False)
+        return events
+
     def placed(self, key: Hashable, start: int, end: int) -> Placed:
         """Return the location of tokens start..end-1; empty for a sequence without a table."""
         table = self._tables.get(key)
@@ -177,7 +192,7 @@ class BlockTables:
         hits = [block in self.pool for block in use.blocks]
         for block, is_hit in zip(use.blocks, hits, strict=True):
             if is_hit and isinstance(block, PartialBlock):
-                raise BlockShared(f"{block} of sequence {key!r} already has an owner")
+                raise _owned(key, block)
         events = self.pool.apply(use)
         table = self._tables.get(key)
         if table is None:
@@ -191,7 +206,7 @@ class BlockTables:
 
     def _promote(self, key: Hashable, table: _Table, promote: Promote) -> tuple[Event, ...]:
         if not table.blocks or table.blocks[-1] != promote.partial:
-            raise BlockNotHeld(f"sequence {key!r} does not end in {promote.partial}")
+            raise _not_last(key, promote.partial)
         events = self.pool.apply(promote)
         block = FullBlock(promote.sequence_hash)
         table.blocks[-1], table.pages[-1] = block, self.pool.page_of(block)
@@ -206,3 +221,11 @@ class BlockTables:
         last = len(table.blocks) - 1
         table.remove(last if table.blocks[-1] == signal.block else 0)
         return events
+
+
+def _not_last(key: Hashable, partial: PartialBlock) -> BlockNotHeld:
+    return BlockNotHeld(f"sequence {key!r} does not end in {partial}")
+
+
+def _owned(key: Hashable, partial: PartialBlock) -> BlockShared:
+    return BlockShared(f"{partial} of sequence {key!r} already has an owner")

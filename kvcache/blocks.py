@@ -7,6 +7,7 @@ the sequence hash of the previous block, None for the first block.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -60,6 +61,25 @@ class Destroy:
 
 
 Signal = Use | Promote | Deref | Destroy
+
+
+class Grow(NamedTuple):
+    """A sequence completed a block that has a `parent`, and opened the next one; equals `signals`.
+
+    `partial` and `new_partial` are ids of partial blocks.
+    """
+
+    partial: int
+    sequence_hash: int
+    parent: int
+    block_hash: int
+    new_partial: int
+
+    @property
+    def signals(self) -> tuple[Promote, Use]:
+        """Signals with the same effect, digest and events, to be applied in this order."""
+        promote = Promote(PartialBlock(self.partial), self.sequence_hash, self.parent, self.block_hash)
+        return promote, Use((PartialBlock(self.new_partial),), (), self.sequence_hash)
 
 
 @dataclass(slots=True, unsafe_hash=True)

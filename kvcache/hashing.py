@@ -21,7 +21,7 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
-from kvcache.blocks import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
+from kvcache.blocks import Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Use
 from kvcache.errors import InvalidSignal
 
 DEFAULT_SALT = 1337
@@ -160,6 +160,8 @@ _SEED = 1337
 # Common sizes: the outcome of one block has one word; `Promote` and a `Use` of one partial block have seven.
 _pack_1 = struct.Struct("<Q").pack
 _pack_7 = struct.Struct("<7Q").pack
+# Either signal of a `Grow` has eight with its outcome.
+_pack_8 = struct.Struct("<8Q").pack
 
 
 _USE, _PROMOTE, _DEREF, _DESTROY = 1, 2, 3, 4
@@ -169,6 +171,8 @@ _USE, _PROMOTE, _DEREF, _DESTROY = 1, 2, 3, 4
 # ENTERED, one owner means a reactivated block and several owners a hit on an active block.
 ENTERED = 2  # the block took a page, or was promoted without a duplicate
 FULL = 1
+
+_ONE_OWNER = 1 << 2
 
 
 class StreamDigest:
@@ -198,6 +202,22 @@ class StreamDigest:
         kind = _DEREF if isinstance(signal, Deref) else _DESTROY
         return _pack((self.value, kind, isinstance(signal.block, PartialBlock), key))
 
+    def add_grow(self, grow: Grow, evicted: int | None) -> None:
+        """Add both signals of `grow`, whose blocks take pages of their own; the second one evicts `evicted`.
+
+        Raises InvalidSignal for values out of range; nothing has changed then.
+        """
+        partial, name, parent, block_hash, opened = grow
+        try:
+            words = _pack_8(
+                *(self.value, _PROMOTE, 1, parent, partial, name, block_hash), _ONE_OWNER | ENTERED | FULL
+            )
+            promoted = xxh3_64_intdigest(words, _SEED)
+            words = _pack_8(promoted, _USE, 1, name, 1, 0, opened, _ONE_OWNER | ENTERED)
+        except struct.error as error:
+            raise _out_of_range(grow, error) from error
+        self.value = xxh3_64_intdigest(words if evicted is None else words + _pack_1(evicted), _SEED)
+
     def finish(self, words: bytes, outcome: list[int]) -> None:
         """Add the outcome: one word per block, then the evicted sequence hashes."""
         tail = _pack_1(*outcome) if len(outcome) == 1 else struct.pack(f"<{len(outcome)}Q", *outcome)
@@ -208,6 +228,8 @@ def _pack(words: tuple[int, ...]) -> bytes:
     try:
         return _pack_7(*words) if len(words) == 7 else struct.pack(f"<{len(words)}Q", *words)
     except struct.error as error:
-        raise InvalidSignal(
-            f"hashes and ids must be unsigned 64-bit integers, got {words}: {error}"
-        ) from error
+        raise _out_of_range(words, error) from error
+
+
+def _out_of_range(words: tuple[int, ...], error: struct.error) -> InvalidSignal:
+    return InvalidSignal(f"hashes and ids must be unsigned 64-bit integers, got {words}: {error}")

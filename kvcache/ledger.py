@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvcache.blocks import Block, Event, FullBlock, Promote, Removed, Signal, Stored, Use
+from kvcache.blocks import Block, Event, FullBlock, Grow, Promote, Removed, Signal, Stored, Use
 from kvcache.errors import HashCollision, IntegrityBroken
 from kvcache.hashing import Content, packed_block_hash
 from kvcache.pool import BlockPool
@@ -117,6 +117,41 @@ class Ledger:
             else:
                 self._forget(event)
         return events
+
+    def grow(self, sequence: ActiveSequence, token: int, announced: list[Announced]) -> Grow | None:
+        """`push(token)` and `apply` of its signals, if it completes a block that has a parent.
+
+        Adds the events for subscribers to `announced`. None if nothing has changed: the push has other
+        signals or none, or no block is free or evictable.
+        """
+        pool = self.pool
+        if not (pool.num_free or pool.num_inactive) or (grow := sequence.grow(token)) is None:
+            return None
+        if grow.sequence_hash in self._contents:
+            return self._grow_known(sequence, grow, announced)
+        content = sequence.newest_content(grow)
+        events = pool.grow(grow)
+        self._contents[grow.sequence_hash] = content
+        if sequence.is_announced and sequence.first_private_block is None:
+            announced.append(Announced(events[0], content[2]))
+        else:
+            self._unannounced.add(grow.sequence_hash)
+        if len(events) > 1:
+            removed = events[1]
+            assert isinstance(removed, Removed)
+            self._unannounced_removed = set()
+            self._forget(removed)
+            announced += self.announced((removed,))
+        return grow
+
+    def _grow_known(self, sequence: ActiveSequence, grow: Grow, announced: list[Announced]) -> Grow:
+        """`grow`, whose hash a block in the pool has: the same content, or a collision."""
+        signals = self.settle(sequence, list(grow.signals))
+        for signal in signals:
+            announced += self.announced(self.apply(sequence, signal))
+        promote = signals[0]
+        assert isinstance(promote, Promote)
+        return grow._replace(sequence_hash=promote.sequence_hash, block_hash=promote.block_hash)
 
     def announced(self, events: tuple[Event, ...]) -> list[Announced]:
         """Return `events` of the last signal as sent to subscribers.

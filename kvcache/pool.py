@@ -11,6 +11,7 @@ from kvcache.blocks import (
     Destroy,
     Event,
     FullBlock,
+    Grow,
     PartialBlock,
     Promote,
     Removed,
@@ -135,6 +136,41 @@ class BlockPool:
                 return self._destroy(signal)
         assert_never(signal)
 
+    def grow(self, grow: Grow) -> tuple[Event, ...]:
+        """Apply `grow.signals`, and return their events. Raises like them; nothing has changed then."""
+        partial, name, parent, block_hash, opened = grow
+        page = self._partial.get(partial)
+        oldest = None if self.num_free else next(iter(self._inactive), None)
+        if (
+            page is None
+            or page.num_owners != 1
+            or name in self._full
+            or name in self._inactive
+            or opened in self._partial
+            or (oldest is None and not self.num_free)
+        ):
+            return self._grow_in_two(grow)
+        self._digest.add_grow(grow, oldest)
+        del self._partial[partial]
+        self._full[name] = page
+        evicted: list[int] = []
+        new_page = self._partial[opened] = self._take_page(evicted)
+        new_page.num_owners = 1
+        stored = Stored(parent, (name,), (block_hash,), self._new_event_id())
+        return (stored, Removed(tuple(evicted), self._new_event_id())) if evicted else (stored,)
+
+    def _grow_in_two(self, grow: Grow) -> tuple[Event, ...]:
+        """`grow` with a merged block or an error."""
+        promote, use = grow.signals
+        self._check_promote(promote)
+        self._digest.begin_promote(promote)
+        self._digest.begin_use(use, [grow.new_partial])
+        is_merged = FullBlock(grow.sequence_hash) in self
+        is_open = grow.new_partial != grow.partial and grow.new_partial in self._partial
+        if not (is_merged or is_open or self.num_free or self._inactive):
+            raise OutOfBlocks(1, 0)
+        return self._promote(promote) + self._use(use)
+
     def check_integrity(self, owned: Iterable[Block] | None = None) -> None:
         """Check that every page is in exactly one state and that refcounts match owners.
 
@@ -233,11 +269,7 @@ class BlockPool:
         return page
 
     def _promote(self, promote: Promote) -> tuple[Event, ...]:
-        page = self._partial.get(promote.partial.id)
-        if page is None:
-            raise BlockNotActive(f"{promote}: the block has no owner")
-        if page.num_owners != 1:
-            raise BlockShared(f"{promote}: the block has {page.num_owners} owners, expected 1")
+        page = self._check_promote(promote)
         words = self._digest.begin_promote(promote)
         key = promote.sequence_hash
         twin = self._full.get(key) or self._inactive.pop(key, None)
@@ -252,6 +284,14 @@ class BlockPool:
         self._full[key] = page
         self._digest.finish(words, [page.num_owners << 2 | ENTERED | FULL])
         return (Stored(promote.parent, (key,), (promote.block_hash,), self._new_event_id()),)
+
+    def _check_promote(self, promote: Promote) -> _Page:
+        page = self._partial.get(promote.partial.id)
+        if page is None:
+            raise BlockNotActive(f"{promote}: the block has no owner")
+        if page.num_owners != 1:
+            raise BlockShared(f"{promote}: the block has {page.num_owners} owners, expected 1")
+        return page
 
     def _deref(self, deref: Deref) -> tuple[Event, ...]:
         block = deref.block

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from kvcache.blocks import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
+from kvcache.blocks import Block, Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Signal, Use
 from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
 from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, BlockChain, Content, pack_tokens
 
@@ -182,10 +182,7 @@ class ActiveSequence:
         token above u32.
         """
         tokens = self._tokens
-        if len(tokens) >= self._max_len:
-            raise OutputLimitExceeded(self.max_output_tokens)
-        if not 0 <= token <= MAX_TOKEN:
-            raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}, got {token}")
+        self._check_push(token)
         if self._room:
             self._room -= 1
             tokens.append(token)
@@ -196,6 +193,27 @@ class ActiveSequence:
         signals = self._open_block()
         tokens.append(token)
         return signals
+
+    def grow(self, token: int) -> Grow | None:
+        """`push(token)` where it completes a block that has a parent; otherwise None, and no change."""
+        partial, chain = self._partial, self._chain
+        if partial is None or self._room or not self._up_to_date or not chain.blocks:
+            return None
+        self._check_push(token)
+        parent = chain.blocks[-1].sequence_hash
+        chain.append(pack_tokens(self._tokens[-self.block_size :]))
+        opened = self._partial = PartialBlock(self._new_id())
+        self._just_promoted = True
+        self._num_allocated += 1
+        self._room = self.block_size - 1
+        self._tokens.append(token)
+        return Grow(partial.id, chain.blocks[-1].sequence_hash, parent, chain.block_hashes[-1], opened.id)
+
+    def _check_push(self, token: int) -> None:
+        if len(self._tokens) >= self._max_len:
+            raise OutputLimitExceeded(self.max_output_tokens)
+        if not 0 <= token <= MAX_TOKEN:
+            raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}, got {token}")
 
     @property
     def num_slots(self) -> int:
@@ -305,7 +323,7 @@ class ActiveSequence:
             )
         self._chain.make_private(first_block)
 
-    def newest_content(self, promote: Promote) -> Content:
+    def newest_content(self, promote: Promote | Grow) -> Content:
         """Return the content of the block that the last push completed. Raises InvalidSignal for another."""
         chain = self._chain
         if not chain.blocks or chain.blocks[-1].sequence_hash != promote.sequence_hash:

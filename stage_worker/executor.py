@@ -6,6 +6,7 @@ take the frame -> apply ends, starts, signals -> compare digests -> check the sl
 
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
@@ -20,9 +21,9 @@ from stage_worker.validation import (
 )
 from wire.errors import InvariantBroken, StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.ids import CHECK_REQUEST
+from wire.ids import CHECK_REQUEST, SequenceKey
 from wire.log_context import log_context
-from wire.steps import Step, StepResult
+from wire.steps import Grows, SequenceSignal, Step, StepResult
 from wire.tensors import WireDType
 
 log = logging.getLogger(__name__)
@@ -164,17 +165,10 @@ class StepExecutor:
         for start in step.starts:
             self._sequences.start(start)
             self._compute.start(start)
-        for entry in step.signals:
-            try:
-                is_counted = entry.sequence.request_id != CHECK_REQUEST
-                self._tables.apply(entry.sequence, entry.signal, is_counted=is_counted)
-                self._sequences.blocks_changed(entry.sequence)
-            except KvCacheError as error:
-                raise StepFault(
-                    StepFaultKind.KV_SIGNAL,
-                    f"{type(error).__name__} for a signal of {entry.sequence}: {error}",
-                    request_ids=(entry.sequence.request_id,),
-                ) from error
+        position = step.grows.position
+        self._apply_signals(step.signals[:position])
+        self._apply_grows(step.grows)
+        self._apply_signals(step.signals[position:])
         if self._tables.digest != step.digest:
             raise StepFault(
                 StepFaultKind.KV_DIVERGENCE,
@@ -182,6 +176,23 @@ class StepExecutor:
                 f"got {self._tables.digest:016x}",
             )
         self._drop_tables(step)
+
+    def _apply_signals(self, signals: Sequence[SequenceSignal]) -> None:
+        for entry in signals:
+            key = entry.sequence
+            try:
+                self._tables.apply(key, entry.signal, is_counted=key.request_id != CHECK_REQUEST)
+            except KvCacheError as error:
+                raise _bad_signal(key, error) from error
+            self._sequences.blocks_changed(key)
+
+    def _apply_grows(self, grows: Grows) -> None:
+        for identity, grow in grows:
+            key = self._sequences.grown(identity, self._rules)
+            try:
+                self._tables.grow(key, grow)
+            except KvCacheError as error:
+                raise _bad_signal(key, error) from error
 
     def _drop_tables(self, step: Step) -> None:
         """Drop the tables of an ended sequence; it has freed its blocks by this step at the latest."""
@@ -218,3 +229,11 @@ class StepExecutor:
         fault.step_id = step.step_id
         fault.request_ids = tuple(dict.fromkeys((*step.request_ids, *fault.request_ids)))
         return fault
+
+
+def _bad_signal(key: SequenceKey, error: KvCacheError) -> StepFault:
+    return StepFault(
+        StepFaultKind.KV_SIGNAL,
+        f"{type(error).__name__} for a signal of {key}: {error}",
+        request_ids=(key.request_id,),
+    )

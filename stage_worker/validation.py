@@ -242,6 +242,17 @@ class StageSequences:
         if (state := self._live.get(key)) is not None:
             state.decode_end = 0
 
+    def grown(self, identity: bytes, rules: StepRules) -> SequenceKey:
+        """Return the sequence of `identity`, which has a further block; decodes may use its positions."""
+        state = self._by_identity.get(identity)
+        if state is None:
+            key, _ = key_of(identity)
+            self.blocks_changed(key)
+            return key
+        if state.decode_end:
+            state.decode_end = min(state.decode_end + rules.block_size, rules.max_sequence_tokens)
+        return state.key
+
     def _stale(self, identity: bytes) -> NoReturn:
         sequence, restart_count = key_of(identity)
         live = self.get(sequence)

@@ -17,11 +17,14 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import SAMPLING_NUMBERS, GrammarSpec, StepSampling
 from wire.steps import (
+    GROW_BYTES,
     IDENTITY_BYTES,
     NO_DECODES,
+    NO_GROWS,
     Decodes,
     EndRecord,
     FaultReport,
+    Grows,
     Prefill,
     RowDetail,
     SequenceSignal,
@@ -169,6 +172,8 @@ def encode_step(step: Step) -> bytes:
         signal = message.signals.add()
         _set_key(signal.sequence, entry.sequence)
         encode_signal(entry.signal, signal)
+    if step.grows:
+        message.grows.rows, message.grows.position = step.grows.rows, step.grows.position
     return message.SerializeToString()
 
 
@@ -204,8 +209,20 @@ def _decode_step(message: step_pb2.Step) -> Step:
         signals=tuple(
             [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
         ),
+        grows=_decode_grows(message) if message.HasField("grows") else NO_GROWS,
         digest=message.digest,
     )
+
+
+def _decode_grows(message: step_pb2.Step) -> Grows:
+    rows, position = message.grows.rows, message.grows.position
+    if len(rows) % GROW_BYTES or position > len(message.signals):
+        raise StepFault(
+            StepFaultKind.UNDECODABLE,
+            f"grows have {len(rows)} bytes in rows of {GROW_BYTES}, "
+            f"after {position} of {len(message.signals)} signals",
+        )
+    return Grows(rows, position)
 
 
 def _decode_decodes(columns: step_pb2.DecodeColumns) -> Decodes:

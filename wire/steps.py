@@ -9,11 +9,11 @@ constructing a frozen dataclass takes twice as long.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvcache import Signal
+from kvcache import Grow, Signal
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
@@ -189,11 +189,43 @@ class SequenceSignal:
     signal: Signal
 
 
+GROW_BYTES = 64
+"""Size of a row of `Grows`: identity, then the five numbers of a `Grow` as little-endian u64."""
+
+_GROW = struct.Struct("<24s5Q")
+
+
+def pack_grow(identity: bytes, grow: Grow) -> bytes:
+    return _GROW.pack(identity, *grow)
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Grows:
+    """Sequences that complete a block and open the next one, as rows of `GROW_BYTES`.
+
+    They follow the first `position` signals of the step.
+    """
+
+    rows: bytes = b""
+    position: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows) // GROW_BYTES
+
+    def __iter__(self) -> Iterator[tuple[bytes, Grow]]:
+        """Yield identity and signal of each row, in order."""
+        for identity, *numbers in _GROW.iter_unpack(self.rows):
+            yield identity, Grow._make(numbers)
+
+
+NO_GROWS = Grows()
+
+
 @dataclass(slots=True, unsafe_hash=True, kw_only=True)
 class Step:
     """One micro-batch; each stage applies ends, starts, signals, then slices: all decodes before `chunks`.
 
-    `chunks` are prefill slices.
+    `chunks` are prefill slices. Signals are `signals`, and `grows` among them.
     """
 
     epoch: int
@@ -203,6 +235,7 @@ class Step:
     starts: tuple[StartRecord, ...] = ()
     ends: tuple[EndRecord, ...] = ()
     signals: tuple[SequenceSignal, ...] = ()
+    grows: Grows = NO_GROWS
     digest: int = 0
 
     @classmethod
@@ -215,6 +248,7 @@ class Step:
         starts: tuple[StartRecord, ...] = (),
         ends: tuple[EndRecord, ...] = (),
         signals: tuple[SequenceSignal, ...] = (),
+        grows: Grows = NO_GROWS,
         digest: int = 0,
     ) -> "Step":
         """Step of `slices`. Raises ValueError if a decode follows a chunk."""
@@ -230,6 +264,7 @@ class Step:
             starts=starts,
             ends=ends,
             signals=signals,
+            grows=grows,
             digest=digest,
         )
 

@@ -22,7 +22,7 @@ from kvcache import (
     salt_of,
 )
 from wire.ids import SequenceKey
-from wire.steps import SequenceSignal
+from wire.steps import NO_GROWS, Grows, SequenceSignal, pack_grow
 
 WATERMARK_FRACTION = 0.01
 """Share of the blocks that an admission leaves free for running sequences to grow."""
@@ -66,6 +66,7 @@ class KvCacheManager:
         self._watermark = int(num_blocks * WATERMARK_FRACTION)
         self._ids = count(1)
         self._pending: list[SequenceSignal] = []
+        self._grows = NO_GROWS
         self._events: list[Announced] = []
         self._planned: _Planned | None = None
 
@@ -81,7 +82,7 @@ class KvCacheManager:
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._grows)
 
     @property
     def num_available(self) -> int:
@@ -101,9 +102,14 @@ class KvCacheManager:
         return self._pool.num_free
 
     def take_pending(self) -> tuple[SequenceSignal, ...]:
-        """Take the signals since the last call, in the order of the ledger."""
+        """Take the signals since the last call, in the order of the ledger; see also `take_grows`."""
         pending, self._pending = tuple(self._pending), []
         return pending
+
+    def take_grows(self) -> Grows:
+        """Take the grows since the last call, which belong among the signals of `take_pending`."""
+        grows, self._grows = self._grows, NO_GROWS
+        return grows
 
     def take_events(self) -> list[Announced]:
         """Take the KV events since the last call, in order.
@@ -181,6 +187,25 @@ class KvCacheManager:
         """Reduce `num_tokens` to the available blocks, unless that leaves none beyond `first_query`."""
         end = (active.num_allocated_blocks + self.num_available) * self._block_size
         return end if first_query < end < num_tokens else num_tokens
+
+    def grow(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Allocate slots for the newest tokens of `sequences` in one go, where that preempts nobody.
+
+        Returns the sequences that need `append` instead. A step has one run of grows.
+        """
+        if self._window is not None or self._grows or self.num_available < len(sequences):
+            return sequences
+        rows, others = [], []
+        for sequence in sequences:
+            active = sequence.kv
+            grow = self._ledger.grow(active, sequence.newest_token, self._events)
+            if grow is None:
+                others.append(sequence)
+            else:
+                rows.append(pack_grow(sequence.identity, grow))
+                sequence.kv_end = active.num_slots
+        self._grows = Grows(b"".join(rows), len(self._pending))
+        return others
 
     def append(self, sequence: Sequence) -> None:
         """Allocate a slot for the newest token of `sequence`, and set its `kv_end`.

@@ -305,6 +305,7 @@ class Scheduler:
             starts=tuple(builder.starts),
             ends=tuple(self._ends),
             signals=kv.take_pending(),
+            grows=kv.take_grows(),
             digest=kv.digest,
         )
         self._ends.clear()
@@ -419,7 +420,8 @@ class Scheduler:
     ) -> None:
         taken = self._decoding.take(num_steps, max_sequences=max_decodes)
         num_preemptions = self.counts.num_preemptions
-        for sequence in Sequence.without_slot(taken):
+        needy = Sequence.without_slot(taken)
+        for sequence in kv.grow(needy) if needy else ():
             # A sequence may have been preempted for an earlier one of this loop.
             if sequence.can_decode:
                 self._allocate_slot(sequence, kv)

@@ -14,7 +14,7 @@ from wire.errors import StepFaultKind
 from wire.frames import frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
+from wire.steps import NO_GROWS, Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
 from wire.tensors import TensorView
 
 Messages = Iterable[forward_pb2.ForwardRequest]
@@ -114,7 +114,7 @@ def _end_that_keeps_blocks(step: Step, hidden: TensorView) -> Messages:
 
 def _impossible_signal(step: Step, hidden: TensorView) -> Messages:
     signal = SequenceSignal(step.slices[0].sequence, Deref(FullBlock(12345)))
-    return _frame(replace(step, signals=(signal,)), hidden)
+    return _frame(replace(step, signals=(signal,), grows=NO_GROWS), hidden)
 
 
 def _of_another_step(step: Step, hidden: TensorView) -> Messages:

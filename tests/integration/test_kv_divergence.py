@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcache import Block, BlockTables, Deref, Destroy, FullBlock, Promote, Signal, Use
+from kvcache import Block, BlockTables, Deref, Destroy, FullBlock, Grow, Promote, Signal, Use
 from tests.checkpoints import make_checkpoint
 from tests.local_pipeline import LocalPipeline, Request
 from wire.errors import StepFault, StepFaultKind
@@ -218,4 +218,28 @@ def test_a_changed_signal_is_detected_in_its_own_step(
         with monkeypatch.context() as patch:
             patch.setattr(BlockTables, "apply", changed)
             fault = pipeline.damage(stage, step_id, lambda tables: False)
+        assert check(pipeline, fault, expected).step_id == pipeline.harmed_at
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("number", range(6), ids=[*Grow._fields, "left out"])
+def test_a_changed_grow_is_detected_in_its_own_step(
+    pipeline: Damaged, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    grow = BlockTables.grow
+    for stage in range(NUM_STAGES):
+        is_due = True
+
+        def changed(tables: BlockTables, key: object, given: Grow, *, stage: int = stage) -> object:
+            nonlocal is_due
+            if is_due and tables is pipeline.stages[stage]._tables and pipeline.now >= 9:
+                is_due, pipeline.harmed_at = False, pipeline.now
+                if number == len(given):
+                    return ()
+                given = Grow._make(value ^ (index == number) for index, value in enumerate(given))
+            return grow(tables, key, given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockTables, "grow", changed)
+            fault = pipeline.damage(stage, 9, lambda tables: False)
         assert check(pipeline, fault, expected).step_id == pipeline.harmed_at

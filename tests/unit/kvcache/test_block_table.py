@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from kvcache import (
@@ -8,7 +10,9 @@ from kvcache import (
     Deref,
     Destroy,
     FullBlock,
+    Grow,
     IntegrityBroken,
+    KvCacheError,
     OutOfBlocks,
     PartialBlock,
     Promote,
@@ -275,3 +279,38 @@ def test_placed_copies_the_pages(tables: BlockTables) -> None:
     tables.apply("a", use(1))
     tables.placed("a", 0, 4).pages.clear()
     assert len(tables.pages("a")) == 1
+
+
+def test_a_grow_replaces_the_last_block_and_appends_another(tables: BlockTables) -> None:
+    tables.apply("a", use(1))
+    tables.apply("a", open_partial(1))
+    tables.apply("b", use(1, 7))
+    tables.grow("a", Grow(1, 7, 1, 107, 2))
+    assert tables.pages("a") == [*tables.pages("b"), 1]
+    tables.grow("a", Grow(2, 8, 7, 108, 3))
+    assert tables.pages("a") == [0, 2, 1, 3]
+    assert tables.writable_runs("a", 8, 16) == [(8, 16)]
+    tables.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("key", "grow", "error"),
+    [
+        ("c", Grow(1, 7, 1, 7, 2), UnknownSequence("sequence 'c' has no block table")),
+        ("b", Grow(1, 7, 1, 7, 2), BlockNotHeld("sequence 'b' does not end in PartialBlock(id=1)")),
+        ("a", Grow(3, 7, 1, 7, 2), BlockNotHeld("sequence 'a' does not end in PartialBlock(id=3)")),
+        ("a", Grow(1, 7, 1, 7, 3), BlockShared("PartialBlock(id=3) of sequence 'a' already has an owner")),
+        ("a", Grow(1, 7, 1, 7, 2), OutOfBlocks(1, 0)),
+    ],
+)
+def test_an_impossible_grow_changes_nothing(key: str, grow: Grow, error: KvCacheError) -> None:
+    tables = BlockTables(4, block_size=4)
+    tables.apply("a", use(1))
+    tables.apply("a", open_partial(1))
+    tables.apply("b", use(1, 2))
+    tables.apply("d", open_partial(3))
+    before = tables.digest, tables.pages("a"), tables.pages("b")
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        tables.grow(key, grow)
+    assert (tables.digest, tables.pages("a"), tables.pages("b")) == before
+    tables.check_integrity()

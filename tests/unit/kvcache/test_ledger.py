@@ -4,6 +4,7 @@ import pytest
 
 from kvcache import (
     ActiveSequence,
+    Announced,
     BlockPool,
     FullBlock,
     HashCollision,
@@ -13,8 +14,10 @@ from kvcache import (
     PartialBlock,
     Promote,
     Signal,
+    Stored,
     Use,
 )
+from kvcache.hashing import pack_tokens
 
 _IDS = count(1000)
 
@@ -201,3 +204,22 @@ def test_integrity_check_finds_an_owner_that_is_missing() -> None:
     ledger._contents.clear()
     with pytest.raises(IntegrityBroken, match="contents of 0 blocks, the pool has 1"):
         ledger.check_integrity()
+
+
+@pytest.mark.parametrize("sees_cache", [True, False])
+def test_blocks_that_no_other_sequence_can_use_grow_unannounced(sees_cache: bool) -> None:
+    ledger = Ledger(10, block_size=2)
+    made = ActiveSequence(
+        (1, 2, 3), block_size=2, max_output_tokens=20, prefix_caching=sees_cache, new_id=_IDS.__next__
+    )
+    allocate(ledger, made)
+    push(ledger, made, 4)
+    announced: list[Announced] = []
+    grow = ledger.grow(made, 5, announced)
+    assert grow is not None
+    stored = [
+        Announced(Stored(grow.parent, (grow.sequence_hash,), (grow.block_hash,), 1), pack_tokens((3, 4)))
+    ]
+    assert announced == (stored if sees_cache else [])
+    assert len(list(ledger.cached_blocks())) == (2 if sees_cache else 0)
+    ledger.check_integrity([made])

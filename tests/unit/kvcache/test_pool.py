@@ -1,5 +1,8 @@
+import re
+from copy import deepcopy
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcache import (
@@ -9,7 +12,9 @@ from kvcache import (
     BlockShared,
     Deref,
     Destroy,
+    Event,
     FullBlock,
+    Grow,
     IntegrityBroken,
     InvalidSignal,
     KvCacheError,
@@ -68,6 +73,52 @@ def test_any_stream_of_signals_matches_the_reference_pool(capacity: int, signals
             pool.page_of(block) == replica.page_of(block) for block in (*model.refcounts, *model.inactive)
         )
         pool.check_integrity(block for block, count in model.refcounts.items() for _ in range(count))
+
+
+_BLOCKS = (*map(FullBlock, range(8)), *map(PartialBlock, range(4)))
+
+
+def _apply(pool: BlockPool, signals: tuple[Signal, ...]) -> tuple[Event, ...]:
+    return tuple(event for signal in signals for event in pool.apply(signal))
+
+
+_id, _name = st.integers(0, 3), st.integers(0, 7)
+_grows = st.builds(Grow, _id, _name, st.integers(20, 22), st.just(5), _id)
+
+
+@settings(max_examples=examples(7))
+@example(2, [use(0), Use((PartialBlock(0),)), Grow(0, 1, 20, 5, 0), Deref(FullBlock(0))])
+@given(st.integers(1, 6), st.lists(st.one_of(_signals, _grows, _grows), min_size=5, max_size=40))
+def test_a_grow_equals_its_two_signals(capacity: int, items: list[Signal | Grow]) -> None:
+    pool, other = BlockPool(capacity), BlockPool(capacity)
+    for item in items:
+        signals = item.signals if isinstance(item, Grow) else (item,)
+        try:
+            events = pool.grow(item) if isinstance(item, Grow) else pool.apply(item)
+        except KvCacheError as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                _apply(deepcopy(other), signals)
+        else:
+            assert events == _apply(other, signals)
+        assert pool.digest == other.digest
+        assert (pool.inactive, pool.num_free) == (other.inactive, other.num_free)
+        assert all(pool.pages_of([block]) == other.pages_of([block]) for block in _BLOCKS)
+        pool.check_integrity()
+
+
+def test_an_invalid_grow_is_rejected_and_changes_nothing() -> None:
+    pool = BlockPool(4)
+    pool.apply(Use((PartialBlock(1),)))
+    digest = pool.digest
+    for grow in (
+        Grow(1, 1 << 64, 0, 0, 2),
+        Grow(1, 5, -1, 0, 2),
+        Grow(1, 5, 0, 1 << 64, 2),
+        Grow(1, 5, 0, 0, -1),
+    ):
+        with pytest.raises(InvalidSignal, match="unsigned 64-bit"):
+            pool.grow(grow)
+        assert (pool.digest, pool.num_active, pool.refcount(PartialBlock(1))) == (digest, 1, 1)
 
 
 def test_pages_are_handed_out_in_order_and_the_last_freed_comes_first() -> None:

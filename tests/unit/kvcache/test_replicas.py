@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache import ActiveSequence, BlockTables, Ledger, OutOfBlocks, Promote, Signal
+from kvcache import ActiveSequence, Announced, BlockTables, Ledger, OutOfBlocks, Promote, Signal
 from tests.properties import examples
 from tests.unit.kvcache.naive_pool import NaivePool
 
@@ -22,6 +22,7 @@ class Serving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(_NUM_BLOCKS, block_size=_BLOCK_SIZE)
+        self.ledger_without_grows = Ledger(_NUM_BLOCKS, block_size=_BLOCK_SIZE)
         self.tables = BlockTables(_NUM_BLOCKS, block_size=_BLOCK_SIZE)
         self.model = NaivePool(_NUM_BLOCKS)
         self.slots: dict[int, int] = {}
@@ -32,9 +33,27 @@ class Serving(RuleBasedStateMachine):
     def send(self, key: int, signal: Signal) -> None:
         """Applies a signal to ledger and stage; a failed `Use` reaches neither model nor stage."""
         events = self.ledger.apply(self.sequences[key], signal)
+        assert events == self.ledger_without_grows.apply(self.sequences[key], signal)
         assert list(events) == self.model.apply(signal)
         assert events == self.tables.apply(key, signal)
         assert self.tables.digest == self.ledger.digest
+
+    def grow(self, key: int, token: int) -> bool:
+        """Grows the sequence in ledger and stage, and applies two signals elsewhere; False if it does not."""
+        sequence, announced = self.sequences[key], list[Announced]()
+        grow = self.ledger.grow(sequence, token, announced)
+        if grow is None:
+            return False
+        expected, events = list[Announced](), ()
+        for signal in grow.signals:
+            new = self.ledger_without_grows.apply(sequence, signal)
+            assert list(new) == self.model.apply(signal)
+            expected += self.ledger_without_grows.announced(new)
+            events += new
+        assert announced == expected
+        assert self.tables.grow(key, grow) == events
+        assert self.tables.digest == self.ledger.digest == self.ledger_without_grows.digest
+        return True
 
     def compute(self, key: int, start: int, end: int) -> None:
         """Writes the writable tokens of start..end-1 and checks the tokens that the sequence reads."""
@@ -55,13 +74,18 @@ class Serving(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.sequences)), label="sequence")
 
-    @rule(tokens=_tokens, prefix_caching=st.sampled_from([True, True, True, False]))
-    def arrive(self, tokens: list[int], prefix_caching: bool) -> None:
+    @rule(
+        tokens=_tokens,
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        is_announced=st.sampled_from([True, True, False]),
+    )
+    def arrive(self, tokens: list[int], prefix_caching: bool, is_announced: bool) -> None:
         self.sequences[next(self.keys)] = ActiveSequence(
             tokens,
             block_size=_BLOCK_SIZE,
             max_output_tokens=1000,
             prefix_caching=prefix_caching,
+            is_announced=is_announced,
             new_id=self.new_id,
         )
 
@@ -87,12 +111,15 @@ class Serving(RuleBasedStateMachine):
             self.compute(key, start, end)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), tokens=_tokens)
-    def push(self, data: st.DataObject, tokens: list[int]) -> None:
+    @rule(data=st.data(), tokens=_tokens, grows=st.booleans())
+    def push(self, data: st.DataObject, tokens: list[int], grows: bool) -> None:
         key = self.pick(data)
         sequence = self.sequences[key]
         for token in tokens:
             is_up_to_date = sequence.num_committed_tokens == len(sequence)
+            if grows and self.grow(key, token):
+                self.compute(key, len(sequence) - 1, len(sequence))
+                continue
             signals = self.ledger.push(sequence, token)
             assert not signals or is_up_to_date
             try:
@@ -144,6 +171,7 @@ class Serving(RuleBasedStateMachine):
         assert pool.num_active == len(model.refcounts)
         alive = [sequence for sequence in self.sequences.values() if sequence.num_allocated_blocks]
         self.ledger.check_integrity(alive)
+        self.ledger_without_grows.check_integrity(alive)
         self.tables.check_integrity()
 
     @invariant()

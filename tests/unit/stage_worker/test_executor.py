@@ -1,5 +1,6 @@
 """The one routine of every role: what it refuses, what it answers, and that a refused epoch stays refused."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from coordinator.scheduler.sequence import SequenceState
+from kvcache import PartialBlock, Use
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError, HandedOn, StageOutput
 from stage_worker.backends.model_compute import ModelCompute
@@ -16,14 +18,16 @@ from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
-from tests.step_slices import with_slices
+from tests.step_slices import all_signals, with_slices
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
 from wire.sampling import StepSampling
 from wire.step_codec import encode_step
 from wire.steps import (
+    Grows,
     Prefill,
+    SequenceSignal,
     SliceError,
     SliceResult,
     StartRecord,
@@ -31,6 +35,7 @@ from wire.steps import (
     StepResult,
     StepSlice,
     TokenLogprobs,
+    pack_grow,
 )
 
 HIDDEN_SIZE = 64
@@ -239,6 +244,55 @@ def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
     assert (stats.blocks_active, stats.blocks_inactive) == (0, 1)
     assert stats.num_steps == 2
     stage.executor.check_integrity()
+
+
+def decoding(stage: Stage, num_tokens: int) -> SequenceKey:
+    """A sequence whose next step grows it, if `num_tokens` fill blocks."""
+    sequence = stage.log.add(tuple(range(num_tokens - 1)), max_tokens=64)
+    for step_id in range(2):
+        step = stage.log.step()
+        stage.run(step)
+        stage.log.complete(StepResult.of(1, step_id, (SliceResult(sequence.key, 0, 9),)))
+    return sequence.key
+
+
+def test_grows_are_applied_among_the_signals_in_their_place(stage: Stage) -> None:
+    key = decoding(stage, 16)
+    step = stage.log.step()
+    assert (len(step.grows), len(step.signals)) == (1, 0)
+    before = stage.executor._tables.pages(key)
+    stage.run(step)
+    assert stage.executor._tables.pages(key)[:-1] == before
+    stage.executor.check_integrity()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_signals_before_and_after_grows_keep_their_order(stage: Stage, position: int) -> None:
+    """Another order has another digest."""
+    key = decoding(stage, 16)
+    other = stage.log.add((1, 2, 3))
+    step = stage.log.step()
+    assert [entry.sequence for entry in step.signals] == [other.key]
+    signals = (SequenceSignal(other.key, Use((PartialBlock(1 << 40),))), *step.signals)
+    pool = deepcopy(stage.executor._tables.pool)
+    expected = replace(step, signals=signals, grows=replace(step.grows, position=position))
+    for entry in all_signals(expected):
+        pool.apply(entry.signal)
+    fault = stage.refused(replace(expected, digest=step.digest))
+    assert fault.kind is StepFaultKind.KV_DIVERGENCE
+    assert f"got {pool.digest:016x}" in fault.message
+    assert stage.executor._tables.pages(key)
+
+
+def test_an_impossible_grow_is_a_fault_of_its_sequence(stage: Stage) -> None:
+    key = decoding(stage, 16)
+    step = stage.log.step()
+    ((identity, grow),) = step.grows
+    rows = pack_grow(identity, grow._replace(partial=grow.partial + 1))
+    fault = stage.refused(replace(step, grows=Grows(rows)))
+    assert fault.kind is StepFaultKind.KV_SIGNAL
+    assert fault.message.startswith(f"BlockNotHeld for a signal of {key}: sequence {key!r} does not end in ")
+    assert fault.request_ids == (key.request_id,)
 
 
 def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:

@@ -4,16 +4,31 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoint import DType
 from stage_worker import validation
-from stage_worker.validation import StageSequences
+from stage_worker.validation import StageSequences, StepRules
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
-from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSlice
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSlice, identity_of
 
 GREEDY = StepSampling(temperature=0.0)
 KEY = SequenceKey(RequestId(bytes(16)), 0)
+OTHER = SequenceKey(RequestId(bytes(16)), 1)
 TOKENS = tuple(range(100, 110))
+
+
+def rules(max_sequence_tokens: int) -> StepRules:
+    return StepRules(
+        takes_hidden=True,
+        hidden_size=4,
+        vocab_size=200,
+        dtype=DType.F32,
+        block_size=8,
+        max_step_tokens=64,
+        max_step_sequences=8,
+        max_sequence_tokens=max_sequence_tokens,
+    )
 
 
 def start(restart_count: int = 0, key: SequenceKey = KEY) -> StartRecord:
@@ -98,6 +113,26 @@ def test_a_chunk_of_another_prefill_is_rejected() -> None:
     longer = StepSlice(KEY, 0, TOKENS[:4], Prefill(0, 4, 11))
     fault = refused(started(), longer)
     assert (fault.kind, "11" in fault.message) == (StepFaultKind.SLICE_SET, True)
+
+
+@pytest.mark.parametrize("limit", [24, 29])
+def test_a_further_block_extends_the_positions_that_decodes_may_use(limit: int) -> None:
+    states = started()
+    state, identity = states.get(KEY), identity_of(KEY, 0)
+    assert states.grown(identity, rules(limit)) == KEY
+    assert state.decode_end == 0  # its first decode looks at its blocks
+    state.decode_end = 16
+    for end in (24, limit):
+        assert states.grown(identity, rules(limit)) == KEY
+        assert state.decode_end == end
+
+
+def test_a_further_block_of_another_start_is_looked_at() -> None:
+    states = started(restart_count=1)
+    states.get(KEY).decode_end = 16
+    assert states.grown(identity_of(KEY, 0), rules(64)) == KEY
+    assert states.get(KEY).decode_end == 0
+    assert states.grown(identity_of(OTHER, 3), rules(64)) == OTHER
 
 
 @pytest.mark.parametrize("restart_count", [0, 2])

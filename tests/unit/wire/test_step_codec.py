@@ -272,3 +272,22 @@ def test_a_fault_names_the_requests_of_decodes_and_chunks() -> None:
     with pytest.raises(StepFault, match="prefill tokens") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.request_ids == tuple(part.sequence.request_id for part in (*DECODES, CHUNK))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda grows: setattr(grows, "rows", grows.rows[:-1]), "63 bytes in rows of 64, after 3 of 4"),
+        (lambda grows: setattr(grows, "rows", grows.rows + bytes(8)), "72 bytes in rows of 64"),
+        (lambda grows: setattr(grows, "position", 5), "after 5 of 4 signals"),
+    ],
+)
+def test_grows_that_do_not_fit_are_undecodable(
+    change: Callable[[step_pb2.GrowRows], object], text: str
+) -> None:
+    message = step_pb2.Step.FromString(encode_step(example_step()))
+    change(message.grows)
+    with pytest.raises(StepFault, match=text) as caught:
+        decode_step(message.SerializeToString())
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+    assert caught.value.step_id == 7

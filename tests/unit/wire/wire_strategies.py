@@ -7,15 +7,17 @@ import struct
 from hypothesis import strategies as st
 
 from checkpoint import DType
-from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
+from kvcache import Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Use
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import (
+    NO_GROWS,
     Decode,
     EndRecord,
     FaultReport,
+    Grows,
     Prefill,
     SequenceSignal,
     SliceError,
@@ -25,6 +27,8 @@ from wire.steps import (
     StepResult,
     StepSlice,
     TokenLogprobs,
+    identity_of,
+    pack_grow,
 )
 from wire.tensors import TensorView
 
@@ -48,6 +52,16 @@ signals = st.one_of(
     st.builds(Destroy, blocks),
 )
 sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
+grow_rows = st.builds(
+    pack_grow, st.builds(identity_of, sequence_keys, U32), st.builds(Grow, U64, U64, U64, U64, U64)
+)
+
+
+@st.composite
+def grows(draw: st.DrawFn, num_signals: int) -> Grows:
+    """No rows, or some after any of the signals."""
+    rows = b"".join(draw(st.lists(grow_rows, max_size=3)))
+    return Grows(rows, draw(st.integers(0, num_signals))) if rows else NO_GROWS
 
 
 @st.composite
@@ -96,13 +110,15 @@ def _decodes_first(parts: list[StepSlice]) -> tuple[StepSlice, ...]:
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """Any step."""
+    in_order = draw(st.lists(sequence_signals, max_size=5).map(tuple))
     return Step.of(
         draw(st.lists(slices(), max_size=4).map(_decodes_first)),
         epoch=draw(U64),
         step_id=draw(U64),
         starts=draw(st.lists(start_records, max_size=3).map(tuple)),
         ends=draw(st.lists(end_records, max_size=3).map(tuple)),
-        signals=draw(st.lists(sequence_signals, max_size=5).map(tuple)),
+        signals=in_order,
+        grows=draw(grows(len(in_order))),
         digest=draw(U64),
     )
 
@@ -156,6 +172,7 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
             SequenceSignal(two, Deref(FullBlock(17))),
             SequenceSignal(two, Destroy(PartialBlock(0))),
         ),
+        grows=Grows(pack_grow(identity_of(two, 0), Grow(19, 20, 21, 22, 23)), position=3),
         digest=18,
     )
 

@@ -26,53 +26,55 @@ from stageline_rpc.v1 import cluster_pb2 as stageline__rpc_dot_v1_dot_cluster__p
 from stageline_rpc.v1 import inference_pb2 as stageline__rpc_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\x1a stageline_rpc/v1/inference.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xbe\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x35\n\x07\x64\x65\x63odes\x18\x03 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\x12\x33\n\x06\x63hunks\x18\x04 \x03(\x0b\x32#.stageline.internal.v1.PrefillChunk\x12\x32\n\x06starts\x18\x05 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x06 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x07 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x06\"F\n\rDecodeColumns\x12\x12\n\nidentities\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\"\xa9\x01\n\x0cPrefillChunk\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r\x12\x11\n\tis_scored\x18\x06 \x01(\x08\"\xd1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x93\x01\n\x0cStepSampling\x12\x34\n\nparameters\x18\x01 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x1c\n\x14min_tokens_hold_back\x18\x02 \x03(\r\x12/\n\x07grammar\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.Grammar\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\x8e\x02\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"i\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\xb3\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06\"\x98\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x12\n\nidentities\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x31\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.RowDetail\x12\x13\n\x0bstage_times\x18\x06 \x01(\x0c\"\xdd\x01\n\tRowDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x05token\x18\x02 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobsB\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\x1a stageline_rpc/v1/inference.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xee\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x35\n\x07\x64\x65\x63odes\x18\x03 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\x12\x33\n\x06\x63hunks\x18\x04 \x03(\x0b\x32#.stageline.internal.v1.PrefillChunk\x12\x32\n\x06starts\x18\x05 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x06 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x07 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x06\x12.\n\x05grows\x18\t \x01(\x0b\x32\x1f.stageline.internal.v1.GrowRows\"*\n\x08GrowRows\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"F\n\rDecodeColumns\x12\x12\n\nidentities\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\"\xa9\x01\n\x0cPrefillChunk\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r\x12\x11\n\tis_scored\x18\x06 \x01(\x08\"\xd1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x93\x01\n\x0cStepSampling\x12\x34\n\nparameters\x18\x01 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x1c\n\x14min_tokens_hold_back\x18\x02 \x03(\r\x12/\n\x07grammar\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.Grammar\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\x8e\x02\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"i\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\xb3\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06\"\x98\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x12\n\nidentities\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x31\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.RowDetail\x12\x13\n\x0bstage_times\x18\x06 \x01(\x0c\"\xdd\x01\n\tRowDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x05token\x18\x02 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobsB\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.internal.v1.step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BYTEORDER']._serialized_start=2685
-  _globals['_BYTEORDER']._serialized_end=2754
-  _globals['_STEPFAULTKIND']._serialized_start=2757
-  _globals['_STEPFAULTKIND']._serialized_end=3407
+  _globals['_BYTEORDER']._serialized_start=2777
+  _globals['_BYTEORDER']._serialized_end=2846
+  _globals['_STEPFAULTKIND']._serialized_start=2849
+  _globals['_STEPFAULTKIND']._serialized_end=3499
   _globals['_SEQUENCEKEY']._serialized_start=129
   _globals['_SEQUENCEKEY']._serialized_end=178
   _globals['_STEP']._serialized_start=181
-  _globals['_STEP']._serialized_end=499
-  _globals['_DECODECOLUMNS']._serialized_start=501
-  _globals['_DECODECOLUMNS']._serialized_end=571
-  _globals['_PREFILLCHUNK']._serialized_start=574
-  _globals['_PREFILLCHUNK']._serialized_end=743
-  _globals['_STARTRECORD']._serialized_start=746
-  _globals['_STARTRECORD']._serialized_end=955
-  _globals['_STEPSAMPLING']._serialized_start=958
-  _globals['_STEPSAMPLING']._serialized_end=1105
-  _globals['_TOKENSEQUENCE']._serialized_start=1107
-  _globals['_TOKENSEQUENCE']._serialized_end=1138
-  _globals['_GRAMMAR']._serialized_start=1140
-  _globals['_GRAMMAR']._serialized_end=1197
-  _globals['_ENDRECORD']._serialized_start=1199
-  _globals['_ENDRECORD']._serialized_end=1287
-  _globals['_SEQUENCESIGNAL']._serialized_start=1290
-  _globals['_SEQUENCESIGNAL']._serialized_end=1560
-  _globals['_BLOCK']._serialized_start=1562
-  _globals['_BLOCK']._serialized_end=1613
-  _globals['_USE']._serialized_start=1615
-  _globals['_USE']._serialized_end=1720
-  _globals['_PROMOTE']._serialized_start=1722
-  _globals['_PROMOTE']._serialized_end=1823
-  _globals['_TENSORHEADER']._serialized_start=1826
-  _globals['_TENSORHEADER']._serialized_end=2005
-  _globals['_STEPRESULT']._serialized_start=2008
-  _globals['_STEPRESULT']._serialized_end=2160
-  _globals['_ROWDETAIL']._serialized_start=2163
-  _globals['_ROWDETAIL']._serialized_end=2384
-  _globals['_SLICEERROR']._serialized_start=2387
-  _globals['_SLICEERROR']._serialized_end=2579
-  _globals['_SLICEERROR_KIND']._serialized_start=2487
-  _globals['_SLICEERROR_KIND']._serialized_end=2579
-  _globals['_STEPLOGPROBS']._serialized_start=2581
-  _globals['_STEPLOGPROBS']._serialized_end=2683
+  _globals['_STEP']._serialized_end=547
+  _globals['_GROWROWS']._serialized_start=549
+  _globals['_GROWROWS']._serialized_end=591
+  _globals['_DECODECOLUMNS']._serialized_start=593
+  _globals['_DECODECOLUMNS']._serialized_end=663
+  _globals['_PREFILLCHUNK']._serialized_start=666
+  _globals['_PREFILLCHUNK']._serialized_end=835
+  _globals['_STARTRECORD']._serialized_start=838
+  _globals['_STARTRECORD']._serialized_end=1047
+  _globals['_STEPSAMPLING']._serialized_start=1050
+  _globals['_STEPSAMPLING']._serialized_end=1197
+  _globals['_TOKENSEQUENCE']._serialized_start=1199
+  _globals['_TOKENSEQUENCE']._serialized_end=1230
+  _globals['_GRAMMAR']._serialized_start=1232
+  _globals['_GRAMMAR']._serialized_end=1289
+  _globals['_ENDRECORD']._serialized_start=1291
+  _globals['_ENDRECORD']._serialized_end=1379
+  _globals['_SEQUENCESIGNAL']._serialized_start=1382
+  _globals['_SEQUENCESIGNAL']._serialized_end=1652
+  _globals['_BLOCK']._serialized_start=1654
+  _globals['_BLOCK']._serialized_end=1705
+  _globals['_USE']._serialized_start=1707
+  _globals['_USE']._serialized_end=1812
+  _globals['_PROMOTE']._serialized_start=1814
+  _globals['_PROMOTE']._serialized_end=1915
+  _globals['_TENSORHEADER']._serialized_start=1918
+  _globals['_TENSORHEADER']._serialized_end=2097
+  _globals['_STEPRESULT']._serialized_start=2100
+  _globals['_STEPRESULT']._serialized_end=2252
+  _globals['_ROWDETAIL']._serialized_start=2255
+  _globals['_ROWDETAIL']._serialized_end=2476
+  _globals['_SLICEERROR']._serialized_start=2479
+  _globals['_SLICEERROR']._serialized_end=2671
+  _globals['_SLICEERROR_KIND']._serialized_start=2579
+  _globals['_SLICEERROR_KIND']._serialized_end=2671
+  _globals['_STEPLOGPROBS']._serialized_start=2673
+  _globals['_STEPLOGPROBS']._serialized_end=2775
 # @@protoc_insertion_point(module_scope)

@@ -133,11 +133,12 @@ class Step(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    GROWS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """Strictly consecutive within an epoch, from 0."""
     digest: _builtins.int
-    """The ledger's digest after `signals`."""
+    """The ledger's digest after `signals` and `grows`."""
     @_builtins.property
     def decodes(self) -> Global___DecodeColumns:
         """Slices of the step: all decodes, then all chunks. Rows of hidden states and results have this order."""
@@ -152,6 +153,8 @@ class Step(_message.Message):
     def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceSignal]:
         """In the order in which the ledger applied them."""
 
+    @_builtins.property
+    def grows(self) -> Global___GrowRows: ...
     def __init__(
         self,
         *,
@@ -163,14 +166,43 @@ class Step(_message.Message):
         ends: _abc.Iterable[Global___EndRecord] | None = ...,
         signals: _abc.Iterable[Global___SequenceSignal] | None = ...,
         digest: _builtins.int = ...,
+        grows: Global___GrowRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "grows", b"grows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "starts", b"starts", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "grows", b"grows", "signals", b"signals", "starts", b"starts", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
+class GrowRows(_message.Message):
+    """Sequences that complete a block and open the next one: for each row, a `Promote` and then a `Use`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Number of `signals` that precede these."""
+    rows: _builtins.bytes
+    """64 bytes each: identity as in DecodeColumns, then as u64 LE: id of the partial block, its sequence hash,
+    its parent and its block hash, all as in Promote; id of the partial block that is used.
+    """
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrowRows: _TypeAlias = GrowRows  # noqa: Y015
 
 @_typing.final
 class DecodeColumns(_message.Message):

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from coordinator.scheduler.policy import SchedulerLimits
 from kvcache import BlockTables
+from tests.step_slices import all_signals
 from wire.ids import SequenceKey
 from wire.steps import Decode, Prefill, StartRecord, Step, StepSlice, TokenLogprobs
 
@@ -113,7 +114,7 @@ class StageReplica:
             del self.sequences[end.sequence]
         for start in step.starts:
             self._start(start)
-        for entry in step.signals:
+        for entry in all_signals(step):
             self.tables.apply(entry.sequence, entry.signal)
         assert self.tables.digest == step.digest, f"digest diverges in step {step.step_id}"
         for end in step.ends:

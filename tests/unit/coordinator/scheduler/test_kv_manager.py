@@ -23,7 +23,10 @@ from kvcache import (
     Promote,
     Use,
 )
+from kvcache.hashing import pack_tokens
+from tests.step_slices import all_signals
 from tests.unit.coordinator.scheduler.pipeline_model import GREEDY, key_of
+from wire.steps import Step
 
 
 def sequence_of(
@@ -93,6 +96,92 @@ def test_replaying_the_outbox_gives_the_same_digest_at_every_step() -> None:
     assert kinds[:4] == [(Use, key_of(0)), (Use, key_of(1)), (Promote, key_of(0)), (Use, key_of(0))]
     assert not log.has_pending
     assert log.take_pending() == ()
+
+
+def at_block_end(log: KvCacheManager, prompt: tuple[int, ...], *, number: int) -> Sequence:
+    """Its newest token, 9 as the one before, needs another block of two tokens."""
+    sequence = running(log, prompt, number=number)
+    if len(prompt) % 2:
+        append(log, sequence, 9)
+    sequence.accept_token(9)
+    return sequence
+
+
+def replay(replica: BlockPool, log: KvCacheManager) -> None:
+    step = Step(epoch=1, step_id=0, signals=log.take_pending(), grows=log.take_grows())
+    for entry in all_signals(step):
+        replica.apply(entry.signal)
+    assert replica.digest == log.digest
+
+
+def test_grows_belong_among_the_signals_of_the_ledger() -> None:
+    log, replica = KvCacheManager(num_blocks=20, block_size=2), BlockPool(20)
+    grown = [at_block_end(log, (1, 2, 3), number=0), at_block_end(log, (4, 5, 6), number=1)]
+    others = [at_block_end(log, (7,), number=2), at_block_end(log, (1, 2), number=3)]
+    replay(replica, log)
+    freed = admitted(log, (8, 8), number=4)
+    log.free(key_of(4), freed, freed.free_signals())
+    assert log.grow([grown[0], *others, grown[1]]) == others
+    assert log.has_pending
+    for sequence in others:
+        log.append(sequence)
+    assert [sequence.kv_end for sequence in grown] == [6, 6]
+    step = Step(epoch=1, step_id=0, signals=log.take_pending(), grows=log.take_grows())
+    assert [identity for identity, _ in step.grows] == [sequence.identity for sequence in grown]
+    assert (step.grows.position, len(step.signals)) == (2, 5)
+    for entry in all_signals(step):
+        replica.apply(entry.signal)
+    assert replica.digest == log.digest
+    assert not log.has_pending
+    log.check_integrity([sequence.kv for sequence in (*grown, *others)])
+
+
+def test_equal_blocks_that_grow_together_are_shared() -> None:
+    log, replica = KvCacheManager(num_blocks=20, block_size=2), BlockPool(20)
+    equal = [at_block_end(log, (1, 2, 3), number=number) for number in range(2)]
+    assert log.grow(equal) == []
+    replay(replica, log)
+    assert len({block for sequence in equal for block in sequence.kv.held_blocks}) == 4
+    log.check_integrity([sequence.kv for sequence in equal])
+
+
+def test_blocks_whose_hash_is_taken_grow_as_private_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache.hashing, "packed_block_hash", lambda packed, salt: 5)
+    log, replica = KvCacheManager(num_blocks=20, block_size=2), BlockPool(20)
+    other = admitted(log, (1, 2, 4, 5), number=0)
+    sequence = at_block_end(log, (1, 2, 3), number=1)
+    assert log.grow([sequence]) == []
+    assert sequence.kv.first_private_block == 1
+    replay(replica, log)
+    assert [event.event for event in log.take_events() if event.packed_tokens == pack_tokens((3, 9))] == []
+    log.check_integrity([other, sequence.kv])
+
+
+def test_nothing_grows_that_might_need_a_preemption() -> None:
+    log = KvCacheManager(num_blocks=5, block_size=2)
+    sequences = [at_block_end(log, (1, 2, 3), number=0), at_block_end(log, (4, 5, 6), number=1)]
+    digest = log.digest
+    assert log.grow(sequences) == sequences
+    assert log.digest == digest
+    assert log.grow(sequences[:1]) == []
+
+
+def test_a_step_has_one_run_of_grows() -> None:
+    log, replica = KvCacheManager(num_blocks=20, block_size=2), BlockPool(20)
+    one, two = at_block_end(log, (1, 2, 3), number=0), at_block_end(log, (4, 5, 6), number=1)
+    assert log.grow([one]) == []
+    assert log.grow([two]) == [two]
+    log.append(two)
+    replay(replica, log)
+    three = at_block_end(log, (7, 7, 7), number=2)
+    assert log.grow([three]) == []
+    replay(replica, log)
+
+
+def test_with_a_window_every_sequence_releases_before_it_grows() -> None:
+    log = KvCacheManager(num_blocks=20, block_size=2, window=KvWindow(2, 8))
+    sequence = at_block_end(log, (1, 2, 3), number=0)
+    assert log.grow([sequence]) == [sequence]
 
 
 def test_planning_changes_nothing() -> None:
