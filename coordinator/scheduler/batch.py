@@ -43,10 +43,10 @@ class StepBuilder:
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Add the newest token of each of `sequences`, which have a slot for it."""
-        positions = Sequence.take_decodes(sequences)
+        tokens, positions = Sequence.take_decodes(sequences)
         self.decodes = Decodes(
             b"".join([sequence.identity for sequence in sequences]),
-            pack_column(Sequence.newest_tokens(sequences)),
+            pack_column(tokens),
             pack_column(positions),
         )
         self.answered = sequences
@@ -70,6 +70,10 @@ class StepBuilder:
 _ORDER = attrgetter("order")
 
 
+def _cost(sequence: Sequence) -> int:
+    return decodes_cost(1, sequence.num_tokens)
+
+
 class DecodeQueue:
     """The sequences in state DECODE. A sequence is *ready* if its newest token is not in a step yet.
 
@@ -79,51 +83,59 @@ class DecodeQueue:
     """
 
     def __init__(self) -> None:
-        self._costs: dict[Sequence, int] = {}
+        self._members: set[Sequence] = set()
         self._total = 0
         self._ready: list[Sequence] = []
         self._deficit = 0.0
 
     @property
     def load(self) -> DecodeLoad:
-        return DecodeLoad(len(self._costs), self._total)
+        return DecodeLoad(len(self._members), self._total)
 
     def make_ready(self, sequences: list[Sequence]) -> None:
-        """Mark `sequences` ready after a new token."""
-        base = decodes_cost(1, 0)
-        costs = [base + length for length in Sequence.lengths(sequences)]
-        known = [self._costs.get(sequence, 0) for sequence in sequences]
-        self._total += sum(costs) - sum(known)
-        self._costs.update(zip(sequences, costs, strict=True))
+        """Mark `sequences` ready; call it for every new token, before anything else happens to them."""
+        if self._members.issuperset(sequences):
+            self._total += decodes_cost(0, len(sequences))
+        else:
+            new = [sequence for sequence in sequences if sequence not in self._members]
+            self._total += sum(map(_cost, new)) + decodes_cost(0, len(sequences) - len(new))
+            self._members.update(new)
         self._ready += sequences
 
     def discard(self, sequence: Sequence) -> None:
         """Remove `sequence` if it is in the queue."""
-        cost = self._costs.pop(sequence, None)
-        if cost is None:
+        if sequence not in self._members:
             return
-        self._total -= cost
+        self._members.remove(sequence)
+        self._total -= _cost(sequence)
         if sequence in self._ready:
             self._ready.remove(sequence)
 
     def take(self, num_steps: int, *, max_sequences: int) -> list[Sequence]:
         """Take the ready sequences of the next of `num_steps` steps, in queue order."""
-        share, count = self._total / num_steps, 0
-        budget = share + self._deficit
-        for sequence in self._ready:
-            cost = self._costs[sequence]
-            if count == max_sequences or (count and budget < cost / 2):
-                break
-            budget -= cost
-            count += 1
+        share = self._total / num_steps
+        count, budget = self._count_in(share + self._deficit, max_sequences)
         taken, self._ready = self._ready[:count], self._ready[count:]
         self._deficit = max(-share, budget) if self._ready and count < max_sequences else 0.0
         taken.sort(key=_ORDER)
         return taken
 
+    def _count_in(self, budget: float, max_sequences: int) -> tuple[int, float]:
+        """Return how many of the first ready sequences fit, and the rest of the budget."""
+        if len(self._ready) <= max_sequences and budget >= self._total:
+            return len(self._ready), budget
+        count = 0
+        for sequence in self._ready:
+            cost = _cost(sequence)
+            if count == max_sequences or (count and budget < cost / 2):
+                break
+            budget -= cost
+            count += 1
+        return count, budget
+
     def clear(self) -> None:
         self._deficit = 0.0
-        self._costs.clear()
+        self._members.clear()
         self._ready.clear()
         self._total = 0
 

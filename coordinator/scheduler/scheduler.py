@@ -333,11 +333,10 @@ class Scheduler:
 
     def _accept_tokens(self, sequences: list[Sequence], tokens: tuple[int, ...]) -> list[SequenceUpdate]:
         reasons = Sequence.accept_tokens(sequences, tokens)
+        self._decoding.make_ready(sequences)
         if not any(reasons):
-            self._decoding.make_ready(sequences)
-            return [SequenceUpdate(*row) for row in zip(sequences, tokens, strict=True)]
+            return list(map(SequenceUpdate, sequences, tokens))
         rows = list(zip(sequences, tokens, reasons, strict=True))
-        self._decoding.make_ready([sequence for sequence, _, reason in rows if reason is None])
         for sequence, _, reason in rows:
             if reason is not None:
                 self._end_running(sequence)
@@ -362,13 +361,12 @@ class Scheduler:
         if outcome is None:
             return SequenceUpdate(sequence, prompt_logprobs=scores)
         reason = sequence.accept_token(outcome)
+        self._decoding.make_ready([sequence])
         if reason is not None:
             self._end_running(sequence)
         elif self.isolation.on_token(sequence):
             self._requeue(sequence)
             self._requeued.append(sequence)
-        else:
-            self._decoding.make_ready([sequence])
         if sequence.max_tokens == 0:
             return SequenceUpdate(sequence, prompt_logprobs=scores, finish_reason=reason)
         return SequenceUpdate(sequence, outcome, entry.logprobs, scores, reason)

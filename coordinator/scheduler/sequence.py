@@ -37,6 +37,7 @@ _LIVE = frozenset(
 )
 
 _RUNNING = (SequenceState.DECODE, SequenceState.PREFILL)
+_DECODE = SequenceState.DECODE
 
 LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}),
@@ -167,7 +168,7 @@ class Sequence:
         self._max_length = len(prompt) + max_tokens
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
-        self._order = order
+        self.order = order
         self._cache_salt = cache_salt
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
@@ -194,11 +195,6 @@ class Sequence:
     @property
     def sampling(self) -> StepSampling:
         return self._sampling
-
-    @property
-    def order(self) -> QueueOrder:
-        """Queue order; the smallest is served first."""
-        return self._order
 
     @property
     def cache_salt(self) -> str:
@@ -348,29 +344,23 @@ class Sequence:
         return tuple(self._tokens[start:end]), prefill
 
     @staticmethod
-    def take_decodes(sequences: list["Sequence"]) -> list[int]:
-        """Take the newest token of each of `sequences` for a step; returns their positions."""
+    def take_decodes(sequences: list["Sequence"]) -> tuple[list[int], list[int]]:
+        """Take the newest token of each of `sequences` for a step; returns tokens and positions."""
         positions = [sequence._num_computed for sequence in sequences]
         for sequence, position in zip(sequences, positions, strict=True):
-            if position != len(sequence._tokens) - 1 or sequence._state is not SequenceState.DECODE:
+            end = sequence._num_computed = position + 1
+            if end != len(sequence._tokens) or sequence._state is not _DECODE:
+                sequence._num_computed = position
                 raise sequence._broken("has one token to compute")
-            if position >= sequence.kv_end:
+            if end > sequence.kv_end:
+                sequence._num_computed = position
                 raise sequence._broken(f"has slots for its tokens, not for {sequence.kv_end}")
-            sequence._num_computed = position + 1
-        return positions
-
-    @staticmethod
-    def newest_tokens(sequences: list["Sequence"]) -> list[int]:
-        return [sequence._tokens[-1] for sequence in sequences]
+        return [sequence._tokens[-1] for sequence in sequences], positions
 
     @staticmethod
     def without_slot(sequences: list["Sequence"]) -> list["Sequence"]:
         """Those of `sequences` whose newest token needs a change of blocks."""
         return [sequence for sequence in sequences if len(sequence._tokens) > sequence.kv_end]
-
-    @staticmethod
-    def lengths(sequences: list["Sequence"]) -> list[int]:
-        return [len(sequence._tokens) for sequence in sequences]
 
     @property
     def newest_token(self) -> int:
@@ -404,23 +394,30 @@ class Sequence:
     @staticmethod
     def accept_tokens(sequences: list["Sequence"], tokens: tuple[int, ...]) -> list[FinishReason | None]:
         """`accept_token` for each of `sequences`."""
-        reasons: list[FinishReason | None] = []
-        for sequence, token in zip(sequences, tokens, strict=True):
-            own, state = sequence._tokens, sequence._state
-            if sequence._num_computed != len(own) or state not in _RUNNING:
-                raise sequence._broken("waits for a token")
-            if len(own) < sequence._max_length:
+        reasons: list[FinishReason | None] = [None] * len(sequences)
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            own, length = sequence._tokens, sequence._num_computed + 1
+            if sequence._state is _DECODE and len(own) + 1 == length < sequence._max_length:
                 own.append(token)
                 if token in sequence._stop_token_ids:
-                    reasons.append(sequence.finish(FinishReason.STOP))
-                    continue
-            if len(own) == sequence._max_length:
-                reasons.append(sequence.finish(FinishReason.LENGTH))
-                continue
-            if state is SequenceState.PREFILL:
-                sequence._move_to(SequenceState.DECODE)
-            reasons.append(None)
+                    reasons[row] = sequence.finish(FinishReason.STOP)
+            else:
+                reasons[row] = sequence._accept_first_or_last(token)
         return reasons
+
+    def _accept_first_or_last(self, token: int) -> FinishReason | None:
+        """Accept the token after the prompt, or the one that reaches the limit."""
+        if self._num_computed != len(self._tokens) or self._state not in _RUNNING:
+            raise self._broken("waits for a token")
+        if len(self._tokens) < self._max_length:
+            self._tokens.append(token)
+            if token in self._stop_token_ids:
+                return self.finish(FinishReason.STOP)
+        if len(self._tokens) == self._max_length:
+            return self.finish(FinishReason.LENGTH)
+        if self._state is SequenceState.PREFILL:
+            self._move_to(SequenceState.DECODE)
+        return None
 
     def finish(self, reason: FinishReason) -> FinishReason:
         """Move to FINISHED and return `reason`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.cost_model import decodes_cost
 from coordinator.scheduler.kv_manager import KvCacheManager
-from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.policy import DecodeLoad, SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import FinishReason, QueueOrder, SequenceState
 from coordinator.scheduler.sequence import Sequence as RequestSequence
@@ -254,6 +254,9 @@ class PipelineModel:
         """First come, first served: no queued request arrived before a running one."""
         orders = [sequence.order for sequence in (*self.scheduler.running, *self.scheduler.queue)]
         assert orders == sorted(orders)
+        decoding = [one for one in self.scheduler.running if one.state is SequenceState.DECODE]
+        cost = decodes_cost(len(decoding), sum(sequence.num_tokens for sequence in decoding))
+        assert self.scheduler._decoding.load == DecodeLoad(len(decoding), cost)
         if self.scheduler.kv is not None:
             self.scheduler.kv.check_integrity([sequence.kv for sequence in self.scheduler.running])
 

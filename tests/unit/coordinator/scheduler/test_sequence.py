@@ -72,7 +72,7 @@ def decode(sequence: Sequence) -> int:
     """Take the newest token for a step, with a slot for it."""
     sequence.kv.push(sequence.newest_token)
     sequence.kv_end = sequence.num_tokens
-    assert Sequence.take_decodes([sequence]) == [sequence.num_tokens - 1]
+    assert Sequence.take_decodes([sequence]) == ([sequence.newest_token], [sequence.num_tokens - 1])
     return sequence.newest_token
 
 
@@ -310,7 +310,19 @@ def test_the_newest_token_is_handed_out_once() -> None:
     sequence.accept_token(5)
     decode(sequence)
     assert not sequence.can_decode
-    with pytest.raises(InvariantBroken):
+    sequence.kv_end += 1
+    with pytest.raises(InvariantBroken, match=r"has one token to compute; .* with 4 of 4 tokens computed"):
+        Sequence.take_decodes([sequence])
+
+
+@pytest.mark.parametrize("state", [C, X])
+def test_an_ended_sequence_hands_out_no_token(state: SequenceState) -> None:
+    sequence = new_sequence()
+    prefill(sequence)
+    sequence.accept_token(5)
+    sequence.kv_end = sequence.num_tokens
+    sequence.end(state)
+    with pytest.raises(InvariantBroken, match=r"has one token to compute; .* with 3 of 4 tokens computed"):
         Sequence.take_decodes([sequence])
 
 
