@@ -406,17 +406,21 @@ KERNEL static void pack_head(const Keys *keys, int64_t head, bf16 *packed_keys, 
     }
 }
 
+/* Which of the 16 elements from t on are in [begin, end). */
+INLINE __mmask16 within(int64_t t, int64_t begin, int64_t end) {
+    if (t >= begin && t + 16 <= end) return 0xFFFF;
+    return first_of(end - t) & ~first_of(begin - t);
+}
+
 /* Turns scores [begin, end) of a row into weights relative to the largest, zero up to `num`; returns their sum. */
 KERNEL static float weights_of(const float *scores, bf16 *weights, int64_t begin, int64_t end, int64_t num, float scale) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512 largest = none, sums = _mm512_setzero_ps();
-    const int64_t first = begin / 16 * 16;
-#define VISIBLE(t) (first_of(end - (t)) & ~first_of(begin - (t)))
-    for (int64_t t = first; t < end; t += 16)
-        largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(none, VISIBLE(t), scores + t));
+    for (int64_t t = begin / 16 * 16; t < end; t += 16)
+        largest = _mm512_max_ps(largest, _mm512_mask_loadu_ps(none, within(t, begin, end), scores + t));
     const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest) * scale);
     for (int64_t t = 0; t < num; t += 16) {
-        const __mmask16 visible = VISIBLE(t);
+        const __mmask16 visible = within(t, begin, end);
         __m512 weight = _mm512_setzero_ps();
         if (visible) weight = _mm512_maskz_mov_ps(visible, exp16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + t), factor, shift)));
         sums = _mm512_add_ps(sums, weight);
