@@ -206,9 +206,9 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
     parent = format_traceparent(span_context(1, 2))
     starts = tuple(StartRecord(key, 0, 1, (1,), StepSampling(), parent) for key in keys)
     output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
-    spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), b"", None), output, 1.4)
+    spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), None), output, 1.4)
     slices = tuple(StepSlice(key, 0, (1,), Decode(1)) for key in keys)
-    frames = [Frame(Step.of(slices, epoch=1, step_id=step_id), b"", None) for step_id in range(num_steps)]
+    frames = [Frame(Step.of(slices, epoch=1, step_id=step_id), None) for step_id in range(num_steps)]
     began = time.perf_counter_ns()
     for frame in frames:
         spans.step_done(frame, output, 1.4)
@@ -227,7 +227,7 @@ def encoded_span_us() -> float:
         start = StartRecord(key, 0, 1, (1,), StepSampling(), parent)
         part = StepSlice(key, 0, (1,), Prefill(0, 1, 1))
         step = Step.of((part,), epoch=1, step_id=0, starts=(start,))
-        spans.step_done(Frame(step, b"", None), output, 1.4)
+        spans.step_done(Frame(step, None), output, 1.4)
     return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16
 
 
@@ -249,7 +249,7 @@ class KeptSpans(NoSink):
 def worker_step_us(registry: Registry, num_steps: int) -> float:
     metrics = _stage_metrics(registry)
     hidden = TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2))
-    frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
+    frame = Frame(Step(epoch=1, step_id=0), hidden)
     times = []
     for index in range(num_steps):
         output = TimedOutput(HandedOn(0, b"", hidden), (), 0, StepTiming(index, index, index, index + 0.5, 0))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,9 +23,10 @@ from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.next_stage_stream import NextStageStream
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
+from wire.channels import StartedWrite
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
-from wire.frames import FrameAssembler
+from wire.frames import FrameAssembler, StepFrame
 from wire.log_context import log_context
 from wire.steps import FaultReport, StageTime
 from wire.tensors import TensorView, WireDType
@@ -80,6 +81,7 @@ class EpochSession:
         self.handed_on: list[TensorView] = []
         """Hidden states of all steps, in an epoch for a self-check only."""
         self._assignment = assignment
+        self._role = assignment.role
         self._executor = executor
         self._backend = backend
         self._next_stage = next_stage
@@ -87,8 +89,10 @@ class EpochSession:
         self._on_refused = on_refused
         self._clock = clock
         self._observers = tuple(observers)
+        self._has_begun = asyncio.Event()
         self._inbox: asyncio.Queue[_Queued | _VerifyAccounting | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._num_queued = 0
+        self._num_unfinished = 0
         self._next_step_id = 0
         self._has_stream = False
         self._wire_dtype: WireDType = assignment.dtype
@@ -97,8 +101,8 @@ class EpochSession:
 
     @property
     def is_idle(self) -> bool:
-        """Serving, with no frame queued or being computed."""
-        return self.is_serving and not self._num_queued
+        """Serving, with no step that is prepared, queued or being computed."""
+        return self.is_serving and not self._num_unfinished
 
     def start(self) -> None:
         """Start the task that resets the stage, dials the next one, and serves."""
@@ -140,41 +144,65 @@ class EpochSession:
             raise StaleStream(self._over.result())
 
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
-        """Queue frames and faults in order, so that every frame before a damaged one is computed."""
+        """Take steps and frames in order, so that every frame before a damaged one is computed."""
+        takes_hidden = not self._role.has_embeddings
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.max_hidden_bytes(self._wire_dtype),
+            takes_hidden=takes_hidden,
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
         )
-        began_s: float | None = None
+        hidden_began_s: float | None = None
+        await self._has_begun.wait()
         try:
             async for message in messages:
-                began_s = began_s or time.monotonic()
-                frame = assembler.add(message)
-                if frame is not None:
-                    received = ReceivedFrame(frame, time.monotonic(), began_s)
-                    began_s = None
-                    await self._take(received)
+                began_s = time.monotonic()
+                received = assembler.add(message)
+                if isinstance(received, StepFrame):
+                    await self._take_step(received)
+                    if takes_hidden:
+                        continue
+                    received = received.without_hidden
+                hidden_began_s = hidden_began_s or began_s
+                if received is not None:
+                    await self._take(ReceivedFrame(received, time.monotonic(), hidden_began_s))
+                    hidden_began_s = None
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
 
+    async def _take_step(self, frame: StepFrame) -> None:
+        """Pass the step to the next stage before anything else, then prepare it."""
+        self._num_unfinished += 1
+        forwarded = None
+        if not self._role.has_head:
+            forwarded = StartedWrite(self._next_stage.forward(frame.message))
+        self._backend.prepare(self._executor, frame.step)
+        if forwarded is not None:
+            await self._written(forwarded)
+
     async def _take(self, received: ReceivedFrame) -> None:
         """Compute at once if nothing is queued; send an immediate output without a task switch."""
-        if self._num_queued or not self.is_serving:
+        if self._num_queued:
             await self._queue(_Queued(received))
             return
         running = self._backend.submit(self._executor, received)
         if not running.done() or running.exception() is not None:
             await self._queue(_Queued(received, running))
             return
-        output = self._timed(running.result(), received)
-        self._next_step_id = received.frame.step.step_id + 1
+        self._finished(received)
+        await self._written(self._send(self._timed(running.result(), received), received))
+
+    async def _written(self, write: Awaitable[None]) -> None:
+        """Wait for a write. If it fails, the stream's watcher ends the epoch with the same error."""
         try:
-            await self._send(output, received)
+            await write
         except (StepFault, StaleStream):
-            # The stream's watcher fails with the same error and ends the epoch.
             await asyncio.wait({self._over})
+
+    def _finished(self, received: ReceivedFrame) -> None:
+        self._next_step_id = received.frame.step.step_id + 1
+        self._num_unfinished -= 1
 
     async def _queue(self, queued: "_Queued") -> None:
         self._num_queued += 1
@@ -191,6 +219,7 @@ class EpochSession:
             for observer in self._observers:
                 observer.epoch_began(self._assignment, self.epoch.number)
             self.is_serving = True
+            self._has_begun.set()
             self._on_ready()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve())
@@ -233,7 +262,7 @@ class EpochSession:
                 ready = self._timed(await running, received), received
             finally:
                 _discard(running)
-            self._next_step_id = received.frame.step.step_id + 1
+            self._finished(received)
             if self._inbox.empty():
                 await self._send_if(ready)
                 ready = None

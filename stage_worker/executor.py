@@ -1,11 +1,14 @@
-"""The routine that runs every step on every stage, for all roles and backends.
+"""The routine that runs every step on every stage, for all roles and backends, in two halves.
 
-take the frame -> apply ends, starts, signals -> compare digests -> check the slices
-  -> compute -> [send the hidden states to the next stage | return the results]
+the step arrives:           apply ends, starts, signals -> compare digests -> check the slices -> layouts
+its hidden states arrive:   check them -> compute -> [hidden states for the next stage | results]
+
+Steps are prepared in their order, and computed in their order; several may be prepared ahead.
 """
 
 import logging
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +46,20 @@ class ExecutorStats:
     integrity: IntegrityReport = field(default_factory=IntegrityReport)
 
 
+@dataclass(slots=True)
+class _PreparedStep:
+    """A step that waits for its hidden states.
+
+    `refusal` is raised in the place of its computation. `has_records` says that the stage's computation has
+    still to take its ends and starts. `prepared` is None for a step without slices.
+    """
+
+    step: Step
+    refusal: StepFault | None = None
+    has_records: bool = False
+    prepared: object = None
+
+
 class StepExecutor:
     """Owns block tables and sequences of one stage. Thread-safe are `stats` and `max_hidden_bytes` only."""
 
@@ -61,13 +78,13 @@ class StepExecutor:
         self.begin_epoch(0, stage=assignment.stage)
 
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
-        """Reset all state but the weights, with step 0 next. Raises DeviceError once the device has
-        failed.
-        """
+        """Reset all but the weights, with step 0 next. Raises DeviceError once the device has failed."""
         if self._device_failure is not None:
             raise DeviceError(self._device_failure)
         self._epoch = epoch
         self._next_step_id = 0
+        self._num_steps = 0
+        self._ahead: deque[_PreparedStep] = deque()
         self._refused = None
         self._integrity.restart()
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
@@ -79,21 +96,46 @@ class StepExecutor:
         return self._rules.max_hidden_bytes(wire_dtype)
 
     def run(self, frame: Frame) -> StageOutput:
-        """Run one step. Raises StepFault; afterwards every frame of the epoch is rejected."""
+        self.prepare(frame.step)
+        return self.compute(frame)
+
+    def prepare(self, step: Step) -> None:
+        """Account for the next step and prepare its computation, ahead of its hidden states.
+
+        A refusal is kept for `compute`, so that all steps before it are computed.
+        """
+        ahead = _PreparedStep(step)
+        self._ahead.append(ahead)
         try:
-            self._check_order(frame.step)
-            output = self._run(frame)
+            self._check_order(step)
+            self._prepare(ahead)
         except StepFault as refusal:
-            raise self._refuse(refusal, frame.step) from refusal.__cause__
+            ahead.refusal = self._refuse(refusal, step)
+            return
+        except Exception as error:
+            fault = self._unexpected(error, step)
+        else:
+            self._next_step_id += 1
+            return
+        # Outside of the handler, so that no traceback references the failed step.
+        ahead.refusal = self._refuse(fault, step)
+
+    def compute(self, frame: Frame) -> StageOutput:
+        """Compute the oldest prepared step. Raises StepFault; then all later steps are refused."""
+        ahead = self._ahead.popleft()
+        if ahead.refusal is not None:
+            raise ahead.refusal from ahead.refusal.__cause__
+        try:
+            output = self._compute_step(frame, ahead)
+        except StepFault as refusal:
+            raise self._fail(refusal, frame.step) from refusal.__cause__
         except Exception as error:
             fault = self._unexpected(error, frame.step)
         else:
-            self._next_step_id += 1
+            self._num_steps += 1
             return output
         # Outside of the handler, so that no traceback references the failed step.
-        if fault.kind is StepFaultKind.OUT_OF_MEMORY:
-            self._compute.free_memory()
-        raise self._refuse(fault, frame.step)
+        raise self._fail(fault, frame.step)
 
     def note_busy(self, seconds: float) -> None:
         """Add the computation time of the last step."""
@@ -104,7 +146,7 @@ class StepExecutor:
         """Current counters; during a step, some of them may include it already."""
         pool = self._tables.pool
         return ExecutorStats(
-            num_steps=self._next_step_id,
+            num_steps=self._num_steps,
             busy_s=self._busy_s,
             blocks_active=pool.num_active,
             blocks_inactive=pool.num_inactive,
@@ -132,39 +174,54 @@ class StepExecutor:
         if step.epoch != self._epoch:
             raise StepFault(StepFaultKind.EPOCH, f"frame of epoch {step.epoch}, expected {self._epoch}")
         if self._refused is not None:
-            raise StepFault(
-                self._refused.kind, f"epoch {self._epoch} is refused since {self._refused.message}"
-            )
+            raise self._since_refused()
         if step.step_id != self._next_step_id:
             raise StepFault(
                 StepFaultKind.STEP_ID, f"frame of step {step.step_id}, expected {self._next_step_id}"
             )
 
-    def _run(self, frame: Frame) -> StageOutput:
-        step = frame.step
-        check_hidden_states(frame, self._rules)
+    def _prepare(self, ahead: _PreparedStep) -> None:
+        step = ahead.step
         check_limits(step, self._rules)
         self._apply(step)
+        ahead.has_records = bool(step.ends or step.starts)
+        if len(self._ahead) == 1:
+            self._take_records(ahead)
         if self._integrity.count_step():
             self.verify_accounting()
         slices = check_slices(step, self._sequences, self._tables, self._rules)
-        computed = self._compute.compute(frame, slices) if slices else None
+        ahead.prepared = self._compute.prepare(step, slices) if slices else None
         slices.advance(self._sequences)
+
+    def _take_records(self, ahead: _PreparedStep) -> None:
+        """Pass ends and starts to the computation, once all earlier steps are computed."""
+        if ahead.has_records:
+            ahead.has_records = False
+            for end in ahead.step.ends:
+                self._compute.end(end.sequence)
+            for start in ahead.step.starts:
+                self._compute.start(start)
+
+    def _compute_step(self, frame: Frame, ahead: _PreparedStep) -> StageOutput:
+        step = frame.step
+        if step is not ahead.step:
+            raise InvariantBroken(f"step {step.step_id} is computed where {ahead.step.step_id} was prepared")
+        check_hidden_states(frame, self._rules)
+        self._take_records(ahead)
+        computed = self._compute.compute(frame, ahead.prepared) if step.num_slices else None
         if self._role.has_head:
             if computed is not None and not isinstance(computed, StepResult):
                 raise InvariantBroken("LAST computed hidden states, expected results")
             return computed or StepResult(step.epoch, step.step_id)
         if isinstance(computed, StepResult):
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
-        return HandedOn(step.step_id, frame.step_bytes, computed)
+        return HandedOn(step.step_id, frame.step_checksum, computed)
 
     def _apply(self, step: Step) -> None:
         for end in step.ends:
             self._sequences.end(end)
-            self._compute.end(end.sequence)
         for start in step.starts:
             self._sequences.start(start)
-            self._compute.start(start)
         position = step.grows.position
         self._apply_signals(step.signals[:position])
         self._apply_grows(step.grows)
@@ -207,6 +264,10 @@ class StepExecutor:
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)
                 ) from error
 
+    def _since_refused(self) -> StepFault:
+        assert self._refused is not None
+        return StepFault(self._refused.kind, f"epoch {self._epoch} is refused since {self._refused.message}")
+
     def _unexpected(self, error: Exception, step: Step) -> StepFault:
         """Convert an unexpected error to a fault; a failed device is remembered."""
         kind = self._compute.fault_kind(error)
@@ -222,7 +283,16 @@ class StepExecutor:
         traceback.clear_frames(error.__traceback__)
         return fault
 
+    def _fail(self, fault: StepFault, step: Step) -> StepFault:
+        """Refuse a step in its computation, and with it all that were prepared behind it."""
+        refused = self._refuse(fault, step)
+        for ahead in self._ahead:
+            ahead.refusal = ahead.refusal or self._refuse(self._since_refused(), ahead.step)
+        return refused
+
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
+        if fault.kind is StepFaultKind.OUT_OF_MEMORY:
+            self._compute.free_memory()
         if self._refused is None and step.epoch == self._epoch:
             # Without its traceback, which references everything that the step used.
             self._refused = StepFault(fault.kind, fault.message)

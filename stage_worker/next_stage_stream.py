@@ -12,7 +12,7 @@ from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
-from wire.frames import encode_frame, encode_result_frame
+from wire.frames import encode_hidden_states, encode_result_frame
 from wire.stage_calls import HELLO_RETRY_S, open_forward
 
 Request = bytes | deliver_pb2.DeliverRequest
@@ -38,6 +38,7 @@ class NextStageStream:
         self._channel: grpc.aio.Channel | None = None
         self._call: Call | None = None
         self._is_accepted = False
+        self._turn = asyncio.Lock()
 
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""
@@ -53,11 +54,14 @@ class NextStageStream:
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
         self._is_accepted = True
 
+    async def forward(self, step: bytes) -> None:
+        """Write the message of a step, also between the chunks of an output."""
+        await self._write_in_turn(step)
+
     async def send(self, output: TimedOutput) -> None:
         """Write one output; returns when the transport has accepted it."""
-        assert self._call is not None, "send before dial"
         for message in _encode(output):
-            await self._write(self._call, message)
+            await self._write_in_turn(message)
 
     async def watch(self) -> None:
         """Wait for the stream to end, which the receiver does on failure only."""
@@ -83,6 +87,12 @@ class NextStageStream:
                 if await call.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
             await asyncio.sleep(HELLO_RETRY_S)
+
+    async def _write_in_turn(self, message: Request) -> None:
+        """gRPC allows one write at a time."""
+        assert self._call is not None, "write before dial"
+        async with self._turn:
+            await self._write(self._call, message)
 
     async def _write(self, call: Call, message: Request) -> None:
         try:
@@ -133,9 +143,9 @@ def stream_to_coordinator(address: str, hello: forward_pb2.HopHello) -> NextStag
 def _encode(timed: TimedOutput) -> Iterable[Request]:
     output = timed.output
     if isinstance(output, HandedOn):
-        return encode_frame(
-            output.step_bytes,
+        return encode_hidden_states(
             output.step_id,
+            output.step_checksum,
             output.hidden,
             timed.stage_times,
             ready_at_us=timed.ready_at_us,

@@ -105,9 +105,7 @@ class Worker:
         await self._server.start()
 
     async def run(self) -> None:
-        """Stay joined until told to exit. Raises JoinRefused, and DeviceError once the failure was
-        reported.
-        """
+        """Stay joined until told to exit. Raises JoinRefused, and DeviceError after its report."""
         client = self._client
         orders = asyncio.create_task(self._stage.run(), name="stage-manager")
         joined = asyncio.create_task(client.run(), name="membership")

@@ -3,20 +3,37 @@
 from collections.abc import Iterator, Sequence
 
 from stageline_rpc.internal.v1 import forward_pb2
-from wire import frames
-from wire.frames import Frame, FrameAssembler
+from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
 from wire.steps import StageTime
 from wire.tensors import TensorView
 
 
+def step_message(step_bytes: bytes) -> forward_pb2.ForwardRequest:
+    return forward_pb2.ForwardRequest.FromString(encode_step_frame(step_bytes))
+
+
 def encode_frame(
-    step_bytes: bytes, step_id: int, hidden: TensorView | None, stage_times: Sequence[StageTime] = ()
+    step_bytes: bytes,
+    step_id: int,
+    hidden: TensorView | None,
+    stage_times: Sequence[StageTime] = (),
+    *,
+    to_first: bool = False,
 ) -> Iterator[forward_pb2.ForwardRequest]:
-    """`wire.frames.encode_frame`, decoded again."""
-    for message in frames.encode_frame(step_bytes, step_id, hidden, stage_times):
-        yield forward_pb2.ForwardRequest.FromString(message)
+    """The step, then, unless the frame is `to_first`, its hidden states."""
+    step = step_message(step_bytes)
+    yield step
+    if not to_first:
+        for message in encode_hidden_states(step_id, step.step.checksum, hidden, stage_times):
+            yield forward_pb2.ForwardRequest.FromString(message)
 
 
-def add_chunk(assembler: FrameAssembler, chunk: forward_pb2.FrameChunk) -> Frame | None:
+def add_message(assembler: FrameAssembler, message: forward_pb2.ForwardRequest) -> StepFrame | Frame | None:
     """`FrameAssembler.add` of a message as protobuf writes it."""
-    return assembler.add(forward_pb2.ForwardRequest(chunk=chunk).SerializeToString())
+    return assembler.add(message.SerializeToString())
+
+
+def add_chunk(assembler: FrameAssembler, chunk: forward_pb2.HiddenStatesChunk) -> Frame | None:
+    received = add_message(assembler, forward_pb2.ForwardRequest(hidden_states=chunk))
+    assert not isinstance(received, StepFrame)
+    return received

@@ -31,7 +31,7 @@ from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.executor import StepExecutor
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from wire.frames import Frame, FrameAssembler, encode_frame
+from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
 from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.reference import decode_states
 from wire.sampling import StepSampling
@@ -206,13 +206,13 @@ class LocalPipeline:
     def _compute(self, step: Step, handed_on: dict[int, list[TensorView]] | None = None) -> StepResult:
         """Adds to `handed_on` the hidden states that each stage hands on."""
         hidden: TensorView | None = None
-        step_bytes = encode_step(step)
+        message = encode_step_frame(encode_step(step))
         for stage, executor in enumerate(self.stages):
             self.before_stage(stage, step)
-            output = executor.run(_over_the_wire(step_bytes, step.step_id, hidden))
+            output = executor.run(_over_the_wire(message, hidden, to_first=stage == 0))
             if isinstance(output, StepResult):
                 return output
-            step_bytes, hidden = output.step_bytes, output.hidden
+            hidden = output.hidden
             if handed_on is not None and hidden is not None:
                 handed_on[stage].append(hidden)
         raise AssertionError("no stage had the head")
@@ -278,10 +278,14 @@ def _cancel_due(run: Run, arrived: Tokens[tuple[Request, Sequence]]) -> None:
             run.scheduler.drop(sequence, SequenceState.CANCELLED)
 
 
-def _over_the_wire(step_bytes: bytes, step_id: int, hidden: TensorView | None) -> Frame:
-    assembler = FrameAssembler(max_payload_bytes=1 << 30)
-    frame = None
-    for message in encode_frame(step_bytes, step_id, hidden):
-        frame = assembler.add(message)
+def _over_the_wire(message: bytes, hidden: TensorView | None, *, to_first: bool) -> Frame:
+    assembler = FrameAssembler(max_payload_bytes=1 << 30, takes_hidden=not to_first)
+    received = assembler.add(message)
+    assert isinstance(received, StepFrame)
+    frame = received.without_hidden if to_first else None
+    for chunk in () if to_first else encode_hidden_states(received.step.step_id, received.checksum, hidden):
+        arrived = assembler.add(chunk)
+        assert not isinstance(arrived, StepFrame)
+        frame = arrived
     assert frame is not None
     return frame

@@ -48,7 +48,7 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
     untyped.add_done_callback(lambda _: callback())
 
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_PENDING_CALLS = 100_000
 

@@ -1,10 +1,11 @@
-"""Frames and step results on a stream, each with one checksum.
+"""Frames and step results on a stream, each part with a checksum.
 
-A frame is one step on one hop: the serialised step, forwarded byte for byte, and the hidden states of this
-hop. Each message is written as two concatenated messages, one without the payload, one with nothing else:
+A frame is one step on one hop, in two parts: the step, whose message every stage forwards byte for byte when
+it arrives, and later the hidden states of this hop. Each chunk of hidden states is written as two
+concatenated messages, one without the payload, one with nothing else:
 
-    ForwardRequest { chunk { step, hidden, checksum, is_last, stage_times } }
-    ForwardRequest { chunk { payload } }
+    ForwardRequest { hidden_states { step_id, step_checksum, header, stage_times, checksum, is_last } }
+    ForwardRequest { hidden_states { payload } }
 
 Protobuf merges such a concatenation into one message, so any implementation can read it. This module reads
 the payload of such a message as a view of the received bytes; protobuf parses messages of any other form.
@@ -16,6 +17,7 @@ costs 1.0 ms instead of 16 us for 384 KiB of payload and 4.4 ms instead of 40 us
 """
 
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,25 +30,27 @@ from wire.step_codec import decode_result, decode_stage_times, decode_step, enco
 from wire.steps import StageTime, Step, StepResult
 from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
 
-_CHUNK_TAG = forward_pb2.ForwardRequest.CHUNK_FIELD_NUMBER << 3 | 2
-_PAYLOAD_TAG = forward_pb2.FrameChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
+_HIDDEN_TAG = forward_pb2.ForwardRequest.HIDDEN_STATES_FIELD_NUMBER << 3 | 2
+_PAYLOAD_TAG = forward_pb2.HiddenStatesChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
 _MAX_VARINT_BYTES = 4
 
 Payload = bytes | memoryview
 
 
 def write_chunk(head: bytes, payload: Payload) -> bytes:
-    """Return the message for a serialised FrameChunk without payload, followed by its payload."""
-    chunk = bytes((_CHUNK_TAG,)) + _varint(len(head)) + head
+    """Return the message for a serialised HiddenStatesChunk without payload, followed by its payload."""
+    chunk = bytes((_HIDDEN_TAG,)) + _varint(len(head)) + head
     if not payload:
         return chunk
     field = bytes((_PAYLOAD_TAG,)) + _varint(len(payload))
-    rest = bytes((_CHUNK_TAG,)) + _varint(len(field) + len(payload))
+    rest = bytes((_HIDDEN_TAG,)) + _varint(len(field) + len(payload))
     return b"".join((chunk, rest, field, payload))
 
 
-def read_chunk(message: bytes) -> tuple[forward_pb2.FrameChunk, Payload]:
-    """Return chunk and payload (the chunk's own field may be empty). Raises StepFault UNDECODABLE."""
+def read_message(
+    message: bytes,
+) -> tuple[forward_pb2.StepFrame | forward_pb2.HiddenStatesChunk, Payload]:
+    """Return a step, or a chunk and its payload, which the chunk may lack. Raises StepFault UNDECODABLE."""
     try:
         split = _split(message)
         if split is not None:
@@ -54,28 +58,31 @@ def read_chunk(message: bytes) -> tuple[forward_pb2.FrameChunk, Payload]:
         request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}") from error
-    if not request.HasField("chunk"):
-        got = request.WhichOneof("message")
-        raise StepFault(StepFaultKind.UNDECODABLE, f"message of kind {got!r}, expected a chunk")
-    return request.chunk, request.chunk.payload
+    kind = request.WhichOneof("message")
+    if kind == "step":
+        return request.step, b""
+    if kind == "hidden_states":
+        return request.hidden_states, request.hidden_states.payload
+    raise StepFault(StepFaultKind.UNDECODABLE, f"message of kind {kind!r}, expected a step or hidden states")
 
 
-def _split(message: bytes) -> tuple[forward_pb2.FrameChunk, Payload] | None:
+def _split(message: bytes) -> tuple[forward_pb2.HiddenStatesChunk, Payload] | None:
     """Split a message as written by `write_chunk`; None for any other form."""
-    head = _field(message, 0, _CHUNK_TAG)
+    head = _field(message, 0, _HIDDEN_TAG)
     if head is None:
         return None
     begin, end = head
     if end == len(message):
-        chunk = forward_pb2.FrameChunk.FromString(message[begin:end])
+        chunk = forward_pb2.HiddenStatesChunk.FromString(message[begin:end])
         return chunk, chunk.payload
-    rest = _field(message, end, _CHUNK_TAG)
+    rest = _field(message, end, _HIDDEN_TAG)
     if rest is None or rest[1] != len(message):
         return None
     payload = _field(message, rest[0], _PAYLOAD_TAG)
     if payload is None or payload[1] != len(message):
         return None
-    return forward_pb2.FrameChunk.FromString(message[begin:end]), memoryview(message)[payload[0] :]
+    chunk = forward_pb2.HiddenStatesChunk.FromString(message[begin:end])
+    return chunk, memoryview(message)[payload[0] :]
 
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
@@ -107,83 +114,132 @@ def _varint(number: int) -> bytes:
 
 CHUNK_BYTES = 1024 * 1024
 """Payload per message; gRPC moves 1 MiB messages 2-3 times faster than one large message."""
+MAX_STEPS_AHEAD = 4096
+"""Steps that may wait for their hidden states: as many as a coordinator can be told to have in flight."""
 
-_LENGTHS = struct.Struct("<QQQ")
+_U64 = struct.Struct("<Q")
+_HIDDEN_HEAD = struct.Struct("<QQQQ")
+
+
+@dataclass(slots=True)
+class StepFrame:
+    """A received step, ahead of its hidden states. `message` is what the next stage receives.
+
+    `ready_at_us` is when the coordinator had the step ready, in microseconds of its clock since 1970, or 0.
+    """
+
+    step: Step
+    checksum: int
+    ready_at_us: int
+    message: bytes
+
+    @property
+    def without_hidden(self) -> "Frame":
+        return Frame(self.step, None, (), self.ready_at_us, self.checksum)
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Frame:
-    """A step, its serialised form, its hidden states and the times of earlier stages.
+    """A step with its hidden states and the times of earlier stages.
 
     `ready_at_us` is when the sender had the frame ready, in microseconds of the coordinator's clock since
     1970, or 0 if unknown. Never modified, like everything in `wire.steps`.
     """
 
     step: Step
-    step_bytes: bytes
     hidden: TensorView | None
     stage_times: tuple[StageTime, ...] = ()
     ready_at_us: int = 0
+    step_checksum: int = 0
 
 
-def frame_checksum(step: bytes, hidden: bytes, stage_times: bytes, payload: Payload) -> int:
-    """XXH3-64 over the lengths of the first three parts, then all four parts."""
-    digest = _begin_checksum(step, hidden, stage_times)
+def step_frame_checksum(step: bytes, ready_at_us: int) -> int:
+    return xxhash.xxh3_64_intdigest(_U64.pack(ready_at_us) + step)
+
+
+def encode_step_frame(step: bytes, *, ready_at_us: int = 0) -> bytes:
+    frame = forward_pb2.StepFrame(
+        step=step, ready_at_us=ready_at_us, checksum=step_frame_checksum(step, ready_at_us)
+    )
+    return forward_pb2.ForwardRequest(step=frame).SerializeToString()
+
+
+def _decode_step_frame(frame: forward_pb2.StepFrame, message: bytes) -> StepFrame:
+    step_bytes, ready_at_us, expected = frame.step, frame.ready_at_us, frame.checksum
+    actual = step_frame_checksum(step_bytes, ready_at_us)
+    if actual != expected:
+        raise StepFault(
+            StepFaultKind.CHECKSUM, f"checksum of a step: expected {expected:016x}, got {actual:016x}"
+        )
+    return StepFrame(decode_step(step_bytes), expected, ready_at_us, message)
+
+
+def hidden_checksum(chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> int:
+    """Checksum of the hidden states whose first chunk is `chunk`, and whose whole payload is given."""
+    digest = _begin_checksum(chunk.step_id, chunk.step_checksum, chunk.header, chunk.stage_times)
     digest.update(payload)
     return digest.intdigest()
 
 
-def _begin_checksum(step: bytes, hidden: bytes, stage_times: bytes) -> xxhash.xxh3_64:
-    lengths = _LENGTHS.pack(len(step), len(hidden), len(stage_times))
-    return xxhash.xxh3_64(lengths + step + hidden + stage_times)
+def _begin_checksum(step_id: int, step_checksum: int, header: bytes, stage_times: bytes) -> xxhash.xxh3_64:
+    head = _HIDDEN_HEAD.pack(step_id, step_checksum, len(header), len(stage_times))
+    return xxhash.xxh3_64(head + header + stage_times)
 
 
-def encode_frame(
-    step_bytes: bytes,
+def encode_hidden_states(
     step_id: int,
+    step_checksum: int,
     hidden: TensorView | None,
     stage_times: Sequence[StageTime] = (),
     *,
     ready_at_us: int = 0,
 ) -> Iterator[bytes]:
-    """Yield the serialised messages of one frame, in order.
+    """Yield the serialised chunks, in order.
 
-    `hidden` is None on the way to FIRST and for a step without slices; `stage_times` include the sender's.
+    `hidden` is None for a step without slices; `stage_times` include the sender's.
     """
-    header = b""
-    payload = memoryview(b"")
+    header, payload = b"", memoryview(b"")
     if hidden is not None:
-        message = encode_header(hidden, step_id=step_id, step_checksum=xxhash.xxh3_64_intdigest(step_bytes))
-        header = message.SerializeToString()
+        header = encode_header(hidden).SerializeToString()
         payload = memoryview(hidden.data).cast("B")
-    times = encode_stage_times(stage_times, ready_at_us=ready_at_us)
-    first = forward_pb2.FrameChunk(
-        step=step_bytes,
-        hidden=header,
-        stage_times=times,
-        checksum=frame_checksum(step_bytes, header, times, payload),
+    first = forward_pb2.HiddenStatesChunk(
+        step_id=step_id,
+        step_checksum=step_checksum,
+        header=header,
+        stage_times=encode_stage_times(stage_times, ready_at_us=ready_at_us),
         is_last=len(payload) <= CHUNK_BYTES,
     )
+    first.checksum = hidden_checksum(first, payload)
     yield write_chunk(first.SerializeToString(), payload[:CHUNK_BYTES])
     for position in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-        later = forward_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
+        later = forward_pb2.HiddenStatesChunk(is_last=position + CHUNK_BYTES >= len(payload))
         yield write_chunk(later.SerializeToString(), payload[position : position + CHUNK_BYTES])
 
 
 class _Parts:
-    """Fields of a frame's first chunk, and the payload received so far with its checksum."""
+    """Fields of the first chunk, and the payload received so far with its checksum."""
 
-    __slots__ = ("_digest", "checksum", "hidden", "pieces", "size_bytes", "stage_times", "step")
+    __slots__ = (
+        "_digest",
+        "checksum",
+        "header",
+        "pieces",
+        "size_bytes",
+        "stage_times",
+        "step_checksum",
+        "step_id",
+    )
 
-    def __init__(self, chunk: forward_pb2.FrameChunk) -> None:
+    def __init__(self, chunk: forward_pb2.HiddenStatesChunk) -> None:
         """Read each field once: every read copies it out of the message."""
-        self.step = chunk.step
-        self.hidden = chunk.hidden
+        self.step_id = chunk.step_id
+        self.step_checksum = chunk.step_checksum
+        self.header = chunk.header
         self.stage_times = chunk.stage_times
         self.checksum = chunk.checksum
         self.pieces: list[Payload] = []
         self.size_bytes = 0
-        self._digest = _begin_checksum(self.step, self.hidden, self.stage_times)
+        self._digest = _begin_checksum(self.step_id, self.step_checksum, self.header, self.stage_times)
 
     def add(self, payload: Payload) -> None:
         self.pieces.append(payload)
@@ -200,49 +256,72 @@ class _Parts:
 
 
 class FrameAssembler:
-    """Reassembles the frames of one stream from chunks; at most `max_payload_bytes` per frame.
+    """Reassembles the frames of one stream from steps and chunks; at most `max_payload_bytes` per frame.
 
-    The payload of a frame that arrived in one message is a view of that message.
+    The payload of hidden states that arrived in one message is a view of that message.
     """
 
     def __init__(
         self,
         *,
         max_payload_bytes: int,
+        takes_hidden: bool = True,
         num_stages_before: int | None = None,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`num_stages_before` and `wire_dtype` are checked against each frame; None accepts any."""
+        """`takes_hidden` is False on FIRST, where a step is a complete frame.
+
+        `num_stages_before` and `wire_dtype` are checked against each frame; None accepts any.
+        """
         self._max_payload_bytes = max_payload_bytes
+        self._takes_hidden = takes_hidden
         self._wire_dtype = wire_dtype
         self._num_stages_before = num_stages_before
+        self._ahead: deque[StepFrame] = deque()
         self._parts: _Parts | None = None
 
-    def add(self, message: bytes) -> Frame | None:
-        """Return the frame that this ForwardRequest completes, or None.
+    def add(self, message: bytes) -> StepFrame | Frame | None:
+        """Return the step in this ForwardRequest, the frame that it completes, or None.
 
-        Raises StepFault for a message other than a chunk and for a corrupt or too large frame.
+        Raises StepFault for a message of another kind, and for a corrupt, unmatched or too large part.
         """
-        chunk, payload = read_chunk(message)
+        received, payload = read_message(message)
+        if isinstance(received, forward_pb2.StepFrame):
+            return self._add_step(_decode_step_frame(received, message))
+        if not self._takes_hidden:
+            raise StepFault(
+                StepFaultKind.HIDDEN_STATES_UNEXPECTED,
+                "unexpected hidden states: the first stage takes tokens",
+            )
         parts = self._parts
         if parts is None:
-            parts = self._parts = _Parts(chunk)
+            parts = self._parts = _Parts(received)
         else:
-            _check_later_chunk(chunk, payload)
+            _check_later_chunk(received, payload)
         self._check_size(parts.size_bytes + len(payload))
         parts.add(payload)
-        if not chunk.is_last:
+        if not received.is_last:
             return None
         self._parts = None
-        return self._decode(parts)
+        return self._complete(parts)
 
     def finish(self) -> None:
-        """Check that the stream did not end inside a frame. Raises StepFault UNDECODABLE."""
+        """Check that the stream did not end inside hidden states. Raises StepFault UNDECODABLE."""
         if self._parts is not None:
             raise StepFault(
                 StepFaultKind.UNDECODABLE,
                 f"the stream ended inside a frame, after {self._parts.size_bytes} bytes of payload",
             )
+
+    def _add_step(self, frame: StepFrame) -> StepFrame:
+        if self._takes_hidden:
+            self._ahead.append(frame)
+        if len(self._ahead) > MAX_STEPS_AHEAD:
+            raise StepFault(
+                StepFaultKind.UNDECODABLE,
+                f"{len(self._ahead)} steps wait for their hidden states, the limit is {MAX_STEPS_AHEAD}",
+            )
+        return frame
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._max_payload_bytes:
@@ -259,52 +338,60 @@ class FrameAssembler:
                 f"hidden states in {hidden.dtype.value}, expected {declared.value} as in the hello",
             )
 
-    def _decode(self, first: _Parts) -> Frame:
-        actual = first.actual_checksum
-        if actual != first.checksum:
+    def _complete(self, parts: _Parts) -> Frame:
+        actual = parts.actual_checksum
+        if actual != parts.checksum:
             raise StepFault(
-                StepFaultKind.CHECKSUM, f"frame checksum: expected {first.checksum:016x}, got {actual:016x}"
+                StepFaultKind.CHECKSUM,
+                f"checksum of hidden states: expected {parts.checksum:016x}, got {actual:016x}",
             )
-        step = decode_step(first.step)
+        due = self._ahead.popleft() if self._ahead else None
         try:
-            hidden = _decode_hidden(first, step)
+            _check_match(parts, due)
+            assert due is not None
+            hidden = _decode_hidden(parts)
             self._check_declared(hidden)
-            times, ready_at_us = decode_stage_times(first.stage_times, num_stages=self._num_stages_before)
+            times, ready_at_us = decode_stage_times(parts.stage_times, num_stages=self._num_stages_before)
         except StepFault as fault:
-            fault.step_id = step.step_id
-            fault.request_ids = step.request_ids
+            if due is not None:
+                fault.step_id = due.step.step_id
+                fault.request_ids = due.step.request_ids
             raise
-        return Frame(step, first.step, hidden, times, ready_at_us)
+        return Frame(due.step, hidden, times, ready_at_us, due.checksum)
 
 
-def _check_later_chunk(chunk: forward_pb2.FrameChunk, payload: Payload) -> None:
-    if chunk.step or chunk.hidden or chunk.stage_times:
+def _check_later_chunk(chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> None:
+    if chunk.step_checksum or chunk.header or chunk.stage_times:
         raise StepFault(StepFaultKind.UNDECODABLE, "a new frame began inside an incomplete frame")
     if not payload:
         # Requiring payload in every chunk bounds the number of chunks.
         raise StepFault(StepFaultKind.UNDECODABLE, "a later chunk of a frame has no payload")
 
 
-def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
-    if not first.hidden:
-        if first.size_bytes:
+def _check_match(parts: _Parts, due: StepFrame | None) -> None:
+    came = f"hidden states of step {parts.step_id} ({parts.step_checksum:016x})"
+    if due is None:
+        raise StepFault(StepFaultKind.SLICE_SET, f"{came}, no step waits for any")
+    if (parts.step_id, parts.step_checksum) != (due.step.step_id, due.checksum):
+        raise StepFault(
+            StepFaultKind.SLICE_SET,
+            f"{came}, expected those of step {due.step.step_id} ({due.checksum:016x})",
+        )
+
+
+def _decode_hidden(parts: _Parts) -> TensorView | None:
+    if not parts.header:
+        if parts.size_bytes:
             raise StepFault(
                 StepFaultKind.HIDDEN_STATES_UNEXPECTED,
-                f"{first.size_bytes} bytes of payload without a header",
+                f"{parts.size_bytes} bytes of payload without a header",
             )
         return None
     try:
-        header = step_pb2.TensorHeader.FromString(first.hidden)
+        header = step_pb2.TensorHeader.FromString(parts.header)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"tensor header: {error}") from error
-    step_checksum = xxhash.xxh3_64_intdigest(first.step)
-    if (header.step_id, header.step_checksum) != (step.step_id, step_checksum):
-        raise StepFault(
-            StepFaultKind.SLICE_SET,
-            f"hidden states of step {header.step_id} ({header.step_checksum:016x}) in a frame of "
-            f"step {step.step_id} ({step_checksum:016x})",
-        )
-    return decode_tensor(header, first.payload)
+    return decode_tensor(header, parts.payload)
 
 
 def encode_result_frame(result: StepResult) -> deliver_pb2.DeliverRequest:

@@ -121,15 +121,12 @@ class TensorView:
         return payload_bytes(self.dtype, self.shape)
 
 
-def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> step_pb2.TensorHeader:
-    """Return the header of hidden states computed for the step with this id and checksum."""
+def encode_header(tensor: TensorView) -> step_pb2.TensorHeader:
     return step_pb2.TensorHeader(
         dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
         shape=tensor.shape,
         byte_order=step_pb2.BYTE_ORDER_LITTLE_ENDIAN,
         size_bytes=tensor.size_bytes,
-        step_id=step_id,
-        step_checksum=step_checksum,
     )
 
 

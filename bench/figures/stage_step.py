@@ -21,7 +21,7 @@ COORDINATOR_MODULE = "bench.figures.coordinator_cost"
 COORDINATOR_CHEAPER = {"scheduling 256 sequences in one step": 3.0, "a step of 256 sequences": 2.0}
 """By the begin of the figure's name."""
 
-HOW = "CPU time of FrameAssembler.add, StepExecutor.run without compute and encode_frame : the limit"
+HOW = "CPU time of FrameAssembler.add, StepExecutor.run without compute and encode_hidden_states : the limit"
 HOW_AGAINST = "CPU time of the other checkout : of this one, in turns; more is better"
 
 

@@ -54,8 +54,19 @@ WireTensor = moved("TensorView", "wire.tensors")
 SequenceKey = moved("SequenceKey", "wire.ids")
 new_request_id = moved("new_request_id", "wire.ids")
 FrameAssembler = moved("FrameAssembler", "wire.frames")
-encode_frame = moved("encode_frame", "wire.frames")
 encode_step = moved("encode_step", "wire.step_codec")
+frames = import_module("wire.frames")
+ENCODE_FRAME = getattr(frames, "encode_frame", None)
+"""Of checkouts in which a step and its hidden states were one message."""
+
+
+def messages_of(step: Any, hidden: Any) -> list[bytes]:
+    """Messages of a frame from the stage before."""
+    if ENCODE_FRAME is not None:
+        return list(ENCODE_FRAME(encode_step(step), step.step_id, hidden, ()))
+    checksum = frames.step_frame_checksum(encode_step(step), 0)
+    message = frames.encode_step_frame(encode_step(step))
+    return [message, *frames.encode_hidden_states(step.step_id, checksum, hidden, ())]
 
 
 class NullCompute(StageCompute):  # type: ignore[misc, valid-type]
@@ -111,7 +122,10 @@ class Stage:
     def forward(self, messages: list[bytes]) -> list[bytes]:
         """The frame's messages to the next stage."""
         output = self.run(messages)
-        return list(encode_frame(output.step_bytes, output.step_id, output.hidden, ()))
+        if ENCODE_FRAME is not None:
+            return list(ENCODE_FRAME(output.step_bytes, output.step_id, output.hidden, ()))
+        hidden = frames.encode_hidden_states(output.step_id, output.step_checksum, output.hidden, ())
+        return [messages[0], *hidden]
 
 
 class Steps:
@@ -181,7 +195,7 @@ def measure(num_decodes: int, num_blocks: int) -> dict[str, float]:
         step = steps.next_step()
         size_bytes = step.num_tokens * HIDDEN_SIZE * 2
         hidden = WireTensor(DType.BF16, (step.num_tokens, HIDDEN_SIZE), payload[:size_bytes])
-        messages = list(encode_frame(encode_step(step), step.step_id, hidden, ()))
+        messages = messages_of(step, hidden)
         began_ns = time.thread_time_ns()
         forwarded = middle.forward(messages)
         took_us = (time.thread_time_ns() - began_ns) / 1e3

@@ -14,7 +14,7 @@ from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.channels import StartedWrite, client_channel
 from wire.clock import wall_clock_us
 from wire.errors import StaleStream
-from wire.frames import encode_frame
+from wire.frames import encode_step_frame
 from wire.ids import Incarnation
 from wire.log_context import log_context
 from wire.peer_secrets import HopSecrets, RefusedPeers
@@ -65,9 +65,9 @@ class PipelineLink:
 
     def send(self, step: Step) -> None:
         """Hand a step to gRPC in this turn of the event loop, or queue it behind an unfinished write."""
-        for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=self._now_us()):
-            call, self._idle_call = self._idle_call, None
-            self._writes.put_nowait(message if call is None else StartedWrite(call.write(message)))
+        message = encode_step_frame(encode_step(step), ready_at_us=self._now_us())
+        call, self._idle_call = self._idle_call, None
+        self._writes.put_nowait(message if call is None else StartedWrite(call.write(message)))
 
     async def open(self) -> None:
         """Connect to FIRST and wait until it accepts the stream. Raises LinkBroken with the reason."""

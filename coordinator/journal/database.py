@@ -19,9 +19,7 @@ _BESIDE = ("", "-wal", "-shm", "-journal")
 
 
 def create_private(path: Path) -> None:
-    """Create an empty file with mode 0600, if missing; SQLite's other files get the same mode. Raises
-    OSError.
-    """
+    """Create an empty file with mode 0600 if missing, as SQLite does with its others. Raises OSError."""
     try:
         descriptor = os.open(
             os.path.realpath(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY
@@ -157,9 +155,7 @@ def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
 
 
 def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
-    """Connect in autocommit mode; a power failure may lose the last commits, but keeps the file
-    consistent.
-    """
+    """Connect in autocommit mode; a power failure may lose the last commits, nothing else."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=busy_timeout_s)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")

@@ -27,9 +27,7 @@ class TraceReader:
         return await self._on_thread(lambda: self._summarise(num_requests))
 
     async def data(self, wanted: str) -> tuple[FoundTrace, bytes]:
-        """Return a request's spans, and a serialised TracesData of them. Raises the errors of
-        `TraceStore.find`.
-        """
+        """Return spans, and a serialised TracesData of them. Raises the errors of `TraceStore.find`."""
         found = self._store.find(wanted)
         return found, await self._on_thread(lambda: found.data().SerializeToString())
 

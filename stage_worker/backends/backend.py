@@ -12,6 +12,7 @@ from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from wire.errors import InvalidRequest
 from wire.reference import Reference
+from wire.steps import Step
 from wire.tensors import TensorView
 
 
@@ -143,8 +144,12 @@ class StageBackend(ABC):
         """Reset the stage, after all earlier calls."""
 
     @abstractmethod
+    def prepare(self, executor: StepExecutor, step: Step) -> None:
+        """Prepare a step after all earlier calls; `submit` of its frame follows."""
+
+    @abstractmethod
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        """Start one step, after all earlier calls. The future raises StepFault for a failed step."""
+        """Compute a prepared step, after all earlier calls. The future raises StepFault for a failed step."""
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
         """Check the KV accounting, after all earlier calls. Raises StepFault."""

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,9 +21,7 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, all_ended: "asyncio.Future[Any]") -> None:
-        """Watch `all_ended`, a future for all current steps; the timeout counts from the oldest
-        unfinished.
-        """
+        """Watch a future for all current steps; the timeout counts from the oldest unfinished."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._timeout_s, self._report)
@@ -52,6 +51,28 @@ class _Job:
     loop: asyncio.AbstractEventLoop
     done: "asyncio.Future[Any]"
 
+    def run(self) -> None:
+        if self.done.cancelled():
+            return
+        try:
+            self._hand_back(self.work(), None)
+        except BaseException as error:
+            self._hand_back(None, error)
+
+    def _hand_back(self, result: Any, error: BaseException | None) -> None:
+        def settle() -> None:
+            if self.done.cancelled():
+                return
+            if error is None:
+                self.done.set_result(result)
+            else:
+                self.done.set_exception(error)
+
+        try:
+            self.loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            log.debug("the event loop ended before a computation did")
+
 
 class ComputeThread:
     """Owner of a stage's model, pages, pool and sequences; a daemon, so that a process can exit in a load."""
@@ -59,16 +80,20 @@ class ComputeThread:
     def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
         """`on_start` runs first on the thread."""
         self._on_start = on_start
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
         """Run `function` after everything submitted before; cancellation before its start skips it."""
         loop = asyncio.get_running_loop()
-        job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
-        self._jobs.put(job)
+        job = _Job(partial(function, *args, **kwargs), loop, loop.create_future())
+        self._jobs.put(job.run)
         return job.done
+
+    def post(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Like `submit`, for a function that raises nothing."""
+        self._jobs.put(partial(function, *args, **kwargs))
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.submit(function, *args, **kwargs)
@@ -82,26 +107,6 @@ class ComputeThread:
     def _run(self) -> None:
         self._on_start()
         while (job := self._jobs.get()) is not None:
-            if job.done.cancelled():
-                continue
-            try:
-                _hand_back(job, job.work(), None)
-            except BaseException as error:
-                _hand_back(job, None, error)
+            job()
             # The next job may be minutes away; release what this one references (a model) now.
             del job
-
-
-def _hand_back(job: _Job, result: Any, error: BaseException | None) -> None:
-    def settle() -> None:
-        if job.done.cancelled():
-            return
-        if error is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(error)
-
-    try:
-        job.loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        log.debug("the event loop ended before a computation did")

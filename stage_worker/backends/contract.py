@@ -10,7 +10,7 @@ from stage_worker.validation import SliceLayout
 from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import StageTime, StartRecord, StepResult
+from wire.steps import StageTime, StartRecord, Step, StepResult
 from wire.tensors import TensorView
 
 
@@ -45,10 +45,10 @@ class ReceivedFrame:
 
 @dataclass(slots=True)
 class HandedOn:
-    """The unchanged step, with the hidden states that this stage computed."""
+    """The hidden states that this stage computed for a step; None for a step without slices."""
 
     step_id: int
-    step_bytes: bytes
+    step_checksum: int
     hidden: TensorView | None
 
 
@@ -113,9 +113,17 @@ class StageCompute(ABC):
     @abstractmethod
     def end(self, sequence: SequenceKey) -> None: ...
 
+    def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> object:
+        """Prepare the next step as far as possible without its hidden states. Raises StepFault.
+
+        `layouts` are in the order of its slices, and belong to the block tables as they are now. Earlier
+        steps may not have been computed yet. Returns what `compute` takes; by default the layouts.
+        """
+        return list(layouts)
+
     @abstractmethod
-    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
-        """Compute a step; `layouts` are in the order of its slices. Raises StepFault."""
+    def compute(self, frame: Frame, prepared: object) -> Computed:
+        """Compute a step with what `prepare` returned for it. Raises StepFault."""
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
         """Classify `error`, which is not a StepFault: out of memory, device, or internal."""

@@ -16,6 +16,7 @@ from stage_worker.backends.mock_compute import MockCompute, MockDevice
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.executor import StepExecutor
 from wire.errors import StepFault, StepFaultKind
+from wire.steps import Step
 
 
 class DeadlineClock:
@@ -174,11 +175,14 @@ class MockBackend(StageBackend):
         await self._end_of_steps()
         executor.begin_epoch(number, stage=stage)
 
+    def prepare(self, executor: StepExecutor, step: Step) -> None:
+        """Run the accounting immediately."""
+        executor.prepare(step)
+
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        """Run the accounting immediately; the step's time includes it."""
         done: asyncio.Future[RanStep] = asyncio.get_running_loop().create_future()
         try:
-            output: StageOutput = executor.run(received.frame)
+            output: StageOutput = executor.compute(received.frame)
         except StepFault as fault:
             done.set_exception(fault)
             if fault.kind is StepFaultKind.DEVICE:

@@ -197,7 +197,10 @@ class MockCompute(StageCompute):
         self._unanswerable.pop(sequence, None)
         self._constraints.pop(sequence, None)
 
-    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+    def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> None:
+        """A mock has no pages."""
+
+    def compute(self, frame: Frame, prepared: object) -> Computed:
         self._device.compute(frame.step.num_tokens)
         if self._has_head:
             return self._answer(frame.step)

@@ -120,9 +120,7 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is for sent hidden
-        states.
-        """
+        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of the output."""
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
         self._model = model
@@ -161,11 +159,15 @@ class ModelCompute(StageCompute):
             self._sampler.end(sequence)
 
     @torch.inference_mode()
-    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
-        model = self._model
-        layout = model.layout(list(layouts), block_size=self._pages.block_size)
+    def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> StepLayout:
+        layout = self._model.layout(list(layouts), block_size=self._pages.block_size)
         self._check_writes(layout)
-        hidden = model.forward(self._input(frame), layout, self._pages)
+        return layout
+
+    @torch.inference_mode()
+    def compute(self, frame: Frame, prepared: object) -> Computed:
+        assert isinstance(prepared, StepLayout)
+        hidden = self._model.forward(self._input(frame), prepared, self._pages)
         if self._sampler is None:
             self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
             return to_wire(hidden, self._wire_dtype)

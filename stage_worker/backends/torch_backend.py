@@ -28,6 +28,7 @@ from stage_worker.model.kernels import check_choice
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.reference import Reference, encode_states
+from wire.steps import Step
 from wire.tensors import TensorView
 
 CPU = torch.device("cpu")
@@ -83,6 +84,9 @@ class TorchBackend(StageBackend):
         self._watch_steps()
         await self._thread.run(executor.begin_epoch, number, stage=stage)
 
+    def prepare(self, executor: StepExecutor, step: Step) -> None:
+        self._thread.post(executor.prepare, step)
+
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         loop = asyncio.get_running_loop()
         return self._thread.submit(_run, executor, received.frame, loop, self._fail)
@@ -133,7 +137,7 @@ def _run(
     """Report a failed device directly: the epoch may have ended, leaving the step's error unread."""
     started_s = time.monotonic()
     try:
-        output = executor.run(frame)
+        output = executor.compute(frame)
     except StepFault as fault:
         if fault.kind is StepFaultKind.DEVICE:
             loop.call_soon_threadsafe(on_failure, fault.message)

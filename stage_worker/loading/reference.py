@@ -185,9 +185,7 @@ class StreamedModel:
             yield hidden
 
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first token, logits float32 [2, n, m]) per block of m tokens, from the last hidden
-        states.
-        """
+        """Yield (first token, logits float32 [2, n, m]) per block of m tokens."""
         head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
         normed = self._norm(hidden, FINAL_NORM)
         for first, block in self._blocks(head):

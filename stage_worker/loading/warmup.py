@@ -15,7 +15,6 @@ from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
-from wire.step_codec import encode_step
 from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
 
 _SAMPLING = (
@@ -145,11 +144,11 @@ class _WarmupSteps:
     def _frame(self, step: Step) -> Frame:
         assignment = self._assignment
         if assignment.role.has_embeddings or not step.num_slices:
-            return Frame(step, encode_step(step), None)
+            return Frame(step, None)
         shape = (step.num_tokens, self._config.hidden_size)
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(TORCH_DTYPES[assignment.dtype])
-        return Frame(step, encode_step(step), to_wire(hidden, assignment.sent_dtype))
+        return Frame(step, to_wire(hidden, assignment.sent_dtype))
 
     def _new_key(self) -> SequenceKey:
         self._num_requests += 1

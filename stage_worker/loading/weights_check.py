@@ -67,9 +67,7 @@ class WeightsVerifier:
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
     ) -> None:
-        """Start to compare the stage's weights; `reply` is called if they differ. `activity`: see
-        `hash_when_idle`.
-        """
+        """Start to compare the stage's weights; `reply` is called if they differ."""
         self.cancel()
         if self._source is not None:
             check = self._check_stage(self._source, order, activity, reply)

@@ -94,9 +94,7 @@ def _sizes(stage: StagePlan) -> tuple[str, ...]:
 
 
 def parse_workers(text: str) -> tuple[WorkerCapacity, ...]:
-    """Parse memory sizes such as 24GiB,24GiB,8GiB; workers are named worker-0, worker-1, ... Raises
-    ValueError.
-    """
+    """Parse memory sizes such as 24GiB,8GiB, for worker-0, worker-1, ... Raises ValueError."""
     return tuple(
         WorkerCapacity(name=f"worker-{number}", memory_bytes=parse_size(size))
         for number, size in enumerate(text.split(","))

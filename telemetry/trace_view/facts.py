@@ -55,9 +55,7 @@ def summary(trace: RequestTrace) -> TraceSummary:
 
 
 def trace_facts(trace: RequestTrace) -> dict[str, Any]:
-    """The fields of `TraceSummary` with explanation, shares and rows; times in seconds since the request's
-    start.
-    """
+    """Fields of `TraceSummary`, explanation, shares and rows; times in seconds since the start."""
     view = waterfall(trace)
     root = trace.root
     return {

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 from checkpoint import DType
 from kvcache import Deref, FullBlock
-from stageline_rpc.internal.v1 import step_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.stream_proxy import Alteration, HopStream, Messages, StreamCut
 from tests.step_slices import with_slices
 from wire.errors import StepFaultKind
-from wire.frames import Frame, frame_checksum
+from wire.frames import Frame, hidden_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import Decode, Prefill, SequenceSignal, Step, StepSlice
@@ -36,12 +35,12 @@ class FrameFault:
         return self.name
 
 
-def encoded(step: Step, hidden: TensorView | None) -> Messages:
-    return tuple(encode_frame(encode_step(step), step.step_id, hidden))
+def encoded(step: Step, hidden: TensorView | None, stream: HopStream) -> Messages:
+    return tuple(encode_frame(encode_step(step), step.step_id, hidden, to_first=stream.is_to_first))
 
 
-def unchanged(frame: Frame) -> Messages:
-    return encoded(frame.step, frame.hidden)
+def unchanged(frame: Frame, stream: HopStream) -> Messages:
+    return encoded(frame.step, frame.hidden, stream)
 
 
 async def drop(frame: Frame, stream: HopStream) -> Messages:
@@ -49,21 +48,21 @@ async def drop(frame: Frame, stream: HopStream) -> Messages:
 
 
 async def repeat(frame: Frame, stream: HopStream) -> Messages:
-    return (*unchanged(frame), *unchanged(frame))
+    return (*unchanged(frame, stream), *unchanged(frame, stream))
 
 
 async def hold_until_next(frame: Frame, stream: HopStream) -> Messages:
-    stream.held = list(unchanged(frame))
+    stream.held = list(unchanged(frame, stream))
     return ()
 
 
 async def truncate(frame: Frame, stream: HopStream) -> Messages:
-    """Split the frame into two chunks and drop the last."""
-    (message,) = unchanged(frame)
-    chunk = message.chunk
+    """Split the hidden states into two chunks and drop the last."""
+    step, message = unchanged(frame, stream)
+    chunk = message.hidden_states
     chunk.payload = chunk.payload[: len(chunk.payload) // 2]
     chunk.is_last = False
-    return (message,)
+    return step, message
 
 
 async def cut(frame: Frame, stream: HopStream) -> Messages:
@@ -73,60 +72,74 @@ async def cut(frame: Frame, stream: HopStream) -> Messages:
 def delay(seconds: float) -> Alteration:
     async def delayed(frame: Frame, stream: HopStream) -> Messages:
         await asyncio.sleep(seconds)
-        return unchanged(frame)
+        return unchanged(frame, stream)
 
     return delayed
 
 
 async def remove_hidden(frame: Frame, stream: HopStream) -> Messages:
-    return encoded(frame.step, None)
+    return encoded(frame.step, None, stream)
 
 
 async def remove_row(frame: Frame, stream: HopStream) -> Messages:
     num_tokens, width = _shape(frame)
     assert frame.hidden is not None
     data = memoryview(frame.hidden.data)[: -width * frame.hidden.dtype.size_bytes]
-    return encoded(frame.step, TensorView(frame.hidden.dtype, (num_tokens - 1, width), data))
+    return encoded(frame.step, TensorView(frame.hidden.dtype, (num_tokens - 1, width), data), stream)
 
 
 async def halve_dtype(frame: Frame, stream: HopStream) -> Messages:
     num_tokens, width = _shape(frame)
     assert frame.hidden is not None and frame.hidden.dtype is DType.F32
     data = memoryview(frame.hidden.data)[: num_tokens * width * 2]
-    return encoded(frame.step, TensorView(DType.BF16, (num_tokens, width), data))
+    return encoded(frame.step, TensorView(DType.BF16, (num_tokens, width), data), stream)
 
 
 async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Messages:
-    """Valid but for the step id of the hidden states."""
-    (message,) = unchanged(frame)
-    chunk = message.chunk
-    header = step_pb2.TensorHeader.FromString(chunk.hidden)
-    header.step_id -= 1
-    header.step_checksum ^= 1
-    chunk.hidden = header.SerializeToString()
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
+    """Valid but for the step of the hidden states."""
+    step, message = unchanged(frame, stream)
+    chunk = message.hidden_states
+    chunk.step_id -= 1
+    chunk.step_checksum ^= 1
+    chunk.checksum = hidden_checksum(chunk, chunk.payload)
+    return step, message
+
+
+async def drop_step(frame: Frame, stream: HopStream) -> Messages:
+    """Hidden states without the step ahead of them."""
+    _, message = unchanged(frame, stream)
     return (message,)
+
+
+async def drop_hidden(frame: Frame, stream: HopStream) -> Messages:
+    """A step whose hidden states never come; those of the next one do."""
+    step, _ = unchanged(frame, stream)
+    return (step,)
+
+
+async def swap_parts(frame: Frame, stream: HopStream) -> Messages:
+    step, message = unchanged(frame, stream)
+    return message, step
 
 
 async def flip_byte(frame: Frame, stream: HopStream) -> Messages:
-    (message,) = unchanged(frame)
-    chunk = message.chunk
-    if chunk.payload:
-        chunk.payload = _flipped(chunk.payload)
+    step, *hidden = unchanged(frame, stream)
+    if frame.hidden is not None:
+        hidden[0].hidden_states.payload = _flipped(hidden[0].hidden_states.payload)
     else:
-        chunk.step = _flipped(chunk.step)
-    return (message,)
+        step.step.step = _flipped(step.step.step)
+    return step, *hidden
 
 
 async def corrupt_signal(frame: Frame, stream: HopStream) -> Messages:
     """Add a signal for a block without an owner."""
     signal = SequenceSignal(frame.step.slices[0].sequence, Deref(FullBlock(12345)))
-    return encoded(replace(frame.step, signals=(*frame.step.signals, signal)), frame.hidden)
+    return encoded(replace(frame.step, signals=(*frame.step.signals, signal)), frame.hidden, stream)
 
 
 def change_step(change: Callable[[Step], Step]) -> Alteration:
     async def changed(frame: Frame, stream: HopStream) -> Messages:
-        return encoded(change(frame.step), frame.hidden)
+        return encoded(change(frame.step), frame.hidden, stream)
 
     return changed
 
@@ -184,6 +197,15 @@ FRAME_FAULTS = (
         take_hidden_of_step_before,
         needs_hidden=True,
     ),
+    FrameFault("without-its-step", StepFaultKind.SLICE_SET, drop_step, needs_hidden=True),
+    FrameFault(
+        "without-its-hidden-states",
+        StepFaultKind.SLICE_SET,
+        drop_hidden,
+        is_detected_in_next=True,
+        needs_hidden=True,
+    ),
+    FrameFault("hidden-states-before-their-step", StepFaultKind.SLICE_SET, swap_parts, needs_hidden=True),
     FrameFault("slice-of-unknown-sequence", StepFaultKind.SLICE_SET, change_slice(_of_unknown_sequence)),
     FrameFault("flipped-byte", StepFaultKind.CHECKSUM, flip_byte),
     FrameFault("wrong-position", StepFaultKind.POSITION, change_slice(_later)),

@@ -20,9 +20,9 @@ from stageline_rpc.internal.v1 import (
     join_pb2,
     join_pb2_grpc,
 )
-from tests.frame_messages import add_chunk
+from tests.frame_messages import add_message
 from wire.channels import bind, client_channel, new_server
-from wire.frames import Frame, FrameAssembler, decode_result_frame
+from wire.frames import Frame, FrameAssembler, StepFrame, decode_result_frame
 from wire.ids import Incarnation, new_incarnation
 from wire.step_codec import decode_fault
 from wire.steps import FaultReport, StepResult
@@ -164,6 +164,8 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.hellos: asyncio.Queue[forward_pb2.HopHello] = asyncio.Queue()
+        self.steps: asyncio.Queue[StepFrame] = asyncio.Queue()
+        """Steps as they arrive, ahead of their frames."""
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
         self.num_ignored = 0
@@ -181,6 +183,10 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
 
     async def stop(self) -> None:
         await self._server.stop(None)
+
+    async def step(self) -> StepFrame:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.steps.get()
 
     async def frame(self) -> Frame:
         async with asyncio.timeout(DEADLINE_S):
@@ -204,9 +210,11 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
             async for request in request_iterator:
-                frame = add_chunk(assembler, request.chunk)
-                if frame is not None:
-                    self.frames.put_nowait(frame)
+                received = add_message(assembler, request)
+                if isinstance(received, StepFrame):
+                    self.steps.put_nowait(received)
+                elif received is not None:
+                    self.frames.put_nowait(received)
                     if self.breaks_with is not None:
                         await context.abort(self.breaks_with, "broken by the test")
         finally:

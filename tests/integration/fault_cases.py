@@ -7,11 +7,11 @@ import torch
 
 from kvcache import Deref, FullBlock
 from stageline_rpc.internal.v1 import forward_pb2
-from tests.frame_messages import encode_frame
+from tests.frame_messages import encode_frame, step_message
 from tests.integration.stage_bench import GREEDY, hidden_for
 from tests.step_slices import with_slices
 from wire.errors import StepFaultKind
-from wire.frames import frame_checksum
+from wire.frames import hidden_checksum, step_frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import NO_GROWS, Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
@@ -119,52 +119,75 @@ def _impossible_signal(step: Step, hidden: TensorView) -> Messages:
 
 def _of_another_step(step: Step, hidden: TensorView) -> Messages:
     """A valid frame with the hidden states of other slices."""
-    (message,) = _frame(step, hidden)
-    (other,) = _frame(replace(step, digest=step.digest ^ 1), hidden)
-    message.chunk.hidden = other.chunk.hidden
-    message.chunk.checksum = frame_checksum(
-        message.chunk.step, message.chunk.hidden, message.chunk.stage_times, message.chunk.payload
-    )
+    _, other = _frame(replace(step, digest=step.digest ^ 1), hidden)
+    yield step_message(encode_step(step))
+    yield other
+
+
+def _without_its_step(step: Step, hidden: TensorView) -> Messages:
+    _, message = _frame(step, hidden)
     yield message
 
 
-def _edited(edit: Callable[[forward_pb2.FrameChunk], None]) -> Callable[[Step, TensorView], Messages]:
+def _before_its_step(step: Step, hidden: TensorView) -> Messages:
+    yield from reversed(list(_frame(step, hidden)))
+
+
+def _edited(
+    edit: Callable[[forward_pb2.HiddenStatesChunk], None],
+) -> Callable[[Step, TensorView], Messages]:
+    """Edit the hidden states."""
+
     def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
-        (message,) = _frame(step, hidden)
-        edit(message.chunk)
-        yield message
+        ahead, message = _frame(step, hidden)
+        edit(message.hidden_states)
+        yield from (ahead, message)
 
     return messages
 
 
-def _flip_payload(chunk: forward_pb2.FrameChunk) -> None:
+def _edited_step(edit: Callable[[forward_pb2.StepFrame], None]) -> Callable[[Step, TensorView], Messages]:
+    def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
+        ahead, message = _frame(step, hidden)
+        edit(ahead.step)
+        yield from (ahead, message)
+
+    return messages
+
+
+def _flip_payload(chunk: forward_pb2.HiddenStatesChunk) -> None:
     chunk.payload = bytes([chunk.payload[0] ^ 1]) + chunk.payload[1:]
 
 
-def _flip_step(chunk: forward_pb2.FrameChunk) -> None:
-    chunk.step = chunk.step[:-1] + bytes([chunk.step[-1] ^ 1])
+def _flip_step(frame: forward_pb2.StepFrame) -> None:
+    frame.step = frame.step[:-1] + bytes([frame.step[-1] ^ 1])
 
 
-def _cut_payload(chunk: forward_pb2.FrameChunk) -> None:
+def _cut_payload(chunk: forward_pb2.HiddenStatesChunk) -> None:
     chunk.payload = chunk.payload[:-4]
 
 
-def _garbage_step(chunk: forward_pb2.FrameChunk) -> None:
-    chunk.step = b"\xff\xff\xff"
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
+def _of_step_before(chunk: forward_pb2.HiddenStatesChunk) -> None:
+    chunk.step_id -= 1
+    chunk.checksum = hidden_checksum(chunk, chunk.payload)
+
+
+def _garbage_step(frame: forward_pb2.StepFrame) -> None:
+    frame.step = b"\xff\xff\xff"
+    frame.checksum = step_frame_checksum(frame.step, frame.ready_at_us)
 
 
 def _begins_again(step: Step, hidden: TensorView) -> Messages:
-    for message in (*_frame(step, hidden), *_frame(step, hidden)):
-        message.chunk.is_last = False
-        yield message
+    ahead, message = _frame(step, hidden)
+    message.hidden_states.is_last = False
+    return ahead, message, message
 
 
 def _hello_again(step: Step, hidden: TensorView) -> Messages:
     yield forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=step.epoch))
 
 
-def _too_long(chunk: forward_pb2.FrameChunk) -> None:
+def _too_long(chunk: forward_pb2.HiddenStatesChunk) -> None:
     chunk.payload = bytes(32 * HIDDEN_SIZE * 4 + 4)
 
 
@@ -203,7 +226,12 @@ FRAME_FAULTS = (
         ("columns have",),
     ),
     FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),
-    FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("in a frame of",)),
+    FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("expected those of step 1",)),
+    FrameFault(
+        "hidden-of-the-step-before", K.SLICE_SET, _edited(_of_step_before), ("hidden states of step 0",)
+    ),
+    FrameFault("hidden-without-its-step", K.SLICE_SET, _without_its_step, ("no step waits",), names=()),
+    FrameFault("hidden-before-its-step", K.SLICE_SET, _before_its_step, ("no step waits",), names=()),
     FrameFault("position-gap", K.POSITION, _with_slice(_later), ("position 6", "computed 5 tokens")),
     FrameFault("position-repeat", K.POSITION, _with_slice(_earlier), ("position 4", "computed 5 tokens")),
     FrameFault("second-start", K.RECORD, _second_start, ("is live",)),
@@ -217,9 +245,9 @@ FRAME_FAULTS = (
         ("expected", "got"),
     ),
     FrameFault("flipped-payload", K.CHECKSUM, _edited(_flip_payload), ("expected", "got"), names=()),
-    FrameFault("flipped-step", K.CHECKSUM, _edited(_flip_step), names=()),
+    FrameFault("flipped-step", K.CHECKSUM, _edited_step(_flip_step), names=()),
     FrameFault("short-payload", K.CHECKSUM, _edited(_cut_payload), names=()),
-    FrameFault("garbage-step", K.UNDECODABLE, _edited(_garbage_step), names=()),
+    FrameFault("garbage-step", K.UNDECODABLE, _edited_step(_garbage_step), names=()),
     FrameFault("frame-within-frame", K.UNDECODABLE, _begins_again, names=()),
     FrameFault("no-chunk", K.UNDECODABLE, _hello_again, ("hello",), names=()),
 )

@@ -50,7 +50,7 @@ class Gate:
         if not self._held.done():
             self._held.set_result(frame.step.step_id)
         await self._is_open.wait()
-        return unchanged(frame)
+        return unchanged(frame, stream)
 
 
 def num_generated(cluster: Cluster, request_id: str) -> list[int]:

@@ -57,8 +57,9 @@ async def run_frame(
     bench: StageBench, predecessor: PredecessorDouble, step: Step, hidden: TensorView | None
 ) -> Comparable:
     """Send one frame; return the stage's output."""
-    await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
-    return _comparable(await bench.output())
+    to_first = bench.assignment.role.has_embeddings
+    await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden, to_first=to_first))
+    return comparable_of(await bench.output())
 
 
 def expected_outputs(assignment: Assignment) -> list[Comparable]:
@@ -70,7 +71,7 @@ def expected_outputs(assignment: Assignment) -> list[Comparable]:
     outputs = []
     for _ in range(NUM_STEPS):
         step, hidden = log.next_frame()
-        outputs.append(_comparable(_content(executor.run(Frame(step, encode_step(step), hidden)))))
+        outputs.append(comparable_of(_content(executor.run(Frame(step, hidden)))))
     return outputs
 
 
@@ -84,7 +85,7 @@ def _content(output: StageOutput) -> TensorView | StepResult | None:
     return output.hidden if isinstance(output, HandedOn) else output
 
 
-def _comparable(output: TensorView | StepResult | None) -> Comparable:
+def comparable_of(output: TensorView | StepResult | None) -> Comparable:
     if isinstance(output, StepResult):
         return [entry.outcome for entry in output.results]
     assert output is not None

@@ -1,6 +1,7 @@
 """A gRPC proxy between two peers that relays their streams and breaks them on request."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,9 @@ import grpc
 import xxhash
 
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
-from tests.frame_messages import add_chunk
+from tests.frame_messages import add_message
 from wire.channels import bind, client_channel, new_server
-from wire.frames import Frame, FrameAssembler
+from wire.frames import Frame, FrameAssembler, StepFrame
 from wire.steps import Step
 
 FORWARD = "/stageline.internal.v1.StageService/Forward"
@@ -114,10 +115,37 @@ def _is_cut(pump: "asyncio.Task[None]") -> bool:
 
 @dataclass(eq=False)
 class HopStream:
-    """One stream of frames: `previous` is the last one passed, `held` are sent after the next frame."""
+    """One stream of frames: `previous` is the last one passed, `held` are sent after the next frame.
 
+    Into FIRST, frames have no hidden states. Elsewhere a step waits in `ahead` for its hidden states, so
+    that an alteration sees the whole frame.
+    """
+
+    is_to_first: bool
+    assembler: FrameAssembler = field(init=False)
+    ahead: deque[forward_pb2.ForwardRequest] = field(default_factory=deque)
+    chunks: list[forward_pb2.ForwardRequest] = field(default_factory=list)
     previous: Frame | None = None
     held: list[forward_pb2.ForwardRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.assembler = FrameAssembler(max_payload_bytes=1 << 30, takes_hidden=not self.is_to_first)
+
+    def complete(
+        self, message: forward_pb2.ForwardRequest
+    ) -> tuple[Frame, list[forward_pb2.ForwardRequest]] | None:
+        """The frame that this message completes, and all messages of it."""
+        received = add_message(self.assembler, message)
+        if isinstance(received, StepFrame):
+            if self.is_to_first:
+                return received.without_hidden, [message]
+            self.ahead.append(message)
+            return None
+        self.chunks.append(message)
+        if received is None:
+            return None
+        chunks, self.chunks = self.chunks, []
+        return received, [self.ahead.popleft(), *chunks]
 
 
 Alteration = Callable[[Frame, HopStream], Awaitable[Messages]]
@@ -161,19 +189,20 @@ class HopProxy(StreamProxy):
     def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
         if method != FORWARD:
             return super().relay_for(method)
-        stream, pending = HopStream(), list[forward_pb2.ForwardRequest]()
+        stream: HopStream | None = None
 
         async def relay(data: bytes) -> Iterable[bytes]:
+            nonlocal stream
             message = forward_pb2.ForwardRequest.FromString(data)
             if message.WhichOneof("message") == "hello":
+                stream = HopStream(is_to_first=message.hello.sender_stage < 0)
                 return (self._hello(message).SerializeToString(),)
-            pending.append(message)
-            if not message.chunk.is_last:
+            assert stream is not None, "a hello comes first"
+            completed = stream.complete(message)
+            if completed is None:
                 return ()
-            frame = _assembled(pending)
-            altered = await self._altered(frame, stream, pending.copy())
-            pending.clear()
-            return [request.SerializeToString() for request in altered]
+            frame, messages = completed
+            return [request.SerializeToString() for request in await self._altered(frame, stream, messages)]
 
         return relay
 
@@ -194,13 +223,6 @@ class HopProxy(StreamProxy):
             altered = await injection.alter(frame, stream)
         stream.previous = frame
         return [*altered, *held]
-
-
-def _assembled(messages: list[forward_pb2.ForwardRequest]) -> Frame:
-    assembler = FrameAssembler(max_payload_bytes=1 << 30)
-    frames = [add_chunk(assembler, message.chunk) for message in messages]
-    assert frames[-1] is not None
-    return frames[-1]
 
 
 ResultAlteration = Callable[[step_pb2.StepResult], None]

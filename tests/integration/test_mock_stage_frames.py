@@ -72,7 +72,7 @@ def messages_of(step: Step, stage: int, times: Sequence[StageTime] = ()) -> list
         size = step.num_tokens * HIDDEN_SIZE * 2
         dtype = mock_assignment(stage=stage).dtype
         hidden = TensorView(dtype, (step.num_tokens, HIDDEN_SIZE), bytes(size))
-    return list(encode_frame(encode_step(step), step.step_id, hidden, times))
+    return list(encode_frame(encode_step(step), step.step_id, hidden, times, to_first=stage == FIRST))
 
 
 @pytest.mark.parametrize("stage", [FIRST, MIDDLE])
@@ -110,7 +110,7 @@ async def test_missing_stage_times_stay_unknown(stage: int) -> None:
         await predecessor.close()
 
 
-@pytest.mark.parametrize(("stage", "num_times"), [(FIRST, 1), (MIDDLE, 2), (LAST, 1), (LAST, 3)])
+@pytest.mark.parametrize(("stage", "num_times"), [(MIDDLE, 2), (LAST, 1), (LAST, 3)])
 async def test_times_of_another_number_of_stages_are_rejected(stage: int, num_times: int) -> None:
     async with mock_bench(stage) as bench:
         step = Steps(bench).step
@@ -141,7 +141,7 @@ async def test_a_waiting_step_reports_its_queue_time() -> None:
 
 def _garbled(step: Step, stage: int) -> list[forward_pb2.ForwardRequest]:
     messages = messages_of(step, stage)
-    messages[0].chunk.checksum ^= 1
+    messages[0].step.checksum ^= 1
     return messages
 
 

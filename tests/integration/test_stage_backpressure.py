@@ -36,7 +36,7 @@ async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Pat
 
         async def send_all() -> None:
             for step in steps:
-                await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
+                await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden, to_first=True))
 
         sending = asyncio.create_task(send_all())
         done, _ = await asyncio.wait({sending}, timeout=SENDER_WAIT_S)

@@ -77,7 +77,7 @@ class Pipeline:
         """Run steps until all sequences end; return the errors of failed ones."""
         errors: dict[object, SliceError] = {}
         while (step := self.log.scheduler.next_step(0.0)) is not None:
-            await predecessor.send(encode_frame(encode_step(step), step.step_id, None))
+            await predecessor.send(encode_frame(encode_step(step), step.step_id, None, to_first=True))
             result = await self.coordinator.result()
             for entry in result.results:
                 if isinstance(entry.outcome, SliceError):
@@ -175,7 +175,7 @@ async def test_frames_are_accepted_while_earlier_ones_are_computed(tiny_llama: P
         messages = [
             message
             for sent_step in (step, *empty)
-            for message in encode_frame(encode_step(sent_step), sent_step.step_id, None)
+            for message in encode_frame(encode_step(sent_step), sent_step.step_id, None, to_first=True)
         ]
         sending = asyncio.create_task(predecessor.send(messages))
         answered = [(await stages.coordinator.result()).step_id for _ in range(40)]

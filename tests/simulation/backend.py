@@ -14,6 +14,7 @@ from tests.simulation.stage_compute import SimCompute
 from tests.simulation.virtual_loop import Process
 from wire.errors import StepFault
 from wire.frames import Frame
+from wire.steps import Step
 
 MEMORY_BYTES = 1 << 30
 
@@ -79,6 +80,9 @@ class SimBackend(StageBackend):
         self._on_epoch(number)
         executor.begin_epoch(number, stage=stage)
 
+    def prepare(self, executor: StepExecutor, step: Step) -> None:
+        executor.prepare(step)
+
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> asyncio.Future[RanStep]:
         done: asyncio.Future[RanStep] = self._loop.create_future()
         assert self._assignment is not None, "steps come after a load"
@@ -87,7 +91,7 @@ class SimBackend(StageBackend):
         started_s = max(self._loop.time(), self._free_at_s)
         self._free_at_s = ended_s = started_s + self._machine.step_s
         try:
-            output = executor.run(received.frame)
+            output = executor.compute(received.frame)
         except StepFault as fault:
             done.set_exception(fault)
             return done

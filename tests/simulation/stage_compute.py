@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from checkpoint import DType
 from stage_worker.assignment import Assignment
@@ -59,7 +60,8 @@ class SimCompute(StageCompute):
     def end(self, sequence: SequenceKey) -> None:
         pass
 
-    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+    def compute(self, frame: Frame, prepared: object) -> Computed:
+        layouts: Sequence[SliceLayout] = cast(list[SliceLayout], prepared)
         if frame.hidden is None:
             inputs = array("I", frame.step.tokens)
         else:

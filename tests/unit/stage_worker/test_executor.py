@@ -23,7 +23,6 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
 from wire.sampling import StepSampling
-from wire.step_codec import encode_step
 from wire.steps import (
     Grows,
     Prefill,
@@ -63,7 +62,7 @@ class Stage:
     def frame(self, step: Step) -> Frame:
         takes_hidden = not self.assignment.role.has_embeddings and step.slices
         hidden = hidden_for(step, HIDDEN_SIZE) if takes_hidden else None
-        return Frame(step, encode_step(step), hidden)
+        return Frame(step, hidden)
 
     def run(self, step: Step) -> StageOutput:
         return self.executor.run(self.frame(step))
@@ -100,7 +99,7 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
     else:
         for step, handed_on in ((first, output), (second, final)):
             assert isinstance(handed_on, HandedOn)
-            assert handed_on.step_bytes == encode_step(step)
+            assert handed_on.step_id == step.step_id
             assert handed_on.hidden is not None
             assert handed_on.hidden.shape == (step.num_tokens, HIDDEN_SIZE)
 

@@ -50,9 +50,9 @@ class Watched:
         is_last: bool = False,
     ) -> None:
         hidden = TensorView(DType.BF16, (num_tokens, 6), bytes(num_tokens * 12))
-        output = StepResult.of(1, 0) if is_last else HandedOn(0, b"", hidden)
+        output = StepResult.of(1, 0) if is_last else HandedOn(0, 0, hidden)
         timing = StepTiming(received_s, received_s, started_s, ready_s, None)
-        frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
+        frame = Frame(Step(epoch=1, step_id=0), hidden)
         self.now_s = max(self.now_s, sent_s)
         self.metrics.step_done(frame, TimedOutput(output, (), 0, timing), sent_s)
 

@@ -27,7 +27,6 @@ from tests.integration.stage_bench import Log, new_assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import StageRole
-from wire.step_codec import encode_step
 
 LAYERS = 8
 RESOURCES = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
@@ -157,7 +156,7 @@ def test_pages_are_freed_even_if_a_failed_step_refers_to_the_stage(
     with monkeypatch.context() as patched:
         patched.setattr(DecoderLayer, "forward", fails)
         with pytest.raises(StepFault) as fault:
-            executor.run(Frame(step, encode_step(step), None))
+            executor.run(Frame(step, None))
     assert fault.value.kind is StepFaultKind.INTERNAL
     del fault
     held: list[tuple[int, int]] = []
@@ -165,7 +164,7 @@ def test_pages_are_freed_even_if_a_failed_step_refers_to_the_stage(
     worker.load(3, 7)
     assert held[0] == (2, 0)
     with pytest.raises(StepFault):
-        executor.run(Frame(step, encode_step(step), None))
+        executor.run(Frame(step, None))
 
 
 def refused(worker: Worker, begin: int, end: int, **changes: object) -> StageLoadError:
@@ -280,7 +279,7 @@ def test_a_stage_of_kept_layers_produces_the_output_of_a_fresh_one(worker: Worke
         log.begin(1)
         log.add(tuple(range(1, 30)))
         step = log.step()
-        output = loaded.executor.run(Frame(step, encode_step(step), None))
+        output = loaded.executor.run(Frame(step, None))
         assert isinstance(output, HandedOn)
         assert output.hidden is not None
         return bytes(output.hidden.data)

@@ -64,8 +64,8 @@ class Stage:
         step = Step.of(slices, epoch=4, step_id=self.num_steps, starts=starts, ends=ends)
         self.num_steps += 1
         timing = StepTiming(began_s, received_s, started_s, ready_s, hop_s)
-        output = TimedOutput(HandedOn(step.step_id, b"", None), (), 0, timing)
-        self.spans.step_done(Frame(step, b"", None), output, sent_s)
+        output = TimedOutput(HandedOn(step.step_id, 0, None), (), 0, timing)
+        self.spans.step_done(Frame(step, None), output, sent_s)
 
     @property
     def decodes(self) -> list[dict[str, object]]:

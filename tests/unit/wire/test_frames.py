@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpoint import DType
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
-from tests.frame_messages import add_chunk, encode_frame
+from tests.frame_messages import add_message, encode_frame
 from tests.unit.wire.wire_strategies import example_step, hidden_states, steps
 from wire import frames
 from wire.errors import StepFault, StepFaultKind
@@ -21,10 +22,12 @@ from wire.frames import (
     CHUNK_BYTES,
     Frame,
     FrameAssembler,
+    StepFrame,
     decode_result_frame,
     encode_result_frame,
-    frame_checksum,
-    read_chunk,
+    encode_step_frame,
+    hidden_checksum,
+    read_message,
     write_chunk,
 )
 from wire.ids import SequenceKey, new_request_id
@@ -40,43 +43,53 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "CHUNK_BYTES", SMALL_CHUNK)
 
 
-def chunks_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.FrameChunk]:
+def messages_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.ForwardRequest]:
+    """The step, then its hidden states."""
     messages = list(encode_frame(encode_step(step), step.step_id, hidden))
-    assert all(message.WhichOneof("message") == "chunk" for message in messages)
-    return [forward_pb2.ForwardRequest.FromString(message.SerializeToString()).chunk for message in messages]
+    assert messages[0].WhichOneof("message") == "step"
+    assert all(message.WhichOneof("message") == "hidden_states" for message in messages[1:])
+    return [forward_pb2.ForwardRequest.FromString(message.SerializeToString()) for message in messages]
 
 
-def assemble(chunks: Iterable[forward_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> list[Frame]:
+def chunks_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.HiddenStatesChunk]:
+    return [message.hidden_states for message in messages_of(step, hidden)[1:]]
+
+
+def assemble(
+    messages: Iterable[forward_pb2.ForwardRequest], *, max_payload_bytes: int = 1 << 30
+) -> list[Frame]:
     assembler = FrameAssembler(max_payload_bytes=max_payload_bytes)
-    return [frame for chunk in chunks if (frame := add_chunk(assembler, chunk)) is not None]
+    received = [add_message(assembler, message) for message in messages]
+    return [frame for frame in received if isinstance(frame, Frame)]
 
 
-def refusal(chunks: Iterable[forward_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> StepFault:
+def refusal(messages: Iterable[forward_pb2.ForwardRequest], *, max_payload_bytes: int = 1 << 30) -> StepFault:
     with pytest.raises(StepFault) as caught:
-        assemble(chunks, max_payload_bytes=max_payload_bytes)
+        assemble(messages, max_payload_bytes=max_payload_bytes)
     return caught.value
 
 
-def resealed(chunk: forward_pb2.FrameChunk) -> forward_pb2.FrameChunk:
-    """A single chunk with its checksum recomputed."""
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
-    return chunk
+def resealed(message: forward_pb2.ForwardRequest) -> forward_pb2.ForwardRequest:
+    """The only chunk of hidden states, with its checksum recomputed."""
+    chunk = message.hidden_states
+    chunk.checksum = hidden_checksum(chunk, chunk.payload)
+    return message
 
 
-def change_header(change: Callable[[step_pb2.TensorHeader], object]) -> forward_pb2.FrameChunk:
-    (chunk,) = chunks_of(example_step(), hidden_states(3, 4))
-    header = step_pb2.TensorHeader.FromString(chunk.hidden)
+def change_header(change: Callable[[step_pb2.TensorHeader], object]) -> list[forward_pb2.ForwardRequest]:
+    step, hidden = messages_of(example_step(), hidden_states(3, 4))
+    header = step_pb2.TensorHeader.FromString(hidden.hidden_states.header)
     change(header)
-    chunk.hidden = header.SerializeToString()
-    return resealed(chunk)
+    hidden.hidden_states.header = header.SerializeToString()
+    return [step, resealed(hidden)]
 
 
 @given(steps(), st.sampled_from(DType), st.integers(1, 4), st.integers(0, 40))
 def test_a_frame_round_trips(step: Step, dtype: DType, num_tokens: int, width: int) -> None:
     hidden = hidden_states(num_tokens, width, dtype=dtype)
     for carried in (None, hidden):
-        (frame,) = assemble(chunks_of(step, carried))
-        assert frame == Frame(step, encode_step(step), carried)
+        (frame,) = assemble(messages_of(step, carried))
+        assert replace(frame, step_checksum=0) == Frame(step, carried)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +111,9 @@ def test_hidden_states_are_cut_into_chunks(num_bytes: int, num_chunks: int) -> N
     assert len(chunks) == num_chunks
     assert [chunk.is_last for chunk in chunks] == [False] * (num_chunks - 1) + [True]
     assert all(len(chunk.payload) == SMALL_CHUNK for chunk in chunks[:-1])
-    assert all(not (chunk.step or chunk.hidden or chunk.checksum) for chunk in chunks[1:])
-    (frame,) = assemble(chunks)
+    first_only = ("step_id", "step_checksum", "header", "stage_times", "checksum")
+    assert not any(getattr(chunk, name) for chunk in chunks[1:] for name in first_only)
+    (frame,) = assemble(messages_of(example_step(), hidden))
     assert frame.hidden == hidden
 
 
@@ -107,56 +121,109 @@ def test_a_large_payload_travels_in_messages_of_a_mebibyte() -> None:
     hidden = hidden_states(3, CHUNK_BYTES // 4)
     chunks = chunks_of(example_step(), hidden)
     assert [len(chunk.payload) for chunk in chunks] == [CHUNK_BYTES] * 3
-    (frame,) = assemble(chunks)
+    (frame,) = assemble(messages_of(example_step(), hidden))
     assert frame.hidden == hidden
 
 
 def test_frames_of_one_stream_follow_each_other() -> None:
     sent = [(example_step(step_id=n), hidden_states(3, n) if n % 2 else None) for n in range(4)]
-    chunks = [chunk for step, hidden in sent for chunk in chunks_of(step, hidden)]
-    received = assemble(chunks, max_payload_bytes=3 * 3 * 4)
+    messages = [message for step, hidden in sent for message in messages_of(step, hidden)]
+    received = assemble(messages, max_payload_bytes=3 * 3 * 4)
     assert [(frame.step, frame.hidden) for frame in received] == sent
 
 
+def test_steps_travel_ahead_of_their_hidden_states() -> None:
+    """Also between the chunks of earlier hidden states."""
+    sent = [(example_step(step_id=n), hidden_states(3, 4 + n)) for n in range(3)]
+    (one, *one_hidden), (two, *two_hidden), (three, *three_hidden) = [
+        messages_of(step, hidden) for step, hidden in sent
+    ]
+    order = [one, two, *one_hidden, three, *two_hidden, *three_hidden]
+    assembler = FrameAssembler(max_payload_bytes=1 << 20)
+    received = [add_message(assembler, message) for message in order]
+    kinds = [type(item) for item in received]
+    assert kinds == [StepFrame, StepFrame, Frame, StepFrame, Frame, Frame]
+    assert [(item.step, item.hidden) for item in received if isinstance(item, Frame)] == sent
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_step_may_arrive_between_the_chunks_of_hidden_states() -> None:
+    step, *chunks = messages_of(example_step(step_id=1), hidden_states(3, 9))
+    later, *later_chunks = messages_of(example_step(step_id=2), hidden_states(3, 8))
+    assert len(chunks) == 2
+    frames = assemble([step, chunks[0], later, chunks[1], *later_chunks])
+    assert [frame.step.step_id for frame in frames] == [1, 2]
+    assert [frame.hidden for frame in frames] == [hidden_states(3, 9), hidden_states(3, 8)]
+
+
+def test_too_many_steps_ahead_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_STEPS_AHEAD", 2)
+    steps_ahead = [messages_of(example_step(step_id=n), None)[0] for n in range(3)]
+    assert assemble(steps_ahead[:2]) == []
+    fault = refusal(steps_ahead)
+    assert fault.kind is StepFaultKind.UNDECODABLE
+    assert "3 steps wait for their hidden states, the limit is 2" in fault.message
+
+
+def test_first_takes_steps_alone() -> None:
+    step, hidden = messages_of(example_step(), hidden_states(3, 4))
+    assembler = FrameAssembler(max_payload_bytes=0, takes_hidden=False)
+    for _ in range(3):
+        received = add_message(assembler, step)
+        assert isinstance(received, StepFrame)
+        assert received.without_hidden == Frame(example_step(), None, step_checksum=step.step.checksum)
+    with pytest.raises(StepFault, match="the first stage takes tokens") as caught:
+        add_message(assembler, hidden)
+    assert caught.value.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
+
+
 def test_the_step_is_forwarded_byte_for_byte() -> None:
-    """Includes a field unknown to this version."""
+    """Includes fields unknown to this version."""
     step_bytes = encode_step(example_step()) + b"\x7a\x03new"
-    (message,) = encode_frame(step_bytes, 7, None)
-    (frame,) = assemble([message.chunk])
-    assert frame.step_bytes == step_bytes
-    (again,) = encode_frame(frame.step_bytes, frame.step.step_id, None)
-    assert again == message
+    message = encode_step_frame(step_bytes, ready_at_us=17) + b"\x12\x05\x7a\x03new"
+    received = FrameAssembler(max_payload_bytes=0).add(message)
+    assert isinstance(received, StepFrame)
+    assert (received.message, received.ready_at_us) == (message, 17)
+    assert received.step == example_step()
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
 def test_any_changed_byte_of_a_frame_is_detected(mask: int) -> None:
-    original = chunks_of(example_step(), hidden_states(3, 9))
+    original = messages_of(example_step(), hidden_states(3, 9))
     num_places = 0
-    for index, chunk in enumerate(original):
-        fields = {"payload": chunk.payload, "step": chunk.step, "hidden": chunk.hidden}
-        for name, data in fields.items():
-            for place in range(len(data)):
+    for index, message in enumerate(original):
+        part = message.step if message.HasField("step") else message.hidden_states
+        for field, data in part.ListFields():
+            for place in range(len(data) if isinstance(data, bytes) else 0):
                 damaged = bytearray(data)
                 damaged[place] ^= mask
-                chunks = [
-                    forward_pb2.FrameChunk.FromString(message.SerializeToString()) for message in original
-                ]
-                setattr(chunks[index], name, bytes(damaged))
-                assert refusal(chunks).kind in (StepFaultKind.CHECKSUM, StepFaultKind.UNDECODABLE)
+                assert _refusal_with(original, index, field.name, bytes(damaged)).kind in (
+                    StepFaultKind.CHECKSUM,
+                    StepFaultKind.UNDECODABLE,
+                )
                 num_places += 1
     assert num_places > 3 * 9 * 4 + 100
-    for place in range(8):
-        chunks = [forward_pb2.FrameChunk.FromString(message.SerializeToString()) for message in original]
-        chunks[0].checksum ^= mask << 8 * place
-        assert refusal(chunks).kind is StepFaultKind.CHECKSUM
+    for index, name in ((0, "checksum"), (0, "ready_at_us"), (1, "checksum"), (1, "step_checksum")):
+        for place in range(8):
+            part = original[index].step if index == 0 else original[index].hidden_states
+            fault = _refusal_with(original, index, name, getattr(part, name) ^ mask << 8 * place)
+            assert fault.kind is StepFaultKind.CHECKSUM
+
+
+def _refusal_with(
+    original: list[forward_pb2.ForwardRequest], index: int, name: str, value: object
+) -> StepFault:
+    messages = [forward_pb2.ForwardRequest.FromString(message.SerializeToString()) for message in original]
+    setattr(messages[index].step if index == 0 else messages[index].hidden_states, name, value)
+    return refusal(messages)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
     """Includes tags, lengths and `is_last`: the frame is lost, rejected or unchanged, never different."""
-    messages = list(encode_frame(encode_step(example_step()), 7, hidden_states(3, 9)))
-    (intact,) = assemble(message.chunk for message in messages)
+    messages = messages_of(example_step(), hidden_states(3, 9))
+    (intact,) = assemble(messages)
     outcomes: set[type] = set()
     for index, message in enumerate(messages):
         data = message.SerializeToString()
@@ -165,10 +232,7 @@ def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
             damaged[place] ^= 0x02
             try:
                 changed = forward_pb2.ForwardRequest.FromString(bytes(damaged))
-                received = assemble(
-                    (changed if position == index else messages[position]).chunk
-                    for position in range(len(messages))
-                )
+                received = assemble([*messages[:index], changed, *messages[index + 1 :]])
             except (DecodeError, StepFault) as error:
                 outcomes.add(type(error))
                 continue
@@ -179,58 +243,63 @@ def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @given(data=st.data())
-def test_lost_repeated_and_swapped_chunks_never_give_a_wrong_frame(data: st.DataObject) -> None:
+def test_lost_repeated_and_swapped_messages_never_give_a_wrong_frame(data: st.DataObject) -> None:
     sent = [(example_step(step_id=n), hidden_states(3, 6 + 5 * n)) for n in range(3)]
-    chunks = [chunk for step, hidden in sent for chunk in chunks_of(step, hidden)]
-    order = data.draw(st.lists(st.sampled_from(range(len(chunks))), max_size=len(chunks) + 2))
+    messages = [message for step, hidden in sent for message in messages_of(step, hidden)]
+    order = data.draw(st.lists(st.sampled_from(range(len(messages))), max_size=len(messages) + 2))
     assembler = FrameAssembler(max_payload_bytes=1 << 20)
     received = []
     refused_as: StepFaultKind | None = None
     for index in order:
         try:
-            frame = add_chunk(assembler, chunks[index])
+            frame = add_message(assembler, messages[index])
         except StepFault as fault:
             refused_as = fault.kind
             break
-        if frame is not None:
+        if isinstance(frame, Frame):
             received.append((frame.step, frame.hidden))
     assert all(frame in sent for frame in received)
-    assert refused_as in (None, StepFaultKind.CHECKSUM, StepFaultKind.UNDECODABLE)
+    assert refused_as in (
+        None,
+        StepFaultKind.CHECKSUM,
+        StepFaultKind.UNDECODABLE,
+        StepFaultKind.SLICE_SET,
+    )
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("hidden", [None, hidden_states(3, 9)], ids=["records only", "with hidden states"])
-def test_a_frame_that_starts_inside_another_is_undecodable(hidden: TensorView | None) -> None:
-    first = chunks_of(example_step(step_id=1), hidden_states(3, 9))
-    second = chunks_of(example_step(step_id=2), hidden)
+def test_hidden_states_that_start_inside_others_are_undecodable(hidden: TensorView | None) -> None:
+    first = messages_of(example_step(step_id=1), hidden_states(3, 9))
+    second = messages_of(example_step(step_id=2), hidden)
     fault = refusal([*first[:-1], *second])
     assert fault.kind is StepFaultKind.UNDECODABLE
     assert "inside an incomplete frame" in fault.message
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_frame_without_its_first_chunk_is_rejected() -> None:
-    chunks = chunks_of(example_step(), hidden_states(3, 9))
+def test_hidden_states_without_their_first_chunk_are_rejected() -> None:
+    step, *chunks = messages_of(example_step(), hidden_states(3, 9))
     assert len(chunks) == 2
-    assert refusal(chunks[1:]).kind is StepFaultKind.CHECKSUM
+    assert refusal([step, *chunks[1:]]).kind is StepFaultKind.CHECKSUM
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_an_oversized_frame_is_rejected_before_it_is_complete() -> None:
     hidden = hidden_states(10, SMALL_CHUNK)
-    chunks = chunks_of(example_step(), hidden)
-    fault = refusal(chunks[:3], max_payload_bytes=2 * SMALL_CHUNK)
+    messages = messages_of(example_step(), hidden)
+    fault = refusal(messages[:4], max_payload_bytes=2 * SMALL_CHUNK)
     assert fault.kind is StepFaultKind.SHAPE
     assert str(3 * SMALL_CHUNK) in fault.message
     assert str(2 * SMALL_CHUNK) in fault.message
-    assert len(assemble(chunks, max_payload_bytes=hidden.size_bytes)) == 1
+    assert len(assemble(messages, max_payload_bytes=hidden.size_bytes)) == 1
 
 
 def test_a_truncated_payload_is_rejected() -> None:
-    (chunk,) = chunks_of(example_step(), hidden_states(3, 9))
-    chunk.payload = chunk.payload[:-4]
-    assert refusal([chunk]).kind is StepFaultKind.CHECKSUM
-    fault = refusal([resealed(chunk)])
+    step, hidden = messages_of(example_step(), hidden_states(3, 9))
+    hidden.hidden_states.payload = hidden.hidden_states.payload[:-4]
+    assert refusal([step, hidden]).kind is StepFaultKind.CHECKSUM
+    fault = refusal([step, resealed(hidden)])
     assert fault.kind is StepFaultKind.SHAPE
     assert "(3, 9) in f32 need 108 bytes; the header says 108, the payload has 104" in fault.message
 
@@ -247,58 +316,68 @@ def test_a_truncated_payload_is_rejected() -> None:
         (lambda header: header.ClearField("shape"), StepFaultKind.SHAPE, "need 4 bytes"),
         (lambda header: header.shape.append(0), StepFaultKind.SHAPE, "need 0 bytes"),
         (lambda header: setattr(header, "size_bytes", 44), StepFaultKind.SHAPE, "the header says 44"),
-        (lambda header: setattr(header, "step_id", 6), StepFaultKind.SLICE_SET, "of step 6"),
-        (lambda header: setattr(header, "step_checksum", 1), StepFaultKind.SLICE_SET, "0000000000000001"),
     ],
 )
 def test_an_inconsistent_header_is_rejected(
     change: Callable[[step_pb2.TensorHeader], object], kind: StepFaultKind, text: str
 ) -> None:
-    fault = refusal([change_header(change)])
+    fault = refusal(change_header(change))
     assert fault.kind is kind
     assert text in fault.message
     assert fault.step_id == 7
     assert fault.request_ids == example_step().request_ids
 
 
-def test_hidden_states_of_another_step_are_rejected() -> None:
-    """Same step id and shape, other slices: a stale buffer."""
-    (present,) = chunks_of(example_step(), hidden_states(3, 4))
-    (other,) = chunks_of(example_step(num_tokens=3), hidden_states(3, 4))
-    present.hidden = other.hidden
-    fault = refusal([resealed(present)])
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("step_id", 6, "of step 6"), ("step_checksum", 1, "(0000000000000001), expected those of step 7")],
+)
+def test_hidden_states_of_another_step_are_rejected(name: str, value: int, text: str) -> None:
+    """Same shape, another step, or other slices under the same id: a stale buffer."""
+    step, hidden = messages_of(example_step(), hidden_states(3, 4))
+    setattr(hidden.hidden_states, name, value)
+    fault = refusal([step, resealed(hidden)])
     assert fault.kind is StepFaultKind.SLICE_SET
-    assert "hidden states of step 7" in fault.message
+    assert text in fault.message
+    assert fault.step_id == 7
+    assert fault.request_ids == example_step().request_ids
+
+
+def test_hidden_states_without_a_step_are_rejected() -> None:
+    step, hidden = messages_of(example_step(), hidden_states(3, 4))
+    for messages in ([hidden], [step, hidden, hidden]):
+        fault = refusal(messages)
+        assert fault.kind is StepFaultKind.SLICE_SET
+        assert "hidden states of step 7" in fault.message
+        assert "no step waits" in fault.message
 
 
 def test_a_payload_without_a_header_is_rejected() -> None:
-    (chunk,) = chunks_of(example_step(), None)
-    chunk.payload = b"1234"
-    fault = refusal([resealed(chunk)])
+    step, hidden = messages_of(example_step(), None)
+    hidden.hidden_states.payload = b"1234"
+    fault = refusal([step, resealed(hidden)])
     assert fault.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
     assert "4 bytes" in fault.message
 
 
 def test_an_invalid_header_is_undecodable() -> None:
-    (chunk,) = chunks_of(example_step(), hidden_states(3, 4))
-    chunk.hidden = b"\xff\xff"
-    fault = refusal([resealed(chunk)])
+    step, hidden = messages_of(example_step(), hidden_states(3, 4))
+    hidden.hidden_states.header = b"\xff\xff"
+    fault = refusal([step, resealed(hidden)])
     assert fault.kind is StepFaultKind.UNDECODABLE
     assert fault.step_id == 7
 
 
 def test_the_checksum_covers_part_boundaries() -> None:
+    def checksum(header: bytes, stage_times: bytes, payload: bytes) -> int:
+        chunk = forward_pb2.HiddenStatesChunk(header=header, stage_times=stage_times)
+        return hidden_checksum(chunk, payload)
+
     parts = b"abcdef"
-    checksums = [
-        frame_checksum(parts[:i], parts[i:j], parts[j:k], parts[k:])
-        for i in range(7)
-        for j in range(i, 7)
-        for k in range(j, 7)
-    ]
+    checksums = [checksum(parts[:i], parts[i:j], parts[j:]) for i in range(7) for j in range(i, 7)]
     assert all(one != other for one, other in pairwise(sorted(checksums)))
     zero, eight = struct.pack("<Q", 0), struct.pack("<Q", 8)
-    assert frame_checksum(b"", zero, b"", parts) != frame_checksum(eight, b"", b"", parts)
-    assert frame_checksum(b"", b"", zero, parts) != frame_checksum(b"", eight, b"", parts)
+    assert checksum(b"", zero, parts) != checksum(eight, b"", parts)
 
 
 def test_a_tensor_counts_its_bytes() -> None:
@@ -308,9 +387,10 @@ def test_a_tensor_counts_its_bytes() -> None:
 
 
 heads = st.builds(
-    forward_pb2.FrameChunk,
-    step=st.binary(max_size=200),
-    hidden=st.binary(max_size=20),
+    forward_pb2.HiddenStatesChunk,
+    step_id=st.integers(0, 2**64 - 1),
+    step_checksum=st.integers(0, 2**64 - 1),
+    header=st.binary(max_size=200),
     checksum=st.integers(0, 2**64 - 1),
     is_last=st.booleans(),
     stage_times=st.binary(max_size=20),
@@ -318,40 +398,46 @@ heads = st.builds(
 payloads = st.sampled_from((0, 1, 2, 120, 121, 122, 126, 127, 128, 16_380, 16_384, 1 << 21)).map(bytes)
 
 
-def by_protobuf(message: bytes) -> forward_pb2.FrameChunk | None:
-    """None if the bytes are not a chunk."""
+def by_protobuf(message: bytes) -> forward_pb2.StepFrame | forward_pb2.HiddenStatesChunk | None:
+    """None if the bytes are neither a step nor hidden states."""
     try:
         request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError:
         return None
-    return request.chunk if request.HasField("chunk") else None
+    if request.HasField("step"):
+        return request.step
+    return request.hidden_states if request.HasField("hidden_states") else None
 
 
 def assert_read_as_by_protobuf(message: bytes) -> None:
     expected = by_protobuf(message)
     if expected is None:
         with pytest.raises(StepFault) as caught:
-            read_chunk(message)
+            read_message(message)
         assert caught.value.kind is StepFaultKind.UNDECODABLE
         return
-    chunk, payload = read_chunk(message)
-    assert payload == expected.payload
-    for field in ("step", "hidden", "checksum", "is_last", "stage_times"):
-        assert getattr(chunk, field) == getattr(expected, field)
+    received, payload = read_message(message)
+    assert type(received) is type(expected)
+    if isinstance(expected, forward_pb2.HiddenStatesChunk):
+        assert payload == expected.payload
+    for field in expected.DESCRIPTOR.fields:
+        assert field.name == "payload" or getattr(received, field.name) == getattr(expected, field.name)
 
 
 @given(heads, payloads)
-def test_written_frames_are_valid_protobuf(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_written_frames_are_valid_protobuf(head: forward_pb2.HiddenStatesChunk, payload: bytes) -> None:
     read = by_protobuf(write_chunk(head.SerializeToString(), memoryview(payload)))
     head.payload = payload
     assert read == head
 
 
 @given(heads, payloads)
-def test_a_payload_is_a_view_of_the_received_bytes(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_a_payload_is_a_view_of_the_received_bytes(
+    head: forward_pb2.HiddenStatesChunk, payload: bytes
+) -> None:
     message = write_chunk(head.SerializeToString(), payload)
     assert_read_as_by_protobuf(message)
-    _, read = read_chunk(message)
+    _, read = read_message(message)
     if payload:
         assert isinstance(read, memoryview)
         assert read.readonly
@@ -359,15 +445,17 @@ def test_a_payload_is_a_view_of_the_received_bytes(head: forward_pb2.FrameChunk,
 
 
 @given(heads, st.binary(max_size=200))
-def test_frames_of_another_implementation_are_read(head: forward_pb2.FrameChunk, payload: bytes) -> None:
+def test_frames_of_another_implementation_are_read(
+    head: forward_pb2.HiddenStatesChunk, payload: bytes
+) -> None:
     """Fields in number order, in one piece."""
     head.payload = payload
-    assert_read_as_by_protobuf(forward_pb2.ForwardRequest(chunk=head).SerializeToString())
+    assert_read_as_by_protobuf(forward_pb2.ForwardRequest(hidden_states=head).SerializeToString())
 
 
 @given(heads, st.binary(max_size=150), st.data())
 def test_a_changed_cut_or_doubled_message_is_read_as_by_protobuf(
-    head: forward_pb2.FrameChunk, payload: bytes, data: st.DataObject
+    head: forward_pb2.HiddenStatesChunk, payload: bytes, data: st.DataObject
 ) -> None:
     message = bytearray(write_chunk(head.SerializeToString(), payload))
     for _ in range(data.draw(st.integers(0, 2))):
@@ -380,23 +468,24 @@ def test_a_changed_cut_or_doubled_message_is_read_as_by_protobuf(
 
 
 @given(st.binary(max_size=40))
-@example(b"\x12\x00\x12\x02\x22\x00")
-@example(b"\x12\x80\x00")
-@example(b"\x12\x00\x12\x03\x22\x05a")
-@example(b"\x12\x04\x22\x02ab\x12\x03\x22\x01c")
-@example(b"\x12\x00\x12\x05\x22\x01a\x28\x01")
-@example(b"\x12\x00\x12\x02\x22\x01a")
-@example(b"\x12\x00\x12\x03\x22\x01a\x12\x00")
-@example(b"\x12\x05a")
-@example(b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
+@example(b"\x1a\x00\x1a\x02\x32\x00")
+@example(b"\x1a\x80\x00")
+@example(b"\x1a\x00\x1a\x03\x32\x05a")
+@example(b"\x1a\x04\x32\x02ab\x1a\x03\x32\x01c")
+@example(b"\x1a\x00\x1a\x05\x32\x01a\x38\x01")
+@example(b"\x1a\x00\x1a\x02\x32\x01a")
+@example(b"\x1a\x00\x1a\x03\x32\x01a\x1a\x00")
+@example(b"\x1a\x05a")
+@example(b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
+@example(b"\x12\x00")
 def test_any_bytes_are_read_as_by_protobuf(message: bytes) -> None:
     assert_read_as_by_protobuf(message)
 
 
-def test_a_hello_in_place_of_a_chunk_is_named() -> None:
+def test_a_hello_in_place_of_a_frame_is_named() -> None:
     message = forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=3)).SerializeToString()
-    with pytest.raises(StepFault, match="message of kind 'hello', expected a chunk"):
-        read_chunk(message)
+    with pytest.raises(StepFault, match="message of kind 'hello', expected a step or hidden states"):
+        read_message(message)
 
 
 RESULT = StepResult.of(

@@ -4,10 +4,10 @@ import pytest
 
 from checkpoint import DType
 from stageline_rpc.v1 import cluster_pb2
-from tests.frame_messages import add_chunk, encode_frame
+from tests.frame_messages import add_message, encode_frame
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.errors import StepFault, StepFaultKind
-from wire.frames import FrameAssembler
+from wire.frames import Frame, FrameAssembler
 from wire.step_codec import encode_step
 from wire.steps import Step
 from wire.tensors import (
@@ -62,7 +62,7 @@ def test_a_scaled_row_takes_a_byte_per_element_and_a_scale() -> None:
 def test_scaled_hidden_states_of_another_size_are_rejected(dtype: ScaledDType, size: int) -> None:
     with pytest.raises(ValueError, match=f"has 27 bytes, got {size}"):
         TensorView(dtype, (3, 5), bytes(size))
-    header = encode_header(TensorView(dtype, (3, 5), bytes(27)), step_id=0, step_checksum=0)
+    header = encode_header(TensorView(dtype, (3, 5), bytes(27)))
     assert decode_tensor(header, bytes(27)).shape == (3, 5)
     for said in (27, size):
         header.size_bytes = said
@@ -75,7 +75,7 @@ def test_scaled_hidden_states_of_another_size_are_rejected(dtype: ScaledDType, s
 @pytest.mark.parametrize("dtype", [DType.F32, *ScaledDType])
 def test_headers_carry_the_dtype(dtype: WireDType) -> None:
     view = TensorView(dtype, (2, 4), bytes(payload_bytes(dtype, (2, 4))))
-    header = encode_header(view, step_id=0, step_checksum=0)
+    header = encode_header(view)
     assert cluster_pb2.Dtype.Name(header.dtype) in {"DTYPE_F32", "DTYPE_F8_E4M3", "DTYPE_I8"}
     assert decode_tensor(header, view.data) == view
 
@@ -85,19 +85,23 @@ def test_headers_carry_the_dtype(dtype: WireDType) -> None:
 def test_only_the_declared_dtype_is_accepted(declared: WireDType, sent: WireDType) -> None:
     step = Step(epoch=1, step_id=7, digest=0)
     view = TensorView(sent, (2, 4), bytes(payload_bytes(sent, (2, 4))))
-    (chunk,) = [message.chunk for message in encode_frame(encode_step(step), 7, view)]
+    ahead, message = encode_frame(encode_step(step), 7, view)
     assembler = FrameAssembler(max_payload_bytes=1000, wire_dtype=declared)
+    add_message(assembler, ahead)
     if sent is declared:
-        frame = add_chunk(assembler, chunk)
-        assert frame is not None
+        frame = add_message(assembler, message)
+        assert isinstance(frame, Frame)
         assert frame.hidden == view
         return
     with pytest.raises(StepFault, match=f"in {sent.value}, expected {declared.value}") as fault:
-        add_chunk(assembler, chunk)
+        add_message(assembler, message)
     assert (fault.value.kind, fault.value.step_id) == (StepFaultKind.DTYPE, 7)
 
 
 def test_an_assembler_without_a_declaration_accepts_any_dtype() -> None:
     step = Step(epoch=1, step_id=0, digest=0)
-    (message,) = encode_frame(encode_step(step), 0, hidden_states(2, 4))
-    assert add_chunk(FrameAssembler(max_payload_bytes=1000), message.chunk) is not None
+    assembler = FrameAssembler(max_payload_bytes=1000)
+    _, frame = [
+        add_message(assembler, message) for message in encode_frame(encode_step(step), 0, hidden_states(2, 4))
+    ]
+    assert isinstance(frame, Frame)

@@ -3,9 +3,10 @@
 isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
-A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
-messages. The coordinator creates the `Step` part, and every stage forwards it unchanged; only the hidden states
-differ from hop to hop. Times are integers: they are in every frame.
+A frame is one step (one micro-batch on its way through all stages) on one hop, in two parts. The step travels ahead:
+every stage forwards its message byte for byte when it arrives, and prepares its own computation. The hidden states
+follow when the stage before has computed them, as one or more chunks; they name the step that they belong to. Times
+are integers: they are in every frame.
 """
 
 from collections import abc as _abc
@@ -30,22 +31,26 @@ class ForwardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___HopHello: ...
     @_builtins.property
-    def chunk(self) -> Global___FrameChunk: ...
+    def step(self) -> Global___StepFrame: ...
+    @_builtins.property
+    def hidden_states(self) -> Global___HiddenStatesChunk: ...
     def __init__(
         self,
         *,
         hello: Global___HopHello | None = ...,
-        chunk: Global___FrameChunk | None = ...,
+        step: Global___StepFrame | None = ...,
+        hidden_states: Global___HiddenStatesChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states", "message", b"message", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states", "message", b"message", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "hidden_states"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -151,51 +156,86 @@ class HopAccepted(_message.Message):
 Global___HopAccepted: _TypeAlias = HopAccepted  # noqa: Y015
 
 @_typing.final
-class FrameChunk(_message.Message):
-    """Part of a frame with about 1 MiB of payload; gRPC transfers those faster than one large message."""
+class StepFrame(_message.Message):
+    """A step as the coordinator sent it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    HIDDEN_FIELD_NUMBER: _builtins.int
+    READY_AT_US_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    IS_LAST_FIELD_NUMBER: _builtins.int
-    STAGE_TIMES_FIELD_NUMBER: _builtins.int
     step: _builtins.bytes
-    """First chunk only: a serialised `Step`."""
-    hidden: _builtins.bytes
-    """First chunk only: a serialised `TensorHeader` of the hidden states; empty into FIRST and for a frame without slices."""
+    """A serialised `Step`."""
+    ready_at_us: _builtins.int
+    """Time at which the coordinator had the step ready, in microseconds of its clock since 1970; 0 if unknown."""
     checksum: _builtins.int
-    """First chunk only: XXH3-64 over (the lengths of step, hidden and stage_times as u64 LE, step, hidden, stage_times,
-    payload).
-    """
-    payload: _builtins.bytes
-    """Consecutive pieces of the hidden states."""
-    is_last: _builtins.bool
-    stage_times: _builtins.bytes
-    """First chunk only: the time at which the sender had the frame ready, u64 LE, in microseconds of the coordinator's clock
-    since 1970; then, for each earlier stage from FIRST on, four 32-bit LE durations in microseconds: from the frame being
-    ready at its sender to the first byte at the stage (signed, as it compares two clocks), to the frame being complete
-    and checked, to the start of the computation, to its output.
-    """
+    """XXH3-64 over (ready_at_us as u64 LE, step)."""
     def __init__(
         self,
         *,
         step: _builtins.bytes = ...,
-        hidden: _builtins.bytes = ...,
+        ready_at_us: _builtins.int = ...,
         checksum: _builtins.int = ...,
-        payload: _builtins.bytes = ...,
-        is_last: _builtins.bool = ...,
-        stage_times: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hidden", b"hidden", "is_last", b"is_last", "payload", b"payload", "stage_times", b"stage_times", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "ready_at_us", b"ready_at_us", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FrameChunk: _TypeAlias = FrameChunk  # noqa: Y015
+Global___StepFrame: _TypeAlias = StepFrame  # noqa: Y015
+
+@_typing.final
+class HiddenStatesChunk(_message.Message):
+    """Part of a step's hidden states with about 1 MiB of payload; gRPC transfers those faster than one large message. A step
+    without slices has one chunk without header and payload.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    STEP_CHECKSUM_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    step_id: _builtins.int
+    """First chunk only: the step of these hidden states, and `StepFrame.checksum` of it."""
+    step_checksum: _builtins.int
+    header: _builtins.bytes
+    """First chunk only: a serialised `TensorHeader`; empty for a step without slices."""
+    stage_times: _builtins.bytes
+    """First chunk only: the time at which the sender had the hidden states ready, u64 LE, in microseconds of the
+    coordinator's clock since 1970; then, for each earlier stage from FIRST on, four 32-bit LE durations in microseconds:
+    from the output being ready at its sender to the first byte at the stage (signed, as it compares two clocks), to the
+    frame being complete and checked, to the start of the computation, to its output.
+    """
+    checksum: _builtins.int
+    """First chunk only: XXH3-64 over (step_id, step_checksum and the lengths of header and stage_times as u64 LE, header,
+    stage_times, payload).
+    """
+    payload: _builtins.bytes
+    """Consecutive pieces of the hidden states."""
+    is_last: _builtins.bool
+    def __init__(
+        self,
+        *,
+        step_id: _builtins.int = ...,
+        step_checksum: _builtins.int = ...,
+        header: _builtins.bytes = ...,
+        stage_times: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
+        payload: _builtins.bytes = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "header", b"header", "is_last", b"is_last", "payload", b"payload", "stage_times", b"stage_times", "step_checksum", b"step_checksum", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenStatesChunk: _TypeAlias = HiddenStatesChunk  # noqa: Y015
 
 @_typing.final
 class ComputeReferenceRequest(_message.Message):

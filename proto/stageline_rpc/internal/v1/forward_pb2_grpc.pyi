@@ -3,9 +3,10 @@
 isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
-A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
-messages. The coordinator creates the `Step` part, and every stage forwards it unchanged; only the hidden states
-differ from hop to hop. Times are integers: they are in every frame.
+A frame is one step (one micro-batch on its way through all stages) on one hop, in two parts. The step travels ahead:
+every stage forwards its message byte for byte when it arrives, and prepares its own computation. The hidden states
+follow when the stage before has computed them, as one or more chunks; they name the step that they belong to. Times
+are integers: they are in every frame.
 """
 
 from collections import abc as _abc
@@ -24,7 +25,8 @@ class StageServiceStub:
     message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
     hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
     both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
-    Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+    Afterwards every message is a step or a chunk of hidden states, and the receiver sends nothing more. Hidden states come
+    in the order of their steps, one part for each step, except into FIRST, which computes from the step alone.
     """
     ComputeReference: _aio.UnaryUnaryMultiCallable[_forward_pb2.ComputeReferenceRequest, _forward_pb2.ComputeReferenceResponse]
     """Computes log-probabilities of short texts with the checkpoint on this worker's disk, in float32, from weights that are
@@ -45,7 +47,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
         hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
         both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
-        Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+        Afterwards every message is a step or a chunk of hidden states, and the receiver sends nothing more. Hidden states come
+        in the order of their steps, one part for each step, except into FIRST, which computes from the step alone.
         """
 
     @_abc_1.abstractmethod

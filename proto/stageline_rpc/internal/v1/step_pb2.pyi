@@ -555,14 +555,9 @@ class TensorHeader(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     BYTE_ORDER_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    STEP_ID_FIELD_NUMBER: _builtins.int
-    STEP_CHECKSUM_FIELD_NUMBER: _builtins.int
     dtype: _cluster_pb2.Dtype.ValueType
     byte_order: Global___ByteOrder.ValueType
     size_bytes: _builtins.int
-    step_id: _builtins.int
-    """Step of these hidden states: its id and the XXH3-64 of its serialised form."""
-    step_checksum: _builtins.int
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Hidden states: [num_tokens of the step, hidden_size]."""
@@ -574,12 +569,10 @@ class TensorHeader(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         byte_order: Global___ByteOrder.ValueType = ...,
         size_bytes: _builtins.int = ...,
-        step_id: _builtins.int = ...,
-        step_checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_order", b"byte_order", "dtype", b"dtype", "shape", b"shape", "size_bytes", b"size_bytes", "step_checksum", b"step_checksum", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_order", b"byte_order", "dtype", b"dtype", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,6 @@ from stage_worker.executor import StepExecutor
 from tests.integration.stage_bench import Log
 from wire.frames import Frame
 from wire.ids import StageRole
-from wire.step_codec import encode_step
 from wire.steps import Step
 from wire.tensors import TensorView
 
@@ -60,7 +59,7 @@ class MockStages:
         outputs = list[StageOutput]()
         hidden: TensorView | None = None
         for executor in self.executors:
-            output = executor.run(Frame(step, encode_step(step), hidden))
+            output = executor.run(Frame(step, hidden))
             hidden = output.hidden if isinstance(output, HandedOn) else None
             outputs.append(output)
         return outputs

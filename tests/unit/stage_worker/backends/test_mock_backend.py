@@ -24,7 +24,6 @@ from tests.integration.stage_bench import Log
 from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.step_codec import encode_step
 from wire.steps import Step, StepResult
 
 TIMES = st.floats(0, 100)
@@ -97,7 +96,7 @@ SHORT = MockSpec(step=0.02)
 
 
 def received(step: Step, *, at_s: float) -> ReceivedFrame:
-    return ReceivedFrame(Frame(step, encode_step(step), None), at_s, at_s)
+    return ReceivedFrame(Frame(step, None), at_s, at_s)
 
 
 class Bench:
@@ -116,6 +115,7 @@ class Bench:
         self.log.add((1, 2, 3))
 
     def submit(self, step: Step, *, at_s: float | None = None) -> asyncio.Future[Any]:
+        self.backend.prepare(self.executor, step)
         return self.backend.submit(
             self.executor, received(step, at_s=time.monotonic() if at_s is None else at_s)
         )

@@ -120,7 +120,7 @@ MIDDLE = replace(LAST, stage=1, role=StageRole.MIDDLE, layer_begin=1, layer_end=
 
 
 def frame_of(*slices: StepSlice, hidden: TensorView | None = None) -> Frame:
-    return Frame(Step.of(slices, epoch=1, step_id=0), b"", hidden)
+    return Frame(Step.of(slices, epoch=1, step_id=0), hidden)
 
 
 def test_tokens_are_known_and_never_end_a_sequence() -> None:

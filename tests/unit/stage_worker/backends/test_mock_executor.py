@@ -26,7 +26,6 @@ from tests.unit.stage_worker.backends.mock_stages import (
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.sampling import GrammarSpec, StepSampling
-from wire.step_codec import encode_step
 from wire.steps import SliceError, StepResult
 from wire.tensors import TensorView
 
@@ -61,7 +60,7 @@ def test_hidden_states_have_the_shape_of_the_step_and_last_answers(num_stages: i
     *handed_on, result = stages.run(step)
     for output in handed_on:
         assert isinstance(output, HandedOn)
-        assert output.step_bytes == encode_step(step)
+        assert output.step_id == step.step_id
         assert output.hidden is not None
         assert (output.hidden.dtype, output.hidden.shape) == (DType.BF16, (11, HIDDEN_SIZE))
         assert output.hidden.size_bytes == len(output.hidden.data) == 11 * HIDDEN_SIZE * 2
@@ -84,7 +83,7 @@ def test_a_middle_stage_forwards_its_input() -> None:
     stages.log.add((1, 2, 3))
     step = stages.log.step()
     hidden = TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(range(3 * HIDDEN_SIZE * 2)))
-    output = executor.run(Frame(step, encode_step(step), hidden))
+    output = executor.run(Frame(step, hidden))
     assert isinstance(output, HandedOn)
     assert output.hidden == hidden
 
@@ -107,12 +106,12 @@ def test_frames_are_checked_as_on_a_real_stage() -> None:
     step = stages.log.step()
     narrow = TensorView(DType.BF16, (3, HIDDEN_SIZE - 1), bytes(3 * (HIDDEN_SIZE - 1) * 2))
     with pytest.raises(StepFault) as fault:
-        executor.run(Frame(step, encode_step(step), narrow))
+        executor.run(Frame(step, narrow))
     assert fault.value.kind is StepFaultKind.SHAPE
     diverged = replace(step, digest=step.digest ^ 1)
     executor.begin_epoch(1, stage=2)
     with pytest.raises(StepFault) as fault:
-        executor.run(Frame(diverged, encode_step(diverged), replace(narrow, shape=(3, 6), data=bytes(36))))
+        executor.run(Frame(diverged, replace(narrow, shape=(3, 6), data=bytes(36))))
     assert fault.value.kind is StepFaultKind.KV_DIVERGENCE
 
 
@@ -164,7 +163,7 @@ def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
     step = stages.log.step()
     compute.start(step.starts[0])
     hidden = TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(3 * HIDDEN_SIZE * 2))
-    frame = Frame(step, encode_step(step), hidden)
+    frame = Frame(step, hidden)
     (failed,) = results_of(compute, frame)
     assert isinstance(failed.outcome, SliceError)
     compute.begin_epoch(stage=4)

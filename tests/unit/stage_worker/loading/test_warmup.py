@@ -15,7 +15,6 @@ from stage_worker.loading.warmup import warm_up
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import Log, hidden_for, new_assignment
 from wire.frames import Frame
-from wire.step_codec import encode_step
 
 RESOURCES = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
 
@@ -88,7 +87,7 @@ def test_warm_up_leaves_no_state_for_the_first_epoch(directory: Path) -> None:
     log.begin(1)
     log.add((1, 2, 3))
     step = log.step()
-    executor.run(Frame(step, encode_step(step), hidden_for(step, 64)))
+    executor.run(Frame(step, hidden_for(step, 64)))
     executor.check_integrity()
 
 
