@@ -3,7 +3,7 @@
 Pure Python and deterministic; only `kvcache.pages`, which is not imported here, uses torch.
 """
 
-from kvcache.block_table import BlockTables
+from kvcache.block_table import BlockTable, BlockTables
 from kvcache.blocks import (
     Block,
     Deref,
@@ -47,6 +47,7 @@ __all__ = [
     "BlockNotHeld",
     "BlockPool",
     "BlockShared",
+    "BlockTable",
     "BlockTables",
     "CachedBlock",
     "Deref",

@@ -8,10 +8,13 @@ from kvcache.errors import BlockNotHeld, BlockShared, IntegrityBroken, SequenceH
 from kvcache.pool import BlockPool
 
 
-class _Table:
-    """Blocks and pages of one sequence from block index `first_block` on, and which were cache hits."""
+class BlockTable:
+    """Blocks and pages of one sequence from block index `first_block` on, and which were cache hits.
 
-    __slots__ = ("blocks", "first_block", "later_hits", "num_leading_hits", "pages")
+    `version` grows with every change of `pages` or `first_block`.
+    """
+
+    __slots__ = ("blocks", "first_block", "later_hits", "num_leading_hits", "pages", "version")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -19,19 +22,26 @@ class _Table:
         self.first_block = 0
         self.num_leading_hits = 0
         self.later_hits: set[int] = set()
+        self.version = 0
 
     def append(self, block: Block, page: int, *, is_hit: bool) -> None:
         index = self.first_block + len(self.blocks)
         self.blocks.append(block)
         self.pages.append(page)
+        self.version += 1
         if is_hit and index == self.num_leading_hits:
             self.num_leading_hits += 1
         elif is_hit:
             self.later_hits.add(index)
 
+    def replace_last(self, block: Block, page: int) -> None:
+        self.blocks[-1], self.pages[-1] = block, page
+        self.version += 1
+
     def remove(self, position: int) -> None:
         """Remove the block at `position`, 0 or the last; an empty table starts over at block 0."""
         del self.blocks[position], self.pages[position]
+        self.version += 1
         if not self.blocks:
             self.first_block = self.num_leading_hits = 0
             self.later_hits.clear()
@@ -71,7 +81,7 @@ class BlockTables:
         self.block_size = block_size
         self.num_wanted_blocks = 0
         self.num_hit_blocks = 0
-        self._tables: dict[Hashable, _Table] = {}
+        self._tables: dict[Hashable, BlockTable] = {}
 
     @property
     def digest(self) -> int:
@@ -93,14 +103,14 @@ class BlockTables:
         """
         if isinstance(signal, Use):
             return self._use(key, signal, is_counted=is_counted)
-        table = self._table(key)
+        table = self.table(key)
         if isinstance(signal, Promote):
             return self._promote(key, table, signal)
         return self._release(key, table, signal)
 
     def grow(self, key: Hashable, grow: Grow) -> tuple[Event, ...]:
         """Apply `grow.signals` to the pool and to the table of sequence `key`. Raises like `apply`."""
-        table = self._table(key)
+        table = self.table(key)
         full, opened = FullBlock(grow.sequence_hash), PartialBlock(grow.new_partial)
         last = table.blocks[-1] if table.blocks else None
         if not isinstance(last, PartialBlock) or last.id != grow.partial:
@@ -108,10 +118,17 @@ class BlockTables:
         if opened in self.pool:
             raise _owned(key, opened)
         events = self.pool.grow(grow)
-        table.blocks[-1] = full
-        table.pages[-1], page = self.pool.pages_of((full, opened))
-        table.append(opened, page, is_hit=False)
+        full_page, opened_page = self.pool.pages_of((full, opened))
+        table.replace_last(full, full_page)
+        table.append(opened, opened_page, is_hit=False)
         return events
+
+    def table(self, key: Hashable) -> BlockTable:
+        """Return a sequence's table, read only, the same until `drop`. Raises UnknownSequence."""
+        table = self._tables.get(key)
+        if table is None:
+            raise UnknownSequence(f"sequence {key!r} has no block table")
+        return table
 
     def placed(self, key: Hashable, start: int, end: int) -> Placed:
         """Return the location of tokens start..end-1; empty for a sequence without a table."""
@@ -125,15 +142,15 @@ class BlockTables:
 
     def pages(self, key: Hashable) -> list[int]:
         """Return a copy of the sequence's pages from block `first_block(key)` on. Raises UnknownSequence."""
-        return self._table(key).pages.copy()
+        return self.table(key).pages.copy()
 
     def first_block(self, key: Hashable) -> int:
         """Absolute index of the first block held: block i is on `pages(key)[i - first_block(key)]`."""
-        return self._table(key).first_block
+        return self.table(key).first_block
 
     def valid_until(self, key: Hashable) -> int:
         """Number of leading tokens that were cache hits; their slots must not be written."""
-        return self._table(key).num_leading_hits * self.block_size
+        return self.table(key).num_leading_hits * self.block_size
 
     def writable_runs(self, key: Hashable, start: int, end: int) -> list[tuple[int, int]]:
         """Return the parts of tokens start..end-1 whose slots must be written, as (start, end) in order.
@@ -142,7 +159,7 @@ class BlockTables:
         after a block that was evicted. Raises UnknownSequence, and BlockNotHeld for a token outside the
         blocks held.
         """
-        table = self._table(key)
+        table = self.table(key)
         held_from = table.first_block * self.block_size
         held_to = held_from + len(table.blocks) * self.block_size
         if not held_from <= start <= end <= held_to:
@@ -151,7 +168,7 @@ class BlockTables:
             )
         return self._writable_runs(table, start, end)
 
-    def _writable_runs(self, table: _Table, start: int, end: int) -> list[tuple[int, int]]:
+    def _writable_runs(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
         position = max(start, table.num_leading_hits * self.block_size)
         if not table.later_hits:
             return [(position, end)] if position < end else []
@@ -169,7 +186,7 @@ class BlockTables:
 
     def drop(self, key: Hashable) -> None:
         """Delete the table of an ended sequence. Raises UnknownSequence or SequenceHoldsBlocks."""
-        table = self._table(key)
+        table = self.table(key)
         if table.blocks:
             raise SequenceHoldsBlocks(key, len(table.blocks))
         del self._tables[key]
@@ -182,12 +199,6 @@ class BlockTables:
             if pages != table.pages:
                 raise IntegrityBroken(f"sequence {key!r} has pages {table.pages}, its blocks are on {pages}")
 
-    def _table(self, key: Hashable) -> _Table:
-        table = self._tables.get(key)
-        if table is None:
-            raise UnknownSequence(f"sequence {key!r} has no block table")
-        return table
-
     def _use(self, key: Hashable, use: Use, *, is_counted: bool) -> tuple[Event, ...]:
         hits = [block in self.pool for block in use.blocks]
         for block, is_hit in zip(use.blocks, hits, strict=True):
@@ -196,7 +207,7 @@ class BlockTables:
         events = self.pool.apply(use)
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = _Table()
+            table = self._tables[key] = BlockTable()
         for block, is_hit in zip(use.blocks, hits, strict=True):
             table.append(block, self.pool.page_of(block), is_hit=is_hit)
         if is_counted:
@@ -204,15 +215,15 @@ class BlockTables:
             self.num_hit_blocks += sum(hits)
         return events
 
-    def _promote(self, key: Hashable, table: _Table, promote: Promote) -> tuple[Event, ...]:
+    def _promote(self, key: Hashable, table: BlockTable, promote: Promote) -> tuple[Event, ...]:
         if not table.blocks or table.blocks[-1] != promote.partial:
             raise _not_last(key, promote.partial)
         events = self.pool.apply(promote)
         block = FullBlock(promote.sequence_hash)
-        table.blocks[-1], table.pages[-1] = block, self.pool.page_of(block)
+        table.replace_last(block, self.pool.page_of(block))
         return events
 
-    def _release(self, key: Hashable, table: _Table, signal: Deref | Destroy) -> tuple[Event, ...]:
+    def _release(self, key: Hashable, table: BlockTable, signal: Deref | Destroy) -> tuple[Event, ...]:
         if not table.blocks or signal.block not in (table.blocks[0], table.blocks[-1]):
             raise BlockNotHeld(
                 f"{signal}: the table of sequence {key!r} neither starts nor ends with that block"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn, overload
 
 from checkpoint import DType
-from kvcache import BlockTables
+from kvcache import BlockTable, BlockTables
 from stage_worker.assignment import Assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
@@ -168,13 +167,20 @@ class StageSequence:
             )
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class DecodeBatch:
+    """Sequences that decode in one step, in order; the same object for every such step."""
+
+    sequences: list[StageSequence]
+
+
 class StageSequences:
     """All live sequences of an epoch on one stage."""
 
     def __init__(self) -> None:
         self._live: dict[SequenceKey, StageSequence] = {}
         self._by_identity: dict[bytes, StageSequence] = {}
-        self._batches: dict[bytes, list[StageSequence]] = {}
+        self._batches: dict[bytes, DecodeBatch] = {}
         self._ended: OrderedDict[tuple[SequenceKey, int], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -222,7 +228,7 @@ class StageSequences:
         if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def decoding(self, decodes: Decodes) -> list[StageSequence]:
+    def decoding(self, decodes: Decodes) -> DecodeBatch:
         """Sequences of `decodes`, in order. Steady decoding repeats its batches, which are kept.
 
         Raises StepFault SLICE_SET for a sequence that was not started, or that is named twice.
@@ -230,9 +236,10 @@ class StageSequences:
         batch = self._batches.get(decodes.identities)
         if batch is None:
             identities = split_identities(decodes.identities)
-            batch = [self._by_identity.get(identity) or self._stale(identity) for identity in identities]
+            sequences = [self._by_identity.get(identity) or self._stale(identity) for identity in identities]
             if len(set(identities)) < len(identities):
-                raise _repeated([sequence.key for sequence in batch])
+                raise _repeated([sequence.key for sequence in sequences])
+            batch = DecodeBatch(sequences)
             if len(self._batches) >= MAX_BATCHES:
                 self._batches.clear()
             self._batches[decodes.identities] = batch
@@ -349,26 +356,39 @@ def _repeated(keys: Sequence[SequenceKey]) -> StepFault:
 
 
 class StepSlices(Sequence[SliceLayout]):
-    """The checked slices of a step: sequences of its decodes, and the layout of every slice by row.
+    """The checked slices of a step: the batch of its decodes, and the layout of every slice by row.
 
-    Layouts of decodes are made when first read, because mocks do not need them.
+    `chunks` are the layouts of its chunks. Layouts of decodes are made when first read: mocks do not need
+    them, and models only where `are_decodes_plain` is false.
     """
 
     def __init__(
-        self,
-        step: Step,
-        decoding: list[StageSequence],
-        chunks: list[SliceLayout],
-        decode_layout: Callable[[SequenceKey, int], SliceLayout],
+        self, step: Step, decodes: DecodeBatch, chunks: list[SliceLayout], tables: BlockTables
     ) -> None:
-        self.decoding = decoding
+        self.decodes = decodes
+        self.chunks = chunks
+        self._columns = step.decodes
         self._step = step
-        self._chunks = chunks
-        self._decode_layout = decode_layout
+        self._tables = tables
         self._layouts: list[SliceLayout] | None = None
 
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Absolute positions of the decodes."""
+        return unpack_column(self._columns.positions)
+
+    @property
+    def are_decodes_plain(self) -> bool:
+        """There are decodes, and each writes its position."""
+        sequences = self.decodes.sequences
+        return bool(sequences) and all(sequence.decode_end for sequence in sequences)
+
+    def block_tables(self) -> list[BlockTable]:
+        """Return the tables of the decodes, which stay the same for every step of the batch."""
+        return [self._tables.table(sequence.key) for sequence in self.decodes.sequences]
+
     def __len__(self) -> int:
-        return len(self.decoding) + len(self._chunks)
+        return len(self.decodes.sequences) + len(self.chunks)
 
     @overload
     def __getitem__(self, index: int) -> SliceLayout: ...
@@ -380,7 +400,7 @@ class StepSlices(Sequence[SliceLayout]):
         return self._made()[index]
 
     def advance(self, sequences: StageSequences) -> None:
-        for sequence in self.decoding:
+        for sequence in self.decodes.sequences:
             assert sequence.num_computed is not None
             sequence.num_computed += 1
         for chunk in self._step.chunks:
@@ -388,23 +408,22 @@ class StepSlices(Sequence[SliceLayout]):
 
     def _made(self) -> list[SliceLayout]:
         if self._layouts is None:
-            decodes = self._step.decodes
-            positions = unpack_column(decodes.positions)
-            layouts = map(self._decode_layout, [sequence.key for sequence in self.decoding], positions)
-            self._layouts = [*layouts, *self._chunks]
+            rows = zip(self.decodes.sequences, self.positions, strict=True)
+            layouts = [_decode_layout(self._tables, sequence.key, position) for sequence, position in rows]
+            self._layouts = [*layouts, *self.chunks]
         return self._layouts
 
 
 def check_slices(step: Step, sequences: StageSequences, tables: BlockTables, rules: StepRules) -> StepSlices:
     """Check every slice against its sequence and its blocks. Raises StepFault."""
-    decoding = sequences.decoding(step.decodes) if step.decodes else []
+    batch = sequences.decoding(step.decodes) if step.decodes else DecodeBatch([])
     if step.chunks:
-        keys = [sequence.key for sequence in decoding] + [chunk.sequence for chunk in step.chunks]
+        keys = [sequence.key for sequence in batch.sequences] + [chunk.sequence for chunk in step.chunks]
         if len(set(keys)) < len(keys):
             raise _repeated(keys)
-    _check_decodes(step.decodes, decoding, sequences, tables, rules)
+    _check_decodes(step.decodes, batch.sequences, sequences, tables, rules)
     chunks = [_slice_layout(chunk, sequences, tables, rules) for chunk in step.chunks]
-    return StepSlices(step, decoding, chunks, partial(_decode_layout, tables))
+    return StepSlices(step, batch, chunks, tables)
 
 
 def _check_decodes(

@@ -8,6 +8,7 @@ and the coordinator repeats the step.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from kvcache.pages import KvPages
 from stage_worker.backends.contract import Computed, StageCompute
 from stage_worker.backends.tensor_views import from_wire, to_wire
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
+from stage_worker.model.decode_rows import PageMatrix
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.sampling import Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from stage_worker.validation import SliceLayout
+from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
@@ -129,6 +131,7 @@ class ModelCompute(StageCompute):
         self._wire_dtype = wire_dtype or model.dtype
         self._sampler: Sampler | None = None
         self._finite = FiniteStates()
+        self._matrices: WeakKeyDictionary[DecodeBatch, PageMatrix] = WeakKeyDictionary()
 
     def begin_epoch(self, *, stage: int) -> None:
         self._finite.clear()
@@ -160,7 +163,7 @@ class ModelCompute(StageCompute):
 
     @torch.inference_mode()
     def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> StepLayout:
-        layout = self._model.layout(list(layouts), block_size=self._pages.block_size)
+        layout = self._layout(layouts)
         self._check_writes(layout)
         return layout
 
@@ -175,6 +178,16 @@ class ModelCompute(StageCompute):
         results = self._answer(step, hidden, self._sampler)
         self._finite.check_answered(step, results, lambda: self._input(frame))
         return StepResult.of(step.epoch, step.step_id, results)
+
+    def _layout(self, slices: Sequence[SliceLayout]) -> StepLayout:
+        block_size = self._pages.block_size
+        if not isinstance(slices, StepSlices) or not slices.are_decodes_plain:
+            return self._model.layout(list(slices), block_size=block_size)
+        matrix = self._matrices.get(slices.decodes)
+        if matrix is None:
+            matrix = self._matrices[slices.decodes] = PageMatrix(slices.block_tables())
+        decodes = matrix.rows(slices.positions)
+        return self._model.layout(slices.chunks, block_size=block_size, decodes=decodes)
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:

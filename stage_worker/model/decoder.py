@@ -23,6 +23,7 @@ from torch.nn.functional import embedding
 
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
 from stage_worker.backends.contract import KernelChoice
+from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import rms_norm
@@ -130,10 +131,13 @@ class DecoderStage:
         return read
 
     @torch.inference_mode()
-    def layout(self, slices: list[SliceLayout], *, block_size: int) -> StepLayout:
-        """Build the StepLayout of `slices` for this stage. Raises ValueError, see `StepLayout.build`."""
+    def layout(
+        self, slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES
+    ) -> StepLayout:
+        """Build the StepLayout of `decodes`, then `slices`. Raises ValueError, see `StepLayout.build`."""
         return StepLayout.build(
             slices,
+            decodes=decodes,
             windows=self._windows,
             rope=self._rope,
             rules=ViewRules(

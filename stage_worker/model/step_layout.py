@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope
 from stage_worker.validation import SliceLayout
@@ -113,29 +114,27 @@ def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def decode_views(
-    slices: Sequence[SliceLayout], rows: Sequence[int], window: int | None, rules: ViewRules
-) -> list[DecodeView]:
-    """The DecodeViews of one-token slices in `rows` of the step, on the CPU; `rows` is never None.
+def decode_views(slices: DecodeRows, rows: Column, window: int | None, rules: ViewRules) -> list[DecodeView]:
+    """The DecodeViews of one-token slices in `rows` int64 [n] of the step, on the CPU; `rows` is never None.
 
     Padding at most doubles a slice's gathered keys, or extends them to twice `_SHORT_TOKENS`. Without
     groups, one long sequence would pad all others to its length.
     """
-    visible = [item.visible_pages(rules.block_size, window) for item in slices]
+    if not len(slices):
+        return []
+    if rules.kernels.decode is AttentionMethod.IN_PLACE:
+        return [_decode_view(slices, rows, window, rules)]
+    begin, end = slices.visible_blocks(rules.block_size, window)
     return [
-        _decode_view(
-            [slices[i] for i in group], [visible[i] for i in group], [rows[i] for i in group], window, rules
-        )
-        for group in _gathered_together([len(pages) for _, pages in visible], rules)
+        _decode_view(slices, rows, window, rules)
+        if len(group) == len(slices)
+        else _decode_view(slices.take(group), rows[group], window, rules)
+        for group in _gathered_together((end - begin).tolist(), rules)
     ]
 
 
 def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
-    """Groups of indexes into `lengths`, the slices' numbers of pages; one group where nothing is gathered."""
-    if rules.kernels.decode is AttentionMethod.IN_PLACE:
-        if lengths:
-            yield list(range(len(lengths)))
-        return
+    """Groups of indexes into `lengths`, the slices' numbers of pages."""
     for group in _similar(lengths, shortest=-(-_SHORT_TOKENS // rules.block_size)):
         size = max(1, rules.max_keys // (max(lengths[index] for index in group) * rules.block_size))
         for begin in range(0, len(group), size):
@@ -144,6 +143,8 @@ def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[lis
 
 def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
     """Groups of indexes of similar lengths, longest first; lengths below `shortest` count as that."""
+    if 2 * max(min(lengths), shortest) >= max(lengths):
+        return [list(range(len(lengths)))]
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -154,40 +155,28 @@ def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _decode_view(
-    slices: Sequence[SliceLayout],
-    visible: Sequence[tuple[int, Sequence[int]]],
-    rows: Sequence[int],
-    window: int | None,
-    rules: ViewRules,
-) -> DecodeView:
+def _decode_view(slices: DecodeRows, rows: Column, window: int | None, rules: ViewRules) -> DecodeView:
     """Pad with the sequence's own first page: another's NaN times weight 0 would be NaN."""
-    width = max(len(pages) for _, pages in visible)
-    padded: list[int] = []
-    ranges = []
-    for item, (first, pages) in zip(slices, visible, strict=True):
-        padded.extend(pages)
-        padded.extend([pages[0]] * (width - len(pages)))
-        begin = first * rules.block_size
-        ranges.append((item.first_visible(window) - begin, item.end_position - begin))
-    require(min(padded) >= 0, "a page before the first one of the stage's pool")
+    size = rules.block_size
+    begin, end = slices.visible_blocks(size, window)
+    columns = begin[:, None] + np.arange((end - begin).max())
+    pages = np.take_along_axis(slices.pages, np.where(columns < end[:, None], columns, begin[:, None]), 1)
+    require(int(pages.min()) >= 0, "a page before the first one of the stage's pool")
+    first_key = (begin + slices.first_blocks) * size
+    ranges = np.stack((slices.first_visible(window) - first_key, slices.positions + 1 - first_key), 1)
     is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
     return DecodeView(
-        rows=_indices_attention_views(rows),
-        pages=_indices_attention_views(padded).view(len(slices), width),
-        highest_page=max(padded),
-        mask=None if is_in_place else _decode_mask(ranges, width * rules.block_size, rules),
-        ranges=_indices_attention_views(ranges) if is_in_place else None,
+        rows=torch.from_numpy(rows),
+        pages=torch.from_numpy(pages),
+        highest_page=int(pages.max()),
+        mask=None if is_in_place else _decode_mask(ranges.tolist(), pages.shape[1] * size, rules),
+        ranges=torch.from_numpy(ranges) if is_in_place else None,
     )
 
 
-def _indices_attention_views(values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
-    return torch.from_numpy(np.array(values, np.int64))
-
-
-def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
+def _decode_mask(ranges: Sequence[Sequence[int]], num_keys: int, rules: ViewRules) -> Tensor | None:
     """Hide the keys outside of each sequence's (begin, end)."""
-    if all(seen == (0, num_keys) for seen in ranges):
+    if all(begin == 0 and end == num_keys for begin, end in ranges):
         return None
     # numpy: a step's first calls of torch operators cost more than the rest of its layout.
     mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
@@ -308,59 +297,69 @@ class StepLayout:
         cls,
         slices: Sequence[SliceLayout],
         *,
+        decodes: DecodeRows = NO_DECODES,
         windows: Collection[int | None],
         rope: Rope,
         rules: ViewRules,
         device: torch.device,
     ) -> StepLayout:
-        """Build the layout of `slices`, whose rows are consecutive in this order.
+        """Build the layout of `decodes`, which write their positions, and of the `slices` after them.
+
+        Rows are consecutive in this order.
 
         `windows` are the stage's distinct windows. Raises ValueError if a slice's pages lack positions
         that it writes or sees, or without slices.
         """
-        if not slices:
+        if not slices and not len(decodes):
             raise ValueError("a step layout needs at least one slice")
-        for item in slices:
-            for window in windows:
+        for window in windows:
+            decodes.check(rules.block_size, window)
+            for item in slices:
                 item.check(rules.block_size, window)
-        ranges = _row_ranges(slices)
-        cos, sin = rope.cos_sin(
-            [position for item in slices for position in range(item.first_position, item.end_position)]
-        )
+        ranges = _row_ranges(slices, len(decodes))
+        positions = decodes.positions.tolist()
+        for item in slices:
+            positions.extend(range(item.first_position, item.end_position))
+        cos, sin = rope.cos_sin(positions)
         return cls(
-            num_tokens=ranges[-1][1],
+            num_tokens=len(positions),
             kernels=rules.kernels,
             cos=cos,
             sin=sin,
-            writes=_kv_writes(slices, ranges, rules.block_size, device),
+            writes=_kv_writes(decodes, slices, ranges, rules.block_size, device),
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
-            views={window: _views(slices, ranges, window, rules, device) for window in windows},
+            views={window: _views(decodes, slices, ranges, window, rules, device) for window in windows},
         )
 
 
 def _views(
+    decodes: DecodeRows,
     slices: Sequence[SliceLayout],
     ranges: Sequence[tuple[int, int]],
     window: int | None,
     rules: ViewRules,
     device: torch.device,
 ) -> AttentionViews:
-    """Views of `slices`, in rows `ranges`, through one window."""
+    """Views of `decodes`, and of `slices` in rows `ranges`, through one window."""
     singles = [item for item in slices if item.num_tokens == 1]
-    single_rows = [begin for begin, end in ranges if end - begin == 1]
     longer = [item for item in slices if item.num_tokens > 1]
-    decodes = decode_views(singles, single_rows, window, rules)
+    rows = np.arange(len(decodes), dtype=np.int64)
+    if singles:
+        single_rows = [begin for begin, end in ranges if end - begin == 1]
+        rows = np.concatenate((rows, np.array(single_rows, np.int64)))
+        decodes = decodes + DecodeRows.of(singles)
+    views = decode_views(decodes, rows, window, rules)
     prefills = [prefill_view(item, window, rules) for item in longer]
-    if len(decodes) == 1 and not longer:
-        decodes = [replace(decodes[0], rows=None)]
+    if len(views) == 1 and not longer:
+        views = [replace(views[0], rows=None)]
     return AttentionViews(
-        decodes=tuple(view.to(device) for view in decodes),
+        decodes=tuple(view.to(device) for view in views),
         prefills=tuple(view.to(device) for view in prefills),
     )
 
 
-def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:
-    ranges, begin = [], 0
+def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:
+    ranges = []
     for item in slices:
         ranges.append((begin, begin + item.num_tokens))
         begin += item.num_tokens
@@ -368,11 +367,16 @@ def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:
 
 
 def _kv_writes(
-    slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], block_size: int, device: torch.device
+    decodes: DecodeRows,
+    slices: Sequence[SliceLayout],
+    ranges: Sequence[tuple[int, int]],
+    block_size: int,
+    device: torch.device,
 ) -> KvWrites:
-    rows: list[int] = []
-    slots: list[int] = []
-    begun: list[int] = []
+    decode_slots = decodes.slots(block_size)
+    begun = (decode_slots[decode_slots % block_size == 0] // block_size).tolist() if block_size > 1 else []
+    rows = list(range(len(decodes)))
+    slots = decode_slots.tolist()
     for item, (row_begin, _) in zip(slices, ranges, strict=True):
         for begin, end in item.written_runs():
             rows.extend(range(row_begin + begin - item.first_position, row_begin + end - item.first_position))
@@ -381,7 +385,7 @@ def _kv_writes(
             slots.extend(range(base + begin, base + end))
             if begin == 0 and end < block_size:
                 begun.append(page)
-    num_rows = ranges[-1][1]
+    num_rows = ranges[-1][1] if ranges else len(decodes)
     where = _indices(slots, device)
     if len(rows) == num_rows:
         every, by_row = None, where

@@ -9,12 +9,14 @@ import torch
 
 from coordinator.scheduler.sequence import SequenceState
 from kvcache import PartialBlock, Use
+from stage_worker import validation
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError, HandedOn, StageOutput
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.model.decoder import DecoderStage
+from stage_worker.validation import StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
@@ -425,3 +427,39 @@ def test_the_sampler_knows_the_tokens_of_decode_steps(only: Stage) -> None:
     for _ in range(12):
         answers(only)
     assert len(set(sequence.generated_tokens)) == 12
+
+
+def decoded(only: Stage, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, ...]], int]:
+    """Tokens of sequences that share blocks, arrive one by one and end; and how many decodes were objects."""
+    made: list[SequenceKey] = []
+    layout = validation._decode_layout
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            validation,
+            "_decode_layout",
+            lambda tables, key, position: (made.append(key), layout(tables, key, position))[1],
+        )
+        only.begin(2)
+        sequences = []
+        for index in range(40):
+            if index % 3 == 0 and len(sequences) < 5:
+                prompt = (5, 6, 7, 8, 9, 10, 11, 12, *range(index))[: 6 + index]
+                sequences.append(only.log.add(prompt, max_tokens=9 + index))
+            if (step := only.log.scheduler.next_step(0.0)) is None:
+                break
+            result = only.run(step)
+            assert isinstance(result, StepResult)
+            only.log.complete(result)
+    return [sequence.generated_tokens for sequence in sequences], len(made)
+
+
+def test_decodes_as_columns_compute_what_objects_compute(
+    only: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_columns, num_made = decoded(only, monkeypatch)
+    assert [len(tokens) for tokens in by_columns] == [9, 12, 15, 18, 21]
+    assert num_made == 0
+    monkeypatch.setattr(StepSlices, "are_decodes_plain", False)
+    by_objects, num_made = decoded(only, monkeypatch)
+    assert num_made == sum(map(len, by_columns)) - 5
+    assert by_objects == by_columns
