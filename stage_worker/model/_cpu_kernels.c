@@ -7,6 +7,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,6 +48,45 @@ INLINE __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
     p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
     return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, _mm512_setzero_ps());
+}
+
+/* ---- threads ---- */
+
+/* OpenMP in the library that torch has loaded, so that both share their threads and `torch.set_num_threads` holds for
+ * both. Without it everything runs on the calling thread. */
+static struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*most)(void), (*count)(void), (*index)(void);
+} omp;
+
+static void find_omp(void) {
+    *(void **)&omp.most = dlsym(RTLD_DEFAULT, "omp_get_max_threads");
+    *(void **)&omp.count = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
+    *(void **)&omp.index = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+    if (omp.most && omp.count && omp.index) *(void **)&omp.parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+}
+
+static int64_t num_threads(void) { return omp.parallel ? omp.most() : 1; }
+
+/* Number of parts for at most `most` of them. */
+static int64_t num_parts(int64_t most) {
+    const int64_t threads = most > 1 ? num_threads() : 1;
+    return most < threads ? most : threads;
+}
+
+typedef void Work(const void *task, int64_t part, int64_t parts);
+typedef struct {
+    Work *work;
+    const void *task;
+} Job;
+
+static void run_part(void *job) { ((Job *)job)->work(((Job *)job)->task, omp.index(), omp.count()); }
+
+/* Runs the parts of a task, at most `parts`, on as many threads. */
+static void in_parts(Work *work, const void *task, int64_t parts) {
+    Job job = {work, task};
+    if (parts > 1) omp.parallel(run_part, &job, (unsigned)parts, 0);
+    else work(task, 0, 1);
 }
 
 /* ---- norm ---- */
@@ -224,6 +264,25 @@ KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_
     for (int64_t i = 0; i < s.heads * s.head_dim; i += 16) store16(out + i, _mm512_load_ps(sums + i));
 }
 
+typedef struct {
+    const bf16 *query, *pages;
+    bf16 *out;
+    const int64_t *tables, *ranges, *rows; /* rows may be NULL */
+    float *scores;
+    int64_t query_stride, out_stride, width, batch, room;
+    float scale;
+    Shape shape;
+} Decodes;
+
+static void attend_some(const void *task, int64_t part, int64_t parts) {
+    const Decodes *d = task;
+    for (int64_t i = d->batch * part / parts; i < d->batch * (part + 1) / parts; i++) {
+        const int64_t row = d->rows ? d->rows[i] : i, *range = d->ranges + 2 * i;
+        attend_one(d->query + row * d->query_stride, d->pages, d->tables + i * d->width, range[0], range[1],
+                   d->out + row * d->out_stride, d->scores + part * d->shape.heads * d->room, d->room, d->scale, d->shape);
+    }
+}
+
 /* ---- gate ---- */
 
 /* silu(gate) * up; silu is rounded. */
@@ -316,6 +375,7 @@ typedef struct {
     const bf16 *x, *packed, *bias, *residual; /* bias and residual may be NULL */
     bf16 *out;
     int64_t stride, rows, n, k; /* stride of x; n counts the weight's rows */
+    int is_gated;
 } Product;
 
 INLINE __m512 load_some(const bf16 *p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
@@ -346,26 +406,35 @@ INLINE void finish_gate(const float *sums, const Product *p, int64_t row, int64_
     }
 }
 
-KERNEL static void multiply(const Product *p, int is_gated) {
-    if (p->rows <= 0) return;
+INLINE int64_t num_panels(const Product *p) {
+    return p->is_gated ? (p->n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (p->n + PANEL - 1) / PANEL;
+}
+
+KERNEL static void multiply_some(const void *task, int64_t part, int64_t parts) {
+    const Product *p = task;
     const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS, pairs = p->k / 2;
     const int64_t lines = 2 * p->k, fetches = (pairs + PAIRS_PER_FETCH - 1) / PAIRS_PER_FETCH * blocks;
-    const int64_t at_once = (lines + fetches - 1) / fetches;
-    const int64_t panels = is_gated ? (p->n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (p->n + PANEL - 1) / PANEL;
+    const int64_t at_once = (lines + fetches - 1) / fetches, last = num_panels(p) * (part + 1) / parts;
     float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    for (int64_t panel = 0; panel < panels; panel++) {
+    for (int64_t panel = num_panels(p) * part / parts; panel < last; panel++) {
         const bf16 *b = p->packed + panel * PANEL * p->k;
         for (int64_t i = 0; i < blocks; i++) {
             const int64_t row = block_begin(i, blocks, p->rows), num = block_begin(i + 1, blocks, p->rows) - row;
             const int64_t first = i * at_once * (fetches / blocks);
-            const int is_fetching = panel + 1 < panels && first < lines;
+            const int is_fetching = panel + 1 < last && first < lines;
             const Ahead ahead = {(const char *)(b + PANEL * p->k) + 64 * first, is_fetching ? at_once : 0};
             WIDE[num](p->x + row * p->stride, p->stride, b, 2 * PANEL, pairs, ahead, sums, PANEL);
             for (int64_t r = 0; r < num; r++)
-                if (is_gated) finish_gate(sums + r * PANEL, p, row + r, panel * PANEL / 2);
+                if (p->is_gated) finish_gate(sums + r * PANEL, p, row + r, panel * PANEL / 2);
                 else finish_sums(sums + r * PANEL, p, row + r, panel * PANEL);
         }
     }
+}
+
+enum { WEIGHTS_PER_PART = 1 << 17 };
+
+static void multiply(const Product *p) {
+    if (p->rows > 0) in_parts(multiply_some, p, num_parts(p->n * p->k / WEIGHTS_PER_PART));
 }
 
 /* ---- attention of several queries of one sequence ---- */
@@ -440,6 +509,9 @@ typedef struct {
     bf16 *out;
     int64_t query_stride, out_stride, rows, window; /* the last `rows` keys are the queries' own; window 0: unlimited */
     float scale;
+    Keys keys;
+    void *scratch; /* prompt_scratch_bytes for every part */
+    Shape shape;
 } Prompt;
 
 /* A block of queries of one head. */
@@ -473,17 +545,34 @@ KERNEL static void attend_block(const Prompt *p, const Keys *keys, int64_t row, 
     }
 }
 
-KERNEL static void attend_prompt(const Prompt *p, const Keys *keys, void *scratch, Shape s) {
-    const int64_t padded = (keys->num + PANEL - 1) / PANEL * PANEL, group = s.heads / s.kv_heads;
-    const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int64_t head = 0; head < s.heads; head++) {
-        if (head % group == 0)
-            pack_head(keys, head / group, scratch, (bf16 *)scratch + padded * s.head_dim, s);
-        for (int64_t i = 0; i < blocks; i++) {
-            const int64_t row = block_begin(i, blocks, p->rows);
-            attend_block(p, keys, row, block_begin(i + 1, blocks, p->rows) - row, head, scratch, s);
-        }
+/* A part is some blocks of queries of some heads of keys, which several parts may pack. */
+KERNEL static void attend_prompt_some(const void *task, int64_t part, int64_t parts) {
+    const Prompt *p = task;
+    const Shape s = p->shape;
+    const int64_t padded = (p->keys.num + PANEL - 1) / PANEL * PANEL, group = s.heads / s.kv_heads;
+    const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS, splits = (parts + s.kv_heads - 1) / s.kv_heads;
+    bf16 *scratch = (bf16 *)((char *)p->scratch + part * prompt_scratch_bytes(p->keys.num, s.head_dim));
+    for (int64_t item = part; item < s.kv_heads * splits; item += parts) {
+        const int64_t kv = item / splits;
+        pack_head(&p->keys, kv, scratch, scratch + padded * s.head_dim, s);
+        for (int64_t head = kv * group; head < (kv + 1) * group; head++)
+            for (int64_t i = item % splits; i < blocks; i += splits) {
+                const int64_t row = block_begin(i, blocks, p->rows);
+                attend_block(p, &p->keys, row, block_begin(i + 1, blocks, p->rows) - row, head, scratch, s);
+            }
     }
+}
+
+enum { SCORES_PER_PART = 1 << 14 };
+
+/* Returns 0 without memory. */
+static int attend_prompt(Prompt *p) {
+    const int64_t parts = num_parts(p->rows * p->keys.num * p->shape.heads / SCORES_PER_PART);
+    p->scratch = malloc((parts > 1 ? parts : 1) * prompt_scratch_bytes(p->keys.num, p->shape.head_dim));
+    if (p->scratch == NULL) return 0;
+    in_parts(attend_prompt_some, p, parts);
+    free(p->scratch);
+    return 1;
 }
 
 static int is_supported(void) {
@@ -542,18 +631,16 @@ static PyObject *py_attend(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KLKKLKKKLLLd(LLLL)", &query, &query_stride, &pages, &tables, &width, &ranges, &rows,
                           &out, &out_stride, &batch, &longest, &scale, &heads, &kv_heads, &head_dim, &block_size))
         return NULL;
-    const Shape s = {heads, kv_heads, head_dim, block_size};
-    const int64_t room = (longest + 15) / 16 * 16;
-    float *scores = malloc((size_t)(heads * room) * sizeof(float));
-    if (scores == NULL) return PyErr_NoMemory();
+    Decodes decodes = {ADDRESS(bf16, query), ADDRESS(bf16, pages), ADDRESS(bf16, out), ADDRESS(int64_t, tables),
+                       ADDRESS(int64_t, ranges), ADDRESS(int64_t, rows), NULL, query_stride, out_stride, width, batch,
+                       (longest + 15) / 16 * 16, (float)scale, {heads, kv_heads, head_dim, block_size}};
+    const int64_t parts = num_parts(batch);
+    decodes.scores = malloc((size_t)((parts > 1 ? parts : 1) * heads * decodes.room) * sizeof(float));
+    if (decodes.scores == NULL) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t i = 0; i < batch; i++) {
-        const int64_t row = rows ? ADDRESS(int64_t, rows)[i] : i, *range = ADDRESS(int64_t, ranges) + 2 * i;
-        attend_one(ADDRESS(bf16, query) + row * query_stride, ADDRESS(bf16, pages), ADDRESS(int64_t, tables) + i * width,
-                   range[0], range[1], ADDRESS(bf16, out) + row * out_stride, scores, room, (float)scale, s);
-    }
+    in_parts(attend_some, &decodes, parts);
     Py_END_ALLOW_THREADS
-    free(scores);
+    free(decodes.scores);
     Py_RETURN_NONE;
 }
 
@@ -585,9 +672,9 @@ static PyObject *py_multiply(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KLKKKKLLLp", &x, &stride, &packed, &bias, &residual, &out, &rows, &n, &k, &is_gated))
         return NULL;
     const Product product = {ADDRESS(bf16, x), ADDRESS(bf16, packed), ADDRESS(bf16, bias), ADDRESS(bf16, residual),
-                             ADDRESS(bf16, out), stride, rows, n, k};
+                             ADDRESS(bf16, out), stride, rows, n, k, is_gated};
     Py_BEGIN_ALLOW_THREADS
-    multiply(&product, is_gated);
+    multiply(&product);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -600,17 +687,18 @@ static PyObject *py_attend_prompt(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KLKLKKKLLLLd(LLLL)", &query, &query_stride, &fresh, &fresh_stride, &pages, &table, &out,
                           &out_stride, &rows, &num_keys, &window, &scale, &heads, &kv_heads, &head_dim, &block_size))
         return NULL;
-    const Shape s = {heads, kv_heads, head_dim, block_size};
-    const Prompt prompt = {ADDRESS(bf16, query), ADDRESS(bf16, out), query_stride, out_stride, rows, window, (float)scale};
     const Keys keys = {ADDRESS(bf16, fresh), fresh_stride, ADDRESS(bf16, pages), ADDRESS(int64_t, table), num_keys};
-    void *scratch = malloc(prompt_scratch_bytes(num_keys, head_dim));
-    if (scratch == NULL) return PyErr_NoMemory();
+    Prompt prompt = {ADDRESS(bf16, query), ADDRESS(bf16, out), query_stride, out_stride, rows, window, (float)scale, keys,
+                     NULL, {heads, kv_heads, head_dim, block_size}};
+    int is_done;
     Py_BEGIN_ALLOW_THREADS
-    attend_prompt(&prompt, &keys, scratch, s);
+    is_done = attend_prompt(&prompt);
     Py_END_ALLOW_THREADS
-    free(scratch);
+    if (!is_done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
+
+static PyObject *py_num_threads(PyObject *self, PyObject *unused) { return PyLong_FromLongLong(num_threads()); }
 #endif
 
 static PyMethodDef methods[] = {
@@ -623,6 +711,7 @@ static PyMethodDef methods[] = {
     {"pack", py_pack, METH_VARARGS, NULL},
     {"multiply", py_multiply, METH_VARARGS, NULL},
     {"attend_prompt", py_attend_prompt, METH_VARARGS, NULL},
+    {"num_threads", py_num_threads, METH_NOARGS, "Threads of products and attention when called from this thread."},
 #endif
     {NULL, NULL, 0, NULL},
 };
@@ -633,4 +722,9 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit__cpu_kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__cpu_kernels(void) {
+#ifdef HAS_KERNELS
+    find_omp();
+#endif
+    return PyModule_Create(&module);
+}

@@ -33,6 +33,8 @@ def missing_because() -> str | None:
         module = load()
     except ImportError:
         return "the compiled kernels were not built when Stageline was installed"
+    if not hasattr(module, "num_threads"):
+        return "the compiled kernels are older than this Stageline: install it again"
     return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
 
 
@@ -67,9 +69,9 @@ class AttentionMethod(Enum):
 class Kernels:
     """Functions of a stage's layers.
 
-    `products`: the compiled ones are for one thread, oneDNN's for several, and for CPUs with AMX. `decode`
-    and `prefill`: attention of one-token slices, and of longer ones. IN_PLACE for decodes implies compiled
-    norms, rotation and gates (see `native_operations`).
+    `products`: oneDNN's are for CPUs with AMX, or without compiled kernels. `decode` and `prefill`:
+    attention of one-token slices, and of longer ones. IN_PLACE for decodes implies compiled norms, rotation
+    and gates (see `native_operations`).
     """
 
     products: ProductMethod
@@ -88,9 +90,8 @@ class Kernels:
         """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/STUDIES.md.
 
         Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
-        one query per sequence. Compiled products and attention of prompts use the calling thread only, so
-        the calling thread's number of threads counts. Raises KernelsUnavailable for COMPILED where
-        unsupported.
+        one query per sequence. Compiled products and attention of prompts need torch's threads. Raises
+        KernelsUnavailable for COMPILED where unsupported.
         """
         if choice is KernelChoice.PLAIN:
             return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
@@ -100,7 +101,7 @@ class Kernels:
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return replace(PLAIN, not_compiled_because=reason)
         has_amx = torch.cpu._is_amx_tile_supported()
-        if reason is None and not has_amx and torch.get_num_threads() == 1:
+        if reason is None and not has_amx and load().num_threads() == torch.get_num_threads():
             return ALL_COMPILED
         return cls(
             products=ProductMethod.ONEDNN,
@@ -128,7 +129,7 @@ PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, pref
 ALL_COMPILED = Kernels(
     products=ProductMethod.COMPILED, decode=AttentionMethod.IN_PLACE, prefill=AttentionMethod.IN_PLACE
 )
-"""For one thread."""
+"""The fastest without AMX."""
 
 
 def check_choice(choice: KernelChoice, device: torch.device) -> None:

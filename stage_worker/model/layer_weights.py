@@ -77,10 +77,10 @@ _PANEL = 64
 
 
 class CompiledProjection:
-    """Compiled product with a reordered bfloat16 weight, on the calling thread; rounds like oneDNN's.
+    """Compiled product with a reordered bfloat16 weight; rounds like oneDNN's.
 
-    A row's result does not depend on the other rows. A gated projection by [gate, up] returns silu(gate) *
-    up, rounded like `Operations.gate`.
+    A row's result does not depend on the other rows and on the number of threads. A gated projection by
+    [gate, up] returns silu(gate) * up, rounded like `Operations.gate`.
     """
 
     __slots__ = ("_bias", "_multiply", "_packed", "_sizes", "_width")

@@ -6,7 +6,8 @@ one small product per sequence and head. Scores and softmax are float32 as in SD
 bfloat16, as of a plain product, have up to five times the error.
 
 Compiled functions round like torch's operators: float32 inside, bfloat16 after norms, rotation and silu;
-attention keeps its weights in float32. They run on the calling thread only and release the GIL.
+attention of one query keeps its weights in float32. They release the GIL. Products and attention use the
+threads of torch, the others only the calling thread.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class NativeOperations:
 def attend_prompt(
     query: Tensor, fresh: Tensor, output: Tensor, store: Tensor, view: PrefillView, window: int | None
 ) -> None:
-    """Compiled attention of one slice's queries, see `decoder_layer.attend`; on the calling thread.
+    """Compiled attention of one slice's queries, see `decoder_layer.attend`.
 
     `store` is a layer's pages. Without history, keys and values come from `fresh`, else from the pages.
     """

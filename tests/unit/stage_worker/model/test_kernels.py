@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from stage_worker.model.kernels import (
     Kernels,
     ProductMethod,
     check_choice,
+    load,
 )
 from stage_worker.model.layer_weights import (
     CompiledProjection,
@@ -228,20 +230,51 @@ def test_compiled_products_take_rows_of_a_wider_tensor(checkpoints: dict[str, Ch
         CompiledProjection(weight[:, :31], None)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_only_one_thread_uses_compiled_products(
-    num_threads: int, checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_compiled_products_need_the_threads_of_torch_and_no_amx(
+    has_threads: bool, checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, cpu = checkpoints["llama"].config, torch.device("cpu")
     skip_unless_possible(ALL_COMPILED, config)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    chosen = Kernels.of(config, cpu, torch.bfloat16)
-    assert chosen == (ALL_COMPILED if num_threads == 1 else IN_PLACE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: load().num_threads() + (not has_threads))
+    assert Kernels.of(config, cpu, torch.bfloat16) == (ALL_COMPILED if has_threads else IN_PLACE)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     chosen = Kernels.of(config, cpu, torch.bfloat16)
     assert chosen.products is ProductMethod.ONEDNN
     assert chosen.prefill is AttentionMethod.SDPA
+
+
+def with_threads(num_threads: int, compute: Callable[[], Tensor]) -> Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert load().num_threads() == num_threads
+        return compute()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_the_number_of_threads_changes_no_product(is_gated: bool, checkpoints: dict[str, Checkpoint]) -> None:
+    skip_unless_possible(ALL_COMPILED, checkpoints["llama"].config)
+    projection = CompiledProjection(torch.randn(2500, 256).bfloat16(), None, is_gated=is_gated)
+    x = torch.randn(9, 256).bfloat16()
+    assert torch.equal(with_threads(4, lambda: projection(x)), with_threads(1, lambda: projection(x)))
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+def test_the_number_of_threads_changes_no_attention(
+    num_threads: int, checkpoints: dict[str, Checkpoint]
+) -> None:
+    checkpoint = checkpoints["llama"]
+    skip_unless_possible(ALL_COMPILED, checkpoint.config)
+
+    def compute() -> Tensor:
+        runner = Runner(checkpoint, DType.BF16, ALL_COMPILED)
+        return torch.cat([runner.step((0, 155), (1, 139)), runner.step((0, 1), (1, 1))])
+
+    assert torch.equal(with_threads(num_threads, compute), with_threads(1, compute))
 
 
 @pytest.mark.parametrize(("kernels", "is_kept"), [(PLAIN, True), (PACKED_SDPA, False), (ALL_COMPILED, False)])
@@ -298,6 +331,17 @@ def test_unavailable_compiled_kernels_are_rejected_with_the_reason(
     with pytest.raises(KernelsUnavailable, match="were not built"):
         check_choice(KernelChoice.COMPILED, cpu)
     check_choice(KernelChoice.AUTO, cpu)
+
+
+def test_an_older_compiled_module_is_not_used(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = checkpoints["llama"].config
+    skip_unless_possible(IN_PLACE, config)
+    monkeypatch.delattr(load(), "num_threads")
+    chosen = Kernels.of(config, torch.device("cpu"), torch.bfloat16)
+    assert chosen.decode is AttentionMethod.PRODUCTS
+    assert "older than this Stageline: install it again" in str(chosen)
 
 
 def test_without_the_compiled_module_torch_products_are_used_with_a_warning(
