@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.next_stage_stream import NextStageStream
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
-from wire.channels import StartedWrite
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler, StepFrame
@@ -158,28 +157,27 @@ class EpochSession:
             async for message in messages:
                 began_s = time.monotonic()
                 received = assembler.add(message)
+                at_s = time.monotonic()
                 if isinstance(received, StepFrame):
-                    await self._take_step(received)
+                    self._take_step(received)
                     if takes_hidden:
+                        await self._next_stage.room()
                         continue
                     received = received.without_hidden
                 hidden_began_s = hidden_began_s or began_s
                 if received is not None:
-                    await self._take(ReceivedFrame(received, time.monotonic(), hidden_began_s))
+                    await self._take(ReceivedFrame(received, at_s, hidden_began_s))
                     hidden_began_s = None
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
 
-    async def _take_step(self, frame: StepFrame) -> None:
+    def _take_step(self, frame: StepFrame) -> None:
         """Pass the step to the next stage before anything else, then prepare it."""
         self._num_unfinished += 1
-        forwarded = None
         if not self._role.has_head:
-            forwarded = StartedWrite(self._next_stage.forward(frame.message))
+            self._next_stage.forward(frame.message)
         self._backend.prepare(self._executor, frame.step)
-        if forwarded is not None:
-            await self._written(forwarded)
 
     async def _take(self, received: ReceivedFrame) -> None:
         """Compute at once if nothing is queued; send an immediate output without a task switch."""
@@ -191,14 +189,7 @@ class EpochSession:
             await self._queue(_Queued(received, running))
             return
         self._finished(received)
-        await self._written(self._send(self._timed(running.result(), received), received))
-
-    async def _written(self, write: Awaitable[None]) -> None:
-        """Wait for a write. If it fails, the stream's watcher ends the epoch with the same error."""
-        try:
-            await write
-        except (StepFault, StaleStream):
-            await asyncio.wait({self._over})
+        await self._send(self._timed(running.result(), received), received)
 
     def _finished(self, received: ReceivedFrame) -> None:
         self._next_step_id = received.frame.step.step_id + 1
@@ -223,6 +214,7 @@ class EpochSession:
             self._on_ready()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve())
+                tasks.create_task(self._next_stage.write())
                 tasks.create_task(self._next_stage.watch())
                 tasks.create_task(self._verify_when_idle())
         except* StepFault as faults:

@@ -10,7 +10,7 @@ import grpc
 from stage_worker.backends.contract import HandedOn, TimedOutput
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
-from wire.channels import client_channel
+from wire.channels import OrderedWrites, client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_hidden_states, encode_result_frame
 from wire.stage_calls import HELLO_RETRY_S, open_forward
@@ -38,7 +38,7 @@ class NextStageStream:
         self._channel: grpc.aio.Channel | None = None
         self._call: Call | None = None
         self._is_accepted = False
-        self._turn = asyncio.Lock()
+        self._writes = OrderedWrites()
 
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""
@@ -54,14 +54,27 @@ class NextStageStream:
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
         self._is_accepted = True
 
-    async def forward(self, step: bytes) -> None:
-        """Write the message of a step, also between the chunks of an output."""
-        await self._write_in_turn(step)
+    def forward(self, step: bytes) -> None:
+        """Write the message of a step at once, or between the chunks of an output; see `room`."""
+        self._writes.put(step)
+
+    async def room(self) -> None:
+        """Wait until few messages are unwritten: the receiver reads."""
+        await self._writes.room()
 
     async def send(self, output: TimedOutput) -> None:
-        """Write one output; returns when the transport has accepted it."""
+        """Write one output; returns when few of its messages are unwritten."""
         for message in _encode(output):
-            await self._write_in_turn(message)
+            self._writes.put(message)
+            await self._writes.room()
+
+    async def write(self) -> None:
+        """Finish the writes of `forward` and `send` until the stream ends."""
+        assert self._call is not None, "write before dial"
+        try:
+            await self._writes.run(self._call)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            raise await self._ended(self._call) from None
 
     async def watch(self) -> None:
         """Wait for the stream to end, which the receiver does on failure only."""
@@ -87,12 +100,6 @@ class NextStageStream:
                 if await call.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
             await asyncio.sleep(HELLO_RETRY_S)
-
-    async def _write_in_turn(self, message: Request) -> None:
-        """gRPC allows one write at a time."""
-        assert self._call is not None, "write before dial"
-        async with self._turn:
-            await self._write(self._call, message)
 
     async def _write(self, call: Call, message: Request) -> None:
         try:

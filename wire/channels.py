@@ -1,5 +1,6 @@
 """gRPC channels and servers with options for long-lived streams, metadata keys, and early writes."""
 
+import asyncio
 import resource
 import socket
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -156,6 +157,39 @@ class StartedWrite:
             yield from _resume(self._write, self._waits_for)
         elif not isinstance(self._error, StopIteration):
             raise self._error
+
+
+MAX_UNWRITTEN = 4
+
+
+class OrderedWrites:
+    """Messages to one call, in order; each is handed to gRPC at once unless an earlier one is unfinished."""
+
+    def __init__(self) -> None:
+        self._writes: asyncio.Queue[Any] = asyncio.Queue()
+        self._idle_call: Any = None
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def put(self, message: Any) -> None:
+        call, self._idle_call = self._idle_call, None
+        self._writes.put_nowait(message if call is None else StartedWrite(call.write(message)))
+        if self._writes.qsize() > MAX_UNWRITTEN:
+            self._has_room.clear()
+
+    async def room(self) -> None:
+        """Wait until at most `MAX_UNWRITTEN` messages wait."""
+        await self._has_room.wait()
+
+    async def run(self, call: Any) -> None:
+        """Write until the call ends, with the error of `call.write`."""
+        while True:
+            if self._writes.empty():
+                self._idle_call = call
+            write = await self._writes.get()
+            if self._writes.qsize() <= MAX_UNWRITTEN:
+                self._has_room.set()
+            await (write if isinstance(write, StartedWrite) else call.write(write))
 
 
 @generator_coroutine

@@ -1,7 +1,8 @@
 """Laps of a ring of mock stages, against a raw grpc.aio ring with equal hops and bytes.
 
 Stages without compute show the time of a lap in which nothing else happens; stages that compute 2 ms show
-what a hop adds to it where stages can work ahead of the hidden states.
+what a hop adds where stages can work ahead of the hidden states. There the raw ring's nodes hold each message
+for 2 ms: processes that sleep meanwhile wake up later than busy ones.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ BF16_BYTES = 2
 SLICE_BYTES, TOKEN_BYTES, RESULT_BYTES = 80, 3, 40
 """Approximate bytes of a slice with key and signals, of a prompt token, and of one slice's result."""
 
-HOW_COMPUTED = "(lap - compute of all stages - raw ring's lap) / hops, one step in flight : the limit"
+HOW_COMPUTED = (
+    "(lap - lap of a raw ring whose nodes hold each message as long) / hops, one step in flight : the limit"
+)
 HOW = "from a step's leaving the scheduler to its result's return, one step in flight : the raw ring's lap"
 
 
@@ -69,15 +72,18 @@ async def measure(setting: Setting) -> list[Figure]:
         empty = await stack.enter_async_context(_cluster("step=0ms"))
         computing = await stack.enter_async_context(_cluster(f"step={COMPUTE_MS}ms"))
         ring = await stack.enter_async_context(RawRing(NUM_STAGES))
+        paused = await stack.enter_async_context(RawRing(NUM_STAGES, pause_s=COMPUTE_MS / 1e3))
         for _ in range(setting.rounds(5)):
             for load in LOADS:
                 ours_s, raw_s = await _lap(empty, load, NUM_DECODES), await ring.lap(load.lap)
                 rounds[load].append(Round(ours_s * 1e6, raw_s * 1e6))
-                hop_s = (await _lap(computing, load, NUM_COMPUTED_DECODES) - raw_s) / (NUM_STAGES + 1)
+                beside_s = await _lap(computing, load, NUM_COMPUTED_DECODES)
+                paused_s = await paused.lap(load.lap)
+                hop_s = (beside_s - paused_s) / (NUM_STAGES + 1)
                 computed[load].append(Round(max(1.0, hop_s * 1e6), HOP_LIMIT_US))
                 setting.say(
                     f"{load.name}: {ours_s * 1e6:.0f} us, raw ring {raw_s * 1e6:.0f} us; "
-                    f"{hop_s * 1e6:.0f} us a hop beside {COMPUTE_MS} ms of compute"
+                    f"beside {COMPUTE_MS} ms {beside_s * 1e6:.0f} us, raw ring {paused_s * 1e6:.0f} us"
                 )
     return [
         *(_against_ring(load, rounds[load]) for load in LOADS),
@@ -133,8 +139,10 @@ async def _lap(cluster: BenchCluster, load: Load, num_decodes: int) -> float:
 class RawRing:
     """A ring of this process and one peer per stage."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, *, pause_s: float = 0.0) -> None:
+        """Each node holds each message for `pause_s`, which laps do not include."""
         self._num_stages = num_stages
+        self._pause_s = pause_s
         self._exit = AsyncExitStack()
         self._returned: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -143,7 +151,9 @@ class RawRing:
             server, address = await serve(self._returned.put)
             stack.push_async_callback(server.stop, 0)
             for stage in reversed(range(self._num_stages)):
-                peer = Peer("bench.harness.raw_ring", address, _place(stage, self._num_stages))
+                peer = Peer(
+                    "bench.harness.raw_ring", address, _place(stage, self._num_stages), str(self._pause_s)
+                )
                 await stack.enter_async_context(peer)
                 address = (await peer.ask({}))["address"]
             self._first = Next(address)
@@ -168,7 +178,7 @@ class RawRing:
             await self._first.write(message)
             await self._returned.get()
             laps_s.append(time.monotonic() - started_s)
-        return statistics.median(laps_s)
+        return statistics.median(laps_s) - self._num_stages * self._pause_s
 
 
 def _place(stage: int, num_stages: int) -> Place:

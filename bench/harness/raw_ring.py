@@ -1,10 +1,11 @@
 """A node of a ring of raw grpc.aio streams, the lower bound of a hop.
 
-python -m bench.harness.raw_ring NEXT_ADDRESS PLACE
+python -m bench.harness.raw_ring NEXT_ADDRESS PLACE PAUSE_S
 
 Answers its first question with {"address": ...} and serves until its input ends. A node reads each message
 from one long-lived stream and writes it to the next in the same coroutine, under uvloop, with the product's
-channel options, without protobuf and without a checksum.
+channel options, without protobuf and without a checksum. With a pause it holds each message for so long, as a
+mock stage computes: processes that sleep wake up later than processes that are always busy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ import grpc
 import uvloop
 
 from bench.harness.ring_message import Place, passed_on
+from stage_worker.backends.mock_backend import Alarm
 from wire.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 METHOD = "/stageline.bench.Ring/Forward"
@@ -62,11 +65,26 @@ class Next:
         await self._channel.close()
 
 
-async def main(next_address: str, place: Place) -> None:
-    following = Next(next_address)
+class Pause:
+    """Waits as mock stages do, with their precision."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._alarm = Alarm()
+
+    async def wait(self) -> None:
+        if self._pause_s:
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._alarm.set(time.monotonic() + self._pause_s, lambda: over.set_result(None))
+            await over
+
+
+async def main(next_address: str, place: Place, pause_s: float) -> None:
+    following, pause = Next(next_address), Pause(pause_s)
     await following.open()
 
     async def take(message: bytes) -> None:
+        await pause.wait()
         await following.write(passed_on(message, place))
 
     server, address = await serve(take)
@@ -79,4 +97,4 @@ async def main(next_address: str, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], Place(sys.argv[2])))
+    uvloop.run(main(sys.argv[1], Place(sys.argv[2]), float(sys.argv[3])))

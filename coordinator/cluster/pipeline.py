@@ -11,7 +11,7 @@ import grpc
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
-from wire.channels import StartedWrite, client_channel
+from wire.channels import OrderedWrites, client_channel
 from wire.clock import wall_clock_us
 from wire.errors import StaleStream
 from wire.frames import encode_step_frame
@@ -58,16 +58,13 @@ class PipelineLink:
         self._on_broken = on_broken
         self._timeout_s = timeout_s
         self._now_us = now_us
-        self._writes: asyncio.Queue[bytes | StartedWrite] = asyncio.Queue()
+        self._writes = OrderedWrites()
         self._call: ForwardCall | None = None
-        self._idle_call: ForwardCall | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def send(self, step: Step) -> None:
         """Hand a step to gRPC in this turn of the event loop, or queue it behind an unfinished write."""
-        message = encode_step_frame(encode_step(step), ready_at_us=self._now_us())
-        call, self._idle_call = self._idle_call, None
-        self._writes.put_nowait(message if call is None else StartedWrite(call.write(message)))
+        self._writes.put(encode_step_frame(encode_step(step), ready_at_us=self._now_us()))
 
     async def open(self) -> None:
         """Connect to FIRST and wait until it accepts the stream. Raises LinkBroken with the reason."""
@@ -111,11 +108,7 @@ class PipelineLink:
     async def _write(self, call: ForwardCall) -> None:
         """Finish or do the writes of `send` until the stream ends, which `_watch` reports."""
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            while True:
-                if self._writes.empty():
-                    self._idle_call = call
-                write = await self._writes.get()
-                await (call.write(write) if isinstance(write, bytes) else write)
+            await self._writes.run(call)
 
     async def _watch(self, call: ForwardCall) -> None:
         try:
