@@ -14,6 +14,8 @@ from tests.faults.result_proxy import RESULT_FAULTS, ResultFault, has_tokens
 from tests.integration.alterations import (
     corrupt_signal,
     drop,
+    drop_hidden,
+    drop_step,
     flip_byte,
     hold_until_next,
     repeat,
@@ -176,6 +178,8 @@ def fault_of_results(fault: ResultFault) -> Inflict:
 
 FRAME_FAULTS: dict[str, Alteration] = {
     "dropped": drop,
+    "without its step": drop_step,
+    "without its hidden states": drop_hidden,
     "repeated": repeat,
     "reordered": hold_until_next,
     "truncated": truncate,

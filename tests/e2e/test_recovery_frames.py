@@ -27,6 +27,8 @@ from tests.integration.alterations import (
     corrupt_signal,
     delay,
     drop,
+    drop_hidden,
+    drop_step,
     flip_byte,
     hold_until_next,
     repeat,
@@ -45,6 +47,8 @@ NOTICED_WITHIN_S = 20.0
 
 FRAME_FAULTS = {
     "dropped": drop,
+    "without its step": drop_step,
+    "without its hidden states": drop_hidden,
     "repeated": repeat,
     "reordered": hold_until_next,
     "truncated": truncate,

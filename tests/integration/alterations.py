@@ -57,12 +57,15 @@ async def hold_until_next(frame: Frame, stream: HopStream) -> Messages:
 
 
 async def truncate(frame: Frame, stream: HopStream) -> Messages:
-    """Split the hidden states into two chunks and drop the last."""
-    step, message = unchanged(frame, stream)
-    chunk = message.hidden_states
-    chunk.payload = chunk.payload[: len(chunk.payload) // 2]
-    chunk.is_last = False
-    return step, message
+    """Split the hidden states into two chunks and drop the last; into FIRST, cut the step."""
+    step, *hidden = unchanged(frame, stream)
+    if not hidden:
+        step.step.step = step.step.step[: len(step.step.step) // 2]
+    for message in hidden:
+        chunk = message.hidden_states
+        chunk.payload = chunk.payload[: len(chunk.payload) // 2]
+        chunk.is_last = False
+    return step, *hidden
 
 
 async def cut(frame: Frame, stream: HopStream) -> Messages:
@@ -106,15 +109,15 @@ async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Message
 
 
 async def drop_step(frame: Frame, stream: HopStream) -> Messages:
-    """Hidden states without the step ahead of them."""
-    _, message = unchanged(frame, stream)
-    return (message,)
+    """Hidden states without the step ahead of them; into FIRST, nothing."""
+    _, *hidden = unchanged(frame, stream)
+    return hidden
 
 
 async def drop_hidden(frame: Frame, stream: HopStream) -> Messages:
-    """A step whose hidden states never come; those of the next one do."""
-    step, _ = unchanged(frame, stream)
-    return (step,)
+    """A step whose hidden states never come, though those of the next one do; into FIRST, nothing."""
+    step, *hidden = unchanged(frame, stream)
+    return (step,) if hidden else ()
 
 
 async def swap_parts(frame: Frame, stream: HopStream) -> Messages:
