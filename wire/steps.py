@@ -10,7 +10,7 @@ constructing a frozen dataclass takes twice as long.
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from kvcache import Grow, Signal
@@ -409,6 +409,16 @@ class StepResult:
             ),
             stage_times,
             ready_at_us,
+        )
+
+    def after(self, identities: bytes, tokens: Sequence[int]) -> "StepResult":
+        """This result with rows of plain `tokens` before its own."""
+        details = [replace(detail, row=detail.row + len(tokens)) for detail in self.details]
+        return replace(
+            self,
+            identities=identities + self.identities,
+            tokens=pack_column(tokens) + self.tokens,
+            details=tuple(details),
         )
 
     @property

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice
+from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice, pack_column
 from wire.tensors import WireDType
 
 
@@ -59,17 +60,13 @@ class FiniteStates:
             good = [bool(rows.any()) for rows in _finite_rows(step, outgoing)]
             self._check(step.slices, good, step, incoming())
 
-    def check_answered(
-        self, step: Step, results: Sequence[SliceResult], incoming: Callable[[], Tensor]
-    ) -> None:
-        """Like `check_handed_on`, for results with non-finite logits."""
-        outcomes = {result.sequence: result.outcome for result in results}
-        if not any(isinstance(outcome, SliceError) for outcome in outcomes.values()):
+    def check_answered(self, step: Step, result: StepResult, incoming: Callable[[], Tensor]) -> None:
+        """Like `check_handed_on`, for a result with non-finite logits."""
+        if not any(_is_not_finite(detail.outcome) for detail in result.details):
             return
-        answered = [step_slice for step_slice in step.slices if step_slice.sequence in outcomes]
-        good = [not _is_not_finite(outcomes[step_slice.sequence]) for step_slice in answered]
-        if not all(good):
-            self._check(answered, good, step, incoming())
+        answered = [step_slice for step_slice in step.slices if step_slice.is_answered]
+        good = [not _is_not_finite(entry.outcome) for entry in result.results]
+        self._check(answered, good, step, incoming())
 
     def _check(self, parts: Sequence[StepSlice], good: list[bool], step: Step, incoming: Tensor) -> None:
         came_good = self._came_good(step, incoming)
@@ -174,10 +171,9 @@ class ModelCompute(StageCompute):
         if self._sampler is None:
             self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
             return to_wire(hidden, self._wire_dtype)
-        step = frame.step
-        results = self._answer(step, hidden, self._sampler)
-        self._finite.check_answered(step, results, lambda: self._input(frame))
-        return StepResult.of(step.epoch, step.step_id, results)
+        result = self._answer(frame.step, hidden, self._sampler)
+        self._finite.check_answered(frame.step, result, lambda: self._input(frame))
+        return result
 
     def _layout(self, slices: Sequence[SliceLayout]) -> StepLayout:
         block_size = self._pages.block_size
@@ -192,7 +188,11 @@ class ModelCompute(StageCompute):
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:
             return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
-        return self._model.embed(torch.tensor(frame.step.tokens, dtype=torch.int64))
+        step = frame.step
+        tokens = np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)
+        if step.chunks:
+            tokens = np.array(step.tokens, np.int64)
+        return self._model.embed(torch.from_numpy(tokens))
 
     def _check_writes(self, layout: StepLayout) -> None:
         """Check before the first layer, since all layers write the same slots."""
@@ -207,20 +207,37 @@ class ModelCompute(StageCompute):
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 
-    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
-        """One result per sampled or scored slice, in slice order."""
-        slices = step.slices
-        ends = list(itertools.accumulate(len(step_slice.tokens) for step_slice in slices))
-        sampled = [
-            (step_slice, end - 1)
-            for step_slice, end in zip(slices, ends, strict=True)
-            if step_slice.is_sampled
-        ]
+    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> StepResult:
+        """One row per sampled or scored slice, in slice order."""
+        num_decodes = len(step.decodes)
+        ends = list(itertools.accumulate((len(chunk.tokens) for chunk in step.chunks), initial=num_decodes))
+        rows = [*range(num_decodes)]
+        rows += [end - 1 for chunk, end in zip(step.chunks, ends[1:], strict=True) if chunk.is_sampled]
+        logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows]) if rows else None
+        tokens: list[int] | None = []
+        if num_decodes and logits is not None:
+            tokens = sampler.choose_plain(step.decodes, logits[:num_decodes])
+        if tokens is None:
+            results = self._results(step.slices, hidden, logits, sampler)
+            return StepResult.of(step.epoch, step.step_id, results)
+        if not step.chunks:
+            return StepResult(step.epoch, step.step_id, step.decodes.identities, pack_column(tokens))
+        rest = None if logits is None else logits[num_decodes:]
+        chunks = self._results(step.chunks, hidden[num_decodes:], rest, sampler)
+        return StepResult.of(step.epoch, step.step_id, chunks).after(step.decodes.identities, tokens)
+
+    def _results(
+        self, slices: Sequence[StepSlice], hidden: Tensor, logits: Tensor | None, sampler: Sampler
+    ) -> tuple[SliceResult, ...]:
+        """One result per sampled or scored slice of `hidden` [tokens of the slices, hidden_size], in order.
+
+        `logits` has a row for each sampled slice, None if there is none.
+        """
         results: dict[SequenceKey, SliceResult] = {}
-        if sampled:
-            logits = self._model.logits(hidden[[row for _, row in sampled]])
-            chosen = sampler.choose([step_slice for step_slice, _ in sampled], logits)
+        if logits is not None:
+            chosen = sampler.choose([step_slice for step_slice in slices if step_slice.is_sampled], logits)
             results = {result.sequence: result for result in chosen}
+        ends = itertools.accumulate(len(step_slice.tokens) for step_slice in slices)
         for step_slice, end in zip(slices, ends, strict=True):
             if step_slice.is_scored:
                 unscored = results.get(

@@ -1,6 +1,6 @@
 """Samples one token per slice from logits, or scores a prompt."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,22 @@ from stage_worker.sampling.logits_processors import (
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
+from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
 from wire.sampling import BIAS_RANGE, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS, StepSampling
-from wire.steps import Decode, SliceError, SliceResult, StartRecord, StepSlice, TokenLogprobs
+from wire.steps import (
+    Decode,
+    Decodes,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    StepSlice,
+    TokenLogprobs,
+    identity_of,
+    split_identities,
+    unpack_column,
+)
 
 
 def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
@@ -75,6 +87,7 @@ def _check_logprobs(sampling: StepSampling) -> None:
 class SamplerState:
     """`problem` is why no token can be sampled; `prompt` is kept until the first decode step."""
 
+    choice: int
     sampling: StepSampling
     prompt: tuple[int, ...]
     problem: str | None = None
@@ -89,8 +102,9 @@ class SamplerState:
         prompt = tokens[: record.num_prompt_tokens]
         problem = _problem(record, vocab_size)
         if problem is not None:
-            return cls(sampling, prompt, problem)
+            return cls(record.sequence.choice, sampling, prompt, problem)
         return cls(
+            record.sequence.choice,
             sampling,
             prompt,
             bias=Bias.of(sampling),
@@ -106,6 +120,11 @@ class SamplerState:
             or self.masks is not None
             or self.sampling.grammar is not None
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Its tokens follow from logits and position alone, and the result has nothing beside them."""
+        return self.problem is None and not self.edits_logits and self.sampling.logprobs is None
 
     def add(self, token: int) -> None:
         """Append a generated token."""
@@ -139,12 +158,19 @@ def choose_rows(
     scores = processed(logits, states, forbid)
     maxima, likeliest = argmax_rows(scores)
     is_allowed = (~torch.isneginf(maxima)).tolist()
-    rows = [row for row, draw in enumerate(draws) if draw.is_random and is_allowed[row]]
-    if len(rows) == len(draws):
-        likeliest = choose_random(scores, maxima, draws)
-    elif rows:
-        likeliest[rows] = choose_random(scores[rows], maxima[rows], [draws[row] for row in rows])
-    return [token if allowed else None for token, allowed in zip(likeliest.tolist(), is_allowed, strict=True)]
+    drawn = {row: draw for row, draw in enumerate(draws) if draw.is_random and is_allowed[row]}
+    tokens = _with_draws(likeliest, scores, maxima, drawn).tolist()
+    return [token if allowed else None for token, allowed in zip(tokens, is_allowed, strict=True)]
+
+
+def _with_draws(likeliest: Tensor, scores: Tensor, maxima: Tensor, draws: Mapping[int, Draw]) -> Tensor:
+    """Tokens [n]: `likeliest` [n], but a random one for each row of `draws`."""
+    if len(draws) == len(likeliest):
+        return choose_random(scores, maxima, list(draws.values()))
+    if draws:
+        rows = list(draws)
+        likeliest[rows] = choose_random(scores[rows], maxima[rows], list(draws.values()))
+    return likeliest
 
 
 def processed(
@@ -224,6 +250,9 @@ class Sampler:
         self._stage = stage
         self._grammars = grammars
         self._live: dict[SequenceKey, SamplerState] = {}
+        self._by_identity: dict[bytes, SamplerState] = {}
+        self._identities: dict[SequenceKey, bytes] = {}
+        self._batches: dict[bytes, list[SamplerState] | None] = {}
 
     def start(self, record: StartRecord) -> None:
         """Start a sequence; invalid parameters are reported for each of its slices."""
@@ -231,12 +260,51 @@ class Sampler:
         if state.problem is None and record.sampling.grammar is not None:
             grammars = self._grammars
             state.problem = grammars.start(record) if grammars is not None else NO_GRAMMARS
-        self._live[record.sequence] = state
+        identity = identity_of(record.sequence, record.restart_count)
+        self._live[record.sequence] = self._by_identity[identity] = state
+        self._identities[record.sequence] = identity
+        self._batches.clear()
 
     def end(self, key: SequenceKey) -> None:
-        del self._live[key]
+        del self._live[key], self._by_identity[self._identities.pop(key)]
+        self._batches.clear()
         if self._grammars is not None:
             self._grammars.end(key)
+
+    def choose_plain(self, decodes: Decodes, logits: Tensor) -> list[int] | None:
+        """Token of each of `decodes`, as `choose` would choose it.
+
+        None if `choose` must do it, because a row has parameters or a result of its own; nothing has changed
+        then. `logits` is float32 [len(decodes), vocab_size].
+        """
+        states = self._plain_states(decodes.identities)
+        if states is None or non_finite_rows(logits):
+            return None
+        positions = unpack_column(decodes.positions)
+        num_rows = max(MAX_BLOCK_ELEMENTS // self._vocab_size, torch.get_num_threads())
+        tokens: list[int] = []
+        for first in range(0, len(states), num_rows):
+            block = logits[first : first + num_rows]
+            draws = {
+                row: Draw(state.sampling, state.choice, positions[first + row] + 1)
+                for row, state in enumerate(states[first : first + num_rows])
+                if state.sampling.temperature > 0.0
+            }
+            maxima, likeliest = argmax_rows(block)
+            tokens += _with_draws(likeliest, block, maxima, draws).tolist()
+        return tokens
+
+    def _plain_states(self, identities: bytes) -> list[SamplerState] | None:
+        """States of a batch that decodes; None if one is not plain. Steady decoding repeats its batches."""
+        if identities not in self._batches:
+            states = [self._by_identity[identity] for identity in split_identities(identities)]
+            is_plain = all(state.is_plain for state in states)
+            for state in states if is_plain else ():
+                state.prompt = ()
+            if len(self._batches) >= MAX_BATCHES:
+                self._batches.clear()
+            self._batches[identities] = states if is_plain else None
+        return self._batches[identities]
 
     def choose(self, slices: Sequence[StepSlice], logits: Tensor) -> tuple[SliceResult, ...]:
         """Return one result per slice, in order: a token with requested log-probabilities, or an error of

@@ -16,6 +16,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.model.decoder import DecoderStage
+from stage_worker.sampling import Sampler
 from stage_worker.validation import StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
@@ -23,9 +24,10 @@ from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignmen
 from tests.step_slices import all_signals, with_slices
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.ids import SequenceKey, new_request_id
+from wire.ids import RequestId, SequenceKey, new_request_id
 from wire.sampling import StepSampling
 from wire.steps import (
+    Decodes,
     Grows,
     Prefill,
     SequenceSignal,
@@ -40,6 +42,7 @@ from wire.steps import (
 )
 
 HIDDEN_SIZE = 64
+SAMPLINGS = (GREEDY, StepSampling(temperature=1.0, seed=7), StepSampling(temperature=0.0, logprobs=2))
 RESOURCES = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
 
 
@@ -463,3 +466,37 @@ def test_decodes_as_columns_compute_what_objects_compute(
     by_objects, num_made = decoded(only, monkeypatch)
     assert num_made == sum(map(len, by_columns)) - 5
     assert by_objects == by_columns
+
+
+def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps of decodes alone and with chunks, of plain sequences and others."""
+    choose_plain, num_plain = Sampler.choose_plain, [0]
+
+    def counted(self: Sampler, decodes: Decodes, logits: torch.Tensor) -> list[int] | None:
+        tokens = choose_plain(self, decodes, logits)
+        num_plain[0] += tokens is not None
+        return tokens
+
+    def results() -> list[StepResult]:
+        only.begin(2)
+        found = []
+        for index in range(60):
+            if index % 4 == 0 and index < 24:
+                sampling = SAMPLINGS[index // 4 % len(SAMPLINGS)]
+                prompt = tuple(range(5, 9 + index))
+                request_id = RequestId(bytes([index]) * 16)
+                only.log.add(prompt, sampling=sampling, max_tokens=9, request_id=request_id)
+            if (step := only.log.scheduler.next_step(0.0)) is None:
+                return found
+            result = only.run(step)
+            assert isinstance(result, StepResult)
+            found.append(result)
+            only.log.complete(result)
+        return found
+
+    monkeypatch.setattr(Sampler, "choose_plain", counted)
+    by_columns = results()
+    assert num_plain[0] > 10
+    assert any(result.details for result in by_columns)
+    monkeypatch.setattr(Sampler, "choose_plain", lambda self, decodes, logits: None)
+    assert results() == by_columns

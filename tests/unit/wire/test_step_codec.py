@@ -16,6 +16,7 @@ from wire.ids import RequestId, SequenceKey, id_text
 from wire.step_codec import decode_fault, decode_result, decode_step, encode_fault, encode_result, encode_step
 from wire.steps import (
     Decode,
+    Decodes,
     FaultReport,
     Prefill,
     SequenceSignal,
@@ -291,3 +292,14 @@ def test_grows_that_do_not_fit_are_undecodable(
         decode_step(message.SerializeToString())
     assert caught.value.kind is StepFaultKind.UNDECODABLE
     assert caught.value.step_id == 7
+
+
+@pytest.mark.parametrize("rest", [(), TOKENS, (SliceResult(KEY, 0, SliceError(2, 1, "no token")), *TOKENS)])
+def test_rows_before_a_result_shift_its_details(rest: tuple[SliceResult, ...]) -> None:
+    tokens = range(40, 40 + len(DECODES))
+    plain = [
+        SliceResult(part.sequence, part.restart_count, token)
+        for part, token in zip(DECODES, tokens, strict=True)
+    ]
+    result = StepResult.of(1, 7, rest).after(Decodes.of(DECODES).identities, tokens)
+    assert result == StepResult.of(1, 7, (*plain, *rest))

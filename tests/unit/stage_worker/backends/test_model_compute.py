@@ -12,7 +12,7 @@ from stageline_rpc.internal.v1 import step_pb2
 from tests.step_slices import with_slices
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, SliceError, SliceResult, Step, StepSlice
+from wire.steps import Decode, Prefill, SliceError, SliceResult, Step, StepResult, StepSlice
 
 WIDTH = 8
 NOT_FINITE = step_pb2.SliceError.KIND_NON_FINITE_LOGITS
@@ -102,7 +102,7 @@ def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
     results = [
         SliceResult(part.sequence, 0, error if place in bad else 7) for place, part in enumerate(STEP.slices)
     ]
-    FiniteStates().check_answered(STEP, results, lambda: incoming)
+    FiniteStates().check_answered(STEP, StepResult.of(1, 3, results), lambda: incoming)
 
 
 def test_logits_are_judged_like_hidden_states() -> None:
