@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
@@ -90,14 +91,17 @@ def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
     untyped: Any = stage
     layout = stage.layout
 
-    def shifted(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
-        positions = [
+    def shifted(
+        slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES
+    ) -> StepLayout:
+        positions = [position + 1 for position in decodes.positions.tolist()]
+        positions += [
             position + (item.num_tokens == 1)
             for item in slices
             for position in range(item.first_position, item.end_position)
         ]
         cos, sin = untyped._rope.cos_sin(positions)
-        return replace(layout(slices, block_size=block_size), cos=cos, sin=sin)
+        return replace(layout(slices, block_size=block_size, decodes=decodes), cos=cos, sin=sin)
 
     untyped.layout = shifted
 
@@ -119,10 +123,10 @@ def _change_slices(stage: DecoderStage, change: Callable[[SliceLayout], SliceLay
     untyped: Any = stage
     layout = stage.layout
 
-    def changed(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
+    def changed(slices: list[SliceLayout], **others: Any) -> StepLayout:
         return layout(
             [change(item) if item.first_position and item.num_tokens > 1 else item for item in slices],
-            block_size=block_size,
+            **others,
         )
 
     untyped.layout = changed
@@ -132,8 +136,8 @@ def second_chunks_do_not_see_the_first(stage: DecoderStage) -> None:
     untyped: Any = stage
     layout = stage.layout
 
-    def blind(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
-        return layout([_blind(item, block_size) for item in slices], block_size=block_size)
+    def blind(slices: list[SliceLayout], *, block_size: int, **others: Any) -> StepLayout:
+        return layout([_blind(item, block_size) for item in slices], block_size=block_size, **others)
 
     untyped.layout = blind
 
