@@ -23,6 +23,8 @@ STREAMS = (1, 8, 16, 32)
 MOST_NEW_TOKENS = 2048
 """Longer than the window of NEW_TOKENS in which all streams decode; they are cancelled after it."""
 OF_BOUND = {1: 0.8, 8: 0.8, 16: 0.8, 32: 0.75}
+FASTEST_OF_PACKED = 1.5
+"""Compiled products of stages take 0.68 of the time of packed ones for 16 rows, more for others."""
 OF_HUGGING_FACE = {8: 1.15, 16: 2.1, 32: 3.3}
 """Relative to batch 8 on two threads."""
 TIMELINE_OF, TIMELINE_S = 16, 0.25
@@ -140,7 +142,7 @@ def _against_packed(streams: int, runs: list[Decoded]) -> Figure:
         unit="tok/s",
         how=(HOW if streams > 1 else HOW_ONE) + ", with weights packed once",
         target=None,
-        limit=1.02,
+        limit=FASTEST_OF_PACKED,
     )
 
 
