@@ -25,7 +25,7 @@ from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
-from wire.frames import FrameAssembler, StepFrame
+from wire.frames import Frame, FrameAssembler, StepFrame
 from wire.log_context import log_context
 from wire.steps import FaultReport, StageTime
 from wire.tensors import TensorView, WireDType
@@ -143,41 +143,50 @@ class EpochSession:
             raise StaleStream(self._over.result())
 
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
-        """Take steps and frames in order, so that every frame before a damaged one is computed."""
-        takes_hidden = not self._role.has_embeddings
+        """Take messages in order, so that every frame before a damaged message is computed."""
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.max_hidden_bytes(self._wire_dtype),
-            takes_hidden=takes_hidden,
+            takes_hidden=not self._role.has_embeddings,
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
         )
-        hidden_began_s: float | None = None
+        frame_began_s: float | None = None
         await self._has_begun.wait()
         try:
             async for message in messages:
                 began_s = time.monotonic()
-                received = assembler.add(message)
+                parts = assembler.add(message)
                 at_s = time.monotonic()
-                if isinstance(received, StepFrame):
-                    self._take_step(received)
-                    if takes_hidden:
-                        await self._next_stage.room()
-                        continue
-                    received = received.without_hidden
-                hidden_began_s = hidden_began_s or began_s
-                if received is not None:
-                    await self._take(ReceivedFrame(received, at_s, hidden_began_s))
-                    hidden_began_s = None
+                frame_began_s = frame_began_s or began_s
+                await self._take_parts(parts, at_s, frame_began_s)
+                if not assembler.is_inside_frame:
+                    frame_began_s = None
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
 
-    def _take_step(self, frame: StepFrame) -> None:
-        """Pass the step to the next stage before anything else, then prepare it."""
-        self._num_unfinished += 1
+    async def _take_parts(self, parts: list[StepFrame | Frame], at_s: float, began_s: float) -> None:
+        """Prepare steps and compute frames; pass steps on at once, or with the output of this stage.
+
+        A stage that computes passes a step on with its next output: the next stage has work until then.
+        """
+        is_idle = not self._num_queued
+        steps = [part for part in parts if isinstance(part, StepFrame)]
+        frames = [part for part in parts if isinstance(part, Frame)]
+        if self._role.has_embeddings:
+            frames = [step.without_hidden for step in steps]
         if not self._role.has_head:
-            self._next_stage.forward(frame.message)
-        self._backend.prepare(self._executor, frame.step)
+            self._next_stage.forward([step.message for step in steps])
+        if is_idle and not frames:
+            self._next_stage.flush()
+        self._num_unfinished += len(steps)
+        for step in steps:
+            self._backend.prepare(self._executor, step.step)
+        for frame in frames:
+            await self._take(ReceivedFrame(frame, at_s, began_s))
+        if is_idle:
+            self._next_stage.flush()
+        await self._next_stage.room()
 
     async def _take(self, received: ReceivedFrame) -> None:
         """Compute at once if nothing is queued; send an immediate output without a task switch."""
@@ -259,6 +268,8 @@ class EpochSession:
                 await self._send_if(ready)
                 ready = None
             self._num_queued -= 1
+            if not self._num_queued:
+                self._next_stage.flush()
 
     async def _verify_when_idle(self) -> None:
         while True:

@@ -39,6 +39,7 @@ class NextStageStream:
         self._call: Call | None = None
         self._is_accepted = False
         self._writes = OrderedWrites()
+        self._steps: list[bytes] = []
 
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""
@@ -54,9 +55,14 @@ class NextStageStream:
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
         self._is_accepted = True
 
-    def forward(self, step: bytes) -> None:
-        """Write the message of a step at once, or between the chunks of an output; see `room`."""
-        self._writes.put(step)
+    def forward(self, steps: Iterable[bytes]) -> None:
+        """Pass steps on with the next output, or at `flush`."""
+        self._steps.extend(steps)
+
+    def flush(self) -> None:
+        """Write the steps that wait for an output; see `room`."""
+        if self._steps:
+            self._writes.put(self._with_steps(b""))
 
     async def room(self) -> None:
         """Wait until few messages are unwritten: the receiver reads."""
@@ -65,7 +71,7 @@ class NextStageStream:
     async def send(self, output: TimedOutput) -> None:
         """Write one output; returns when few of its messages are unwritten."""
         for message in _encode(output):
-            self._writes.put(message)
+            self._writes.put(self._with_steps(message) if isinstance(message, bytes) else message)
             await self._writes.room()
 
     async def write(self) -> None:
@@ -100,6 +106,13 @@ class NextStageStream:
                 if await call.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
             await asyncio.sleep(HELLO_RETRY_S)
+
+    def _with_steps(self, message: bytes) -> bytes:
+        """Serialised messages may be concatenated."""
+        if self._steps:
+            message = b"".join((*self._steps, message))
+            self._steps.clear()
+        return message
 
     async def _write(self, call: Call, message: Request) -> None:
         try:

@@ -58,8 +58,9 @@ async def _hello(messages: Messages) -> forward_pb2.HopHello:
         raise StaleStream(f"no hello within {WORKER_POLICY.hello_timeout_s:g} s") from None
     except DecodeError:
         raise HandshakeMismatch("first message", expected="hello", got="bytes that are no message") from None
-    if first.WhichOneof("message") != "hello":
-        raise HandshakeMismatch("first message", expected="hello", got=first.WhichOneof("message"))
+    if not first.HasField("hello"):
+        got = next((field.name for field, _ in first.ListFields()), None)
+        raise HandshakeMismatch("first message", expected="hello", got=got)
     return first.hello
 
 

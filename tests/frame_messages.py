@@ -24,16 +24,12 @@ def encode_frame(
     step = step_message(step_bytes)
     yield step
     if not to_first:
-        for message in encode_hidden_states(step_id, step.step.checksum, hidden, stage_times):
+        for message in encode_hidden_states(step_id, step.steps[0].checksum, hidden, stage_times):
             yield forward_pb2.ForwardRequest.FromString(message)
 
 
 def add_message(assembler: FrameAssembler, message: forward_pb2.ForwardRequest) -> StepFrame | Frame | None:
-    """`FrameAssembler.add` of a message as protobuf writes it."""
-    return assembler.add(message.SerializeToString())
-
-
-def add_chunk(assembler: FrameAssembler, chunk: forward_pb2.HiddenStatesChunk) -> Frame | None:
-    received = add_message(assembler, forward_pb2.ForwardRequest(hidden_states=chunk))
-    assert not isinstance(received, StepFrame)
-    return received
+    """`FrameAssembler.add` of a message with one part, as protobuf writes it."""
+    received = assembler.add(message.SerializeToString())
+    assert len(received) <= 1
+    return received[0] if received else None

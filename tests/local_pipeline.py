@@ -280,12 +280,12 @@ def _cancel_due(run: Run, arrived: Tokens[tuple[Request, Sequence]]) -> None:
 
 def _over_the_wire(message: bytes, hidden: TensorView | None, *, to_first: bool) -> Frame:
     assembler = FrameAssembler(max_payload_bytes=1 << 30, takes_hidden=not to_first)
-    received = assembler.add(message)
-    assert isinstance(received, StepFrame)
-    frame = received.without_hidden if to_first else None
-    for chunk in () if to_first else encode_hidden_states(received.step.step_id, received.checksum, hidden):
-        arrived = assembler.add(chunk)
-        assert not isinstance(arrived, StepFrame)
-        frame = arrived
-    assert frame is not None
+    (step,) = assembler.add(message)
+    assert isinstance(step, StepFrame)
+    if to_first:
+        return step.without_hidden
+    for chunk in encode_hidden_states(step.step.step_id, step.checksum, hidden):
+        received = assembler.add(chunk)
+    (frame,) = received
+    assert isinstance(frame, Frame)
     return frame

@@ -1,14 +1,15 @@
 """Frames and step results on a stream, each part with a checksum.
 
-A frame is one step on one hop, in two parts: the step, whose message every stage forwards byte for byte when
-it arrives, and later the hidden states of this hop. Each chunk of hidden states is written as two
-concatenated messages, one without the payload, one with nothing else:
+A frame is one step on one hop, in two parts: the step, whose bytes every stage passes on when they arrive,
+and later the hidden states of this hop. Steps and a chunk of hidden states may share a message: serialised
+messages are concatenated, steps first. Each chunk is two of them, one without the payload, one with nothing
+else:
 
     ForwardRequest { hidden_states { step_id, step_checksum, header, stage_times, checksum, is_last } }
     ForwardRequest { hidden_states { payload } }
 
-Protobuf merges such a concatenation into one message, so any implementation can read it. This module reads
-the payload of such a message as a view of the received bytes; protobuf parses messages of any other form.
+Protobuf merges a concatenation into one message, so any implementation can read it. This module reads the
+payload of such a message as a view of the received bytes; protobuf parses messages of any other form.
 Source: "Last One Wins" in https://protobuf.dev/programming-guides/encoding/.
 
 Protobuf itself copies the payload on both sides. Measured on one core of a 2-core host, writing with reading
@@ -30,6 +31,7 @@ from wire.step_codec import decode_result, decode_stage_times, decode_step, enco
 from wire.steps import StageTime, Step, StepResult
 from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
 
+_STEP_TAG = forward_pb2.ForwardRequest.STEPS_FIELD_NUMBER << 3 | 2
 _HIDDEN_TAG = forward_pb2.ForwardRequest.HIDDEN_STATES_FIELD_NUMBER << 3 | 2
 _PAYLOAD_TAG = forward_pb2.HiddenStatesChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
 _MAX_VARINT_BYTES = 4
@@ -47,10 +49,20 @@ def write_chunk(head: bytes, payload: Payload) -> bytes:
     return b"".join((chunk, rest, field, payload))
 
 
-def read_message(
-    message: bytes,
-) -> tuple[forward_pb2.StepFrame | forward_pb2.HiddenStatesChunk, Payload]:
-    """Return a step, or a chunk and its payload, which the chunk may lack. Raises StepFault UNDECODABLE."""
+@dataclass(slots=True)
+class ForwardMessage:
+    """Steps, each with the bytes that pass it on, and after them a chunk of hidden states with its payload.
+
+    The chunk's own payload field may be empty.
+    """
+
+    steps: list[tuple[forward_pb2.StepFrame, bytes]]
+    chunk: forward_pb2.HiddenStatesChunk | None = None
+    payload: Payload = b""
+
+
+def read_message(message: bytes) -> ForwardMessage:
+    """Raises StepFault UNDECODABLE."""
     try:
         split = _split(message)
         if split is not None:
@@ -58,23 +70,35 @@ def read_message(
         request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}") from error
-    kind = request.WhichOneof("message")
-    if kind == "step":
-        return request.step, b""
-    if kind == "hidden_states":
-        return request.hidden_states, request.hidden_states.payload
-    raise StepFault(StepFaultKind.UNDECODABLE, f"message of kind {kind!r}, expected a step or hidden states")
+    if request.HasField("hello") or not (request.steps or request.HasField("hidden_states")):
+        kind = "hello" if request.HasField("hello") else None
+        raise StepFault(
+            StepFaultKind.UNDECODABLE, f"message of kind {kind!r}, expected steps or hidden states"
+        )
+    steps = [(step, _step_message(step)) for step in request.steps]
+    if not request.HasField("hidden_states"):
+        return ForwardMessage(steps)
+    return ForwardMessage(steps, request.hidden_states, request.hidden_states.payload)
 
 
-def _split(message: bytes) -> tuple[forward_pb2.HiddenStatesChunk, Payload] | None:
-    """Split a message as written by `write_chunk`; None for any other form."""
-    head = _field(message, 0, _HIDDEN_TAG)
+def _split(message: bytes) -> ForwardMessage | None:
+    """Split a message of steps and a chunk of `write_chunk`; None for any other form."""
+    position, steps = 0, []
+    while (field := _field(message, position, _STEP_TAG)) is not None:
+        begin, end = field
+        if end > len(message):
+            return None
+        steps.append((forward_pb2.StepFrame.FromString(message[begin:end]), message[position:end]))
+        position = end
+    if steps and position == len(message):
+        return ForwardMessage(steps)
+    head = _field(message, position, _HIDDEN_TAG)
     if head is None:
         return None
     begin, end = head
     if end == len(message):
         chunk = forward_pb2.HiddenStatesChunk.FromString(message[begin:end])
-        return chunk, chunk.payload
+        return ForwardMessage(steps, chunk, chunk.payload)
     rest = _field(message, end, _HIDDEN_TAG)
     if rest is None or rest[1] != len(message):
         return None
@@ -82,7 +106,11 @@ def _split(message: bytes) -> tuple[forward_pb2.HiddenStatesChunk, Payload] | No
     if payload is None or payload[1] != len(message):
         return None
     chunk = forward_pb2.HiddenStatesChunk.FromString(message[begin:end])
-    return chunk, memoryview(message)[payload[0] :]
+    return ForwardMessage(steps, chunk, memoryview(message)[payload[0] :])
+
+
+def _step_message(frame: forward_pb2.StepFrame) -> bytes:
+    return forward_pb2.ForwardRequest(steps=[frame]).SerializeToString()
 
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
@@ -123,7 +151,7 @@ _HIDDEN_HEAD = struct.Struct("<QQQQ")
 
 @dataclass(slots=True)
 class StepFrame:
-    """A received step, ahead of its hidden states. `message` is what the next stage receives.
+    """A received step, ahead of its hidden states. `message` are the bytes that pass it on.
 
     `ready_at_us` is when the coordinator had the step ready, in microseconds of its clock since 1970, or 0.
     """
@@ -161,7 +189,7 @@ def encode_step_frame(step: bytes, *, ready_at_us: int = 0) -> bytes:
     frame = forward_pb2.StepFrame(
         step=step, ready_at_us=ready_at_us, checksum=step_frame_checksum(step, ready_at_us)
     )
-    return forward_pb2.ForwardRequest(step=frame).SerializeToString()
+    return _step_message(frame)
 
 
 def _decode_step_frame(frame: forward_pb2.StepFrame, message: bytes) -> StepFrame:
@@ -280,30 +308,21 @@ class FrameAssembler:
         self._ahead: deque[StepFrame] = deque()
         self._parts: _Parts | None = None
 
-    def add(self, message: bytes) -> StepFrame | Frame | None:
-        """Return the step in this ForwardRequest, the frame that it completes, or None.
+    def add(self, message: bytes) -> list[StepFrame | Frame]:
+        """Return the steps in this ForwardRequest, then the frame that it completes, if any.
 
         Raises StepFault for a message of another kind, and for a corrupt, unmatched or too large part.
         """
-        received, payload = read_message(message)
-        if isinstance(received, forward_pb2.StepFrame):
-            return self._add_step(_decode_step_frame(received, message))
-        if not self._takes_hidden:
-            raise StepFault(
-                StepFaultKind.HIDDEN_STATES_UNEXPECTED,
-                "unexpected hidden states: the first stage takes tokens",
-            )
-        parts = self._parts
-        if parts is None:
-            parts = self._parts = _Parts(received)
-        else:
-            _check_later_chunk(received, payload)
-        self._check_size(parts.size_bytes + len(payload))
-        parts.add(payload)
-        if not received.is_last:
-            return None
-        self._parts = None
-        return self._complete(parts)
+        read = read_message(message)
+        received: list[StepFrame | Frame] = [self._add_step(*step) for step in read.steps]
+        if read.chunk is not None and (frame := self._add_chunk(read.chunk, read.payload)) is not None:
+            received.append(frame)
+        return received
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """Some of the chunks of a frame have arrived."""
+        return self._parts is not None
 
     def finish(self) -> None:
         """Check that the stream did not end inside hidden states. Raises StepFault UNDECODABLE."""
@@ -313,15 +332,34 @@ class FrameAssembler:
                 f"the stream ended inside a frame, after {self._parts.size_bytes} bytes of payload",
             )
 
-    def _add_step(self, frame: StepFrame) -> StepFrame:
+    def _add_step(self, frame: forward_pb2.StepFrame, message: bytes) -> StepFrame:
+        step = _decode_step_frame(frame, message)
         if self._takes_hidden:
-            self._ahead.append(frame)
+            self._ahead.append(step)
         if len(self._ahead) > MAX_STEPS_AHEAD:
             raise StepFault(
                 StepFaultKind.UNDECODABLE,
                 f"{len(self._ahead)} steps wait for their hidden states, the limit is {MAX_STEPS_AHEAD}",
             )
-        return frame
+        return step
+
+    def _add_chunk(self, chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> Frame | None:
+        if not self._takes_hidden:
+            raise StepFault(
+                StepFaultKind.HIDDEN_STATES_UNEXPECTED,
+                "unexpected hidden states: the first stage takes tokens",
+            )
+        parts = self._parts
+        if parts is None:
+            parts = self._parts = _Parts(chunk)
+        else:
+            _check_later_chunk(chunk, payload)
+        self._check_size(parts.size_bytes + len(payload))
+        parts.add(payload)
+        if not chunk.is_last:
+            return None
+        self._parts = None
+        return self._complete(parts)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._max_payload_bytes:

@@ -117,7 +117,7 @@ class Stage:
         """The output for one frame."""
         for message in messages:
             frame = self._assembler.add(message)
-        return self._executor.run(frame)
+        return self._executor.run(frame if ENCODE_FRAME is not None else frame[0])
 
     def forward(self, messages: list[bytes]) -> list[bytes]:
         """The frame's messages to the next stage."""

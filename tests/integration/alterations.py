@@ -60,7 +60,7 @@ async def truncate(frame: Frame, stream: HopStream) -> Messages:
     """Split the hidden states into two chunks and drop the last; into FIRST, cut the step."""
     step, *hidden = unchanged(frame, stream)
     if not hidden:
-        step.step.step = step.step.step[: len(step.step.step) // 2]
+        step.steps[0].step = step.steps[0].step[: len(step.steps[0].step) // 2]
     for message in hidden:
         chunk = message.hidden_states
         chunk.payload = chunk.payload[: len(chunk.payload) // 2]
@@ -130,7 +130,7 @@ async def flip_byte(frame: Frame, stream: HopStream) -> Messages:
     if frame.hidden is not None:
         hidden[0].hidden_states.payload = _flipped(hidden[0].hidden_states.payload)
     else:
-        step.step.step = _flipped(step.step.step)
+        step.steps[0].step = _flipped(step.steps[0].step)
     return step, *hidden
 
 

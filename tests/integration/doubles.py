@@ -20,7 +20,6 @@ from stageline_rpc.internal.v1 import (
     join_pb2,
     join_pb2_grpc,
 )
-from tests.frame_messages import add_message
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler, StepFrame, decode_result_frame
 from wire.ids import Incarnation, new_incarnation
@@ -169,6 +168,7 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
         self.num_ignored = 0
+        self.num_messages = 0
         self.breaks_with: grpc.StatusCode | None = None
         self.may_read = asyncio.Event()
         self.may_read.set()
@@ -210,10 +210,11 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
             async for request in request_iterator:
-                received = add_message(assembler, request)
-                if isinstance(received, StepFrame):
-                    self.steps.put_nowait(received)
-                elif received is not None:
+                self.num_messages += 1
+                for received in assembler.add(request.SerializeToString()):
+                    if isinstance(received, StepFrame):
+                        self.steps.put_nowait(received)
+                        continue
                     self.frames.put_nowait(received)
                     if self.breaks_with is not None:
                         await context.abort(self.breaks_with, "broken by the test")

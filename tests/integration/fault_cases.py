@@ -149,7 +149,7 @@ def _edited(
 def _edited_step(edit: Callable[[forward_pb2.StepFrame], None]) -> Callable[[Step, TensorView], Messages]:
     def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
         ahead, message = _frame(step, hidden)
-        edit(ahead.step)
+        edit(ahead.steps[0])
         yield from (ahead, message)
 
     return messages

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,15 +194,17 @@ class HopProxy(StreamProxy):
         async def relay(data: bytes) -> Iterable[bytes]:
             nonlocal stream
             message = forward_pb2.ForwardRequest.FromString(data)
-            if message.WhichOneof("message") == "hello":
+            if message.HasField("hello"):
                 stream = HopStream(is_to_first=message.hello.sender_stage < 0)
                 return (self._hello(message).SerializeToString(),)
             assert stream is not None, "a hello comes first"
-            completed = stream.complete(message)
-            if completed is None:
-                return ()
-            frame, messages = completed
-            return [request.SerializeToString() for request in await self._altered(frame, stream, messages)]
+            relayed: list[bytes] = []
+            for part in _parts(message):
+                if (completed := stream.complete(part)) is not None:
+                    frame, messages = completed
+                    altered = await self._altered(frame, stream, messages)
+                    relayed += [request.SerializeToString() for request in altered]
+            return relayed
 
         return relay
 
@@ -223,6 +225,14 @@ class HopProxy(StreamProxy):
             altered = await injection.alter(frame, stream)
         stream.previous = frame
         return [*altered, *held]
+
+
+def _parts(message: forward_pb2.ForwardRequest) -> Iterator[forward_pb2.ForwardRequest]:
+    """A message for each step, and one for the hidden states."""
+    for step in message.steps:
+        yield forward_pb2.ForwardRequest(steps=[step])
+    if message.HasField("hidden_states"):
+        yield forward_pb2.ForwardRequest(hidden_states=message.hidden_states)
 
 
 ResultAlteration = Callable[[step_pb2.StepResult], None]

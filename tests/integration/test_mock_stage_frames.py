@@ -98,6 +98,25 @@ async def test_a_result_has_the_times_of_all_stages() -> None:
         await predecessor.close()
 
 
+async def test_a_busy_stage_passes_steps_on_with_its_output() -> None:
+    """In one message: a step ahead costs no message of its own where the next stage has work anyway."""
+    async with mock_bench(MIDDLE, "step=100ms") as bench:
+        steps = Steps(bench)
+        first, second = steps.step, steps.after(steps.step)
+        predecessor = await bench.predecessor()
+        await predecessor.send(messages_of(first, MIDDLE))
+        assert (await bench.next_stage.step()).step == first
+        ahead, hidden = messages_of(second, MIDDLE)
+        await predecessor.send([ahead])
+        assert bench.next_stage.frames.empty()
+        assert (await bench.next_stage.step()).step == second
+        assert (await bench.next_stage.frame()).step == first
+        await predecessor.send([hidden])
+        assert (await bench.next_stage.frame()).step == second
+        assert bench.next_stage.num_messages == 4 - 1
+        await predecessor.close()
+
+
 @pytest.mark.parametrize("stage", [MIDDLE, LAST])
 async def test_missing_stage_times_stay_unknown(stage: int) -> None:
     async with mock_bench(stage) as bench:
@@ -141,7 +160,7 @@ async def test_a_waiting_step_reports_its_queue_time() -> None:
 
 def _garbled(step: Step, stage: int) -> list[forward_pb2.ForwardRequest]:
     messages = messages_of(step, stage)
-    messages[0].step.checksum ^= 1
+    messages[0].steps[0].checksum ^= 1
     return messages
 
 

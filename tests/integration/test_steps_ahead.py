@@ -67,7 +67,7 @@ async def test_a_step_refused_ahead_is_reported_after_the_steps_before_it(
         (good, good_hidden), (bad, bad_hidden) = [
             list(encode_frame(encode_step(step), step.step_id, hidden)) for step, hidden in _frames(log)[:2]
         ]
-        bad.step.checksum ^= 1
+        bad.steps[0].checksum ^= 1
         await predecessor.send([good])
         assert await _is_quiet(bench)
         await predecessor.send([good_hidden, bad, bad_hidden])

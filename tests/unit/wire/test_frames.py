@@ -46,8 +46,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def messages_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.ForwardRequest]:
     """The step, then its hidden states."""
     messages = list(encode_frame(encode_step(step), step.step_id, hidden))
-    assert messages[0].WhichOneof("message") == "step"
-    assert all(message.WhichOneof("message") == "hidden_states" for message in messages[1:])
+    assert [field.name for field, _ in messages[0].ListFields()] == ["steps"]
+    assert all(message.HasField("hidden_states") and not message.steps for message in messages[1:])
     return [forward_pb2.ForwardRequest.FromString(message.SerializeToString()) for message in messages]
 
 
@@ -171,7 +171,7 @@ def test_first_takes_steps_alone() -> None:
     for _ in range(3):
         received = add_message(assembler, step)
         assert isinstance(received, StepFrame)
-        assert received.without_hidden == Frame(example_step(), None, step_checksum=step.step.checksum)
+        assert received.without_hidden == Frame(example_step(), None, step_checksum=step.steps[0].checksum)
     with pytest.raises(StepFault, match="the first stage takes tokens") as caught:
         add_message(assembler, hidden)
     assert caught.value.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
@@ -180,8 +180,11 @@ def test_first_takes_steps_alone() -> None:
 def test_the_step_is_forwarded_byte_for_byte() -> None:
     """Includes fields unknown to this version."""
     step_bytes = encode_step(example_step()) + b"\x7a\x03new"
-    message = encode_step_frame(step_bytes, ready_at_us=17) + b"\x12\x05\x7a\x03new"
-    received = FrameAssembler(max_payload_bytes=0).add(message)
+    (known,) = forward_pb2.ForwardRequest.FromString(encode_step_frame(step_bytes, ready_at_us=17)).steps
+    frame = forward_pb2.StepFrame.FromString(known.SerializeToString() + b"\x7a\x03new")
+    message = forward_pb2.ForwardRequest(steps=[frame]).SerializeToString()
+    assert message.endswith(b"new")
+    (received,) = FrameAssembler(max_payload_bytes=0).add(message)
     assert isinstance(received, StepFrame)
     assert (received.message, received.ready_at_us) == (message, 17)
     assert received.step == example_step()
@@ -193,7 +196,7 @@ def test_any_changed_byte_of_a_frame_is_detected(mask: int) -> None:
     original = messages_of(example_step(), hidden_states(3, 9))
     num_places = 0
     for index, message in enumerate(original):
-        part = message.step if message.HasField("step") else message.hidden_states
+        part = message.steps[0] if message.steps else message.hidden_states
         for field, data in part.ListFields():
             for place in range(len(data) if isinstance(data, bytes) else 0):
                 damaged = bytearray(data)
@@ -206,7 +209,7 @@ def test_any_changed_byte_of_a_frame_is_detected(mask: int) -> None:
     assert num_places > 3 * 9 * 4 + 100
     for index, name in ((0, "checksum"), (0, "ready_at_us"), (1, "checksum"), (1, "step_checksum")):
         for place in range(8):
-            part = original[index].step if index == 0 else original[index].hidden_states
+            part = original[index].steps[0] if index == 0 else original[index].hidden_states
             fault = _refusal_with(original, index, name, getattr(part, name) ^ mask << 8 * place)
             assert fault.kind is StepFaultKind.CHECKSUM
 
@@ -215,7 +218,7 @@ def _refusal_with(
     original: list[forward_pb2.ForwardRequest], index: int, name: str, value: object
 ) -> StepFault:
     messages = [forward_pb2.ForwardRequest.FromString(message.SerializeToString()) for message in original]
-    setattr(messages[index].step if index == 0 else messages[index].hidden_states, name, value)
+    setattr(messages[index].steps[0] if index == 0 else messages[index].hidden_states, name, value)
     return refusal(messages)
 
 
@@ -398,15 +401,14 @@ heads = st.builds(
 payloads = st.sampled_from((0, 1, 2, 120, 121, 122, 126, 127, 128, 16_380, 16_384, 1 << 21)).map(bytes)
 
 
-def by_protobuf(message: bytes) -> forward_pb2.StepFrame | forward_pb2.HiddenStatesChunk | None:
-    """None if the bytes are neither a step nor hidden states."""
+def by_protobuf(message: bytes) -> forward_pb2.ForwardRequest | None:
+    """None if the bytes have neither steps nor hidden states, or a hello."""
     try:
         request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError:
         return None
-    if request.HasField("step"):
-        return request.step
-    return request.hidden_states if request.HasField("hidden_states") else None
+    is_frame = request.steps or request.HasField("hidden_states")
+    return request if is_frame and not request.HasField("hello") else None
 
 
 def assert_read_as_by_protobuf(message: bytes) -> None:
@@ -416,19 +418,24 @@ def assert_read_as_by_protobuf(message: bytes) -> None:
             read_message(message)
         assert caught.value.kind is StepFaultKind.UNDECODABLE
         return
-    received, payload = read_message(message)
-    assert type(received) is type(expected)
-    if isinstance(expected, forward_pb2.HiddenStatesChunk):
-        assert payload == expected.payload
-    for field in expected.DESCRIPTOR.fields:
-        assert field.name == "payload" or getattr(received, field.name) == getattr(expected, field.name)
+    read = read_message(message)
+    assert [step for step, _ in read.steps] == list(expected.steps)
+    for step, passed_on in read.steps:
+        assert list(forward_pb2.ForwardRequest.FromString(passed_on).steps) == [step]
+    assert (read.chunk is not None) == expected.HasField("hidden_states")
+    if read.chunk is not None:
+        assert read.payload == expected.hidden_states.payload
+        for field in read.chunk.DESCRIPTOR.fields:
+            if field.name != "payload":
+                assert getattr(read.chunk, field.name) == getattr(expected.hidden_states, field.name)
 
 
 @given(heads, payloads)
 def test_written_frames_are_valid_protobuf(head: forward_pb2.HiddenStatesChunk, payload: bytes) -> None:
     read = by_protobuf(write_chunk(head.SerializeToString(), memoryview(payload)))
     head.payload = payload
-    assert read == head
+    assert read is not None
+    assert read.hidden_states == head
 
 
 @given(heads, payloads)
@@ -437,7 +444,7 @@ def test_a_payload_is_a_view_of_the_received_bytes(
 ) -> None:
     message = write_chunk(head.SerializeToString(), payload)
     assert_read_as_by_protobuf(message)
-    _, read = read_message(message)
+    read = read_message(message).payload
     if payload:
         assert isinstance(read, memoryview)
         assert read.readonly
@@ -451,6 +458,28 @@ def test_frames_of_another_implementation_are_read(
     """Fields in number order, in one piece."""
     head.payload = payload
     assert_read_as_by_protobuf(forward_pb2.ForwardRequest(hidden_states=head).SerializeToString())
+
+
+step_frames = st.builds(
+    forward_pb2.StepFrame,
+    step=st.binary(max_size=40),
+    ready_at_us=st.integers(0, 2**64 - 1),
+    checksum=st.integers(0, 2**64 - 1),
+)
+
+
+@given(st.lists(step_frames, max_size=3), heads, payloads)
+def test_steps_and_hidden_states_share_a_message(
+    ahead: list[forward_pb2.StepFrame], head: forward_pb2.HiddenStatesChunk, payload: bytes
+) -> None:
+    steps = [forward_pb2.ForwardRequest(steps=[step]).SerializeToString() for step in ahead]
+    message = b"".join((*steps, write_chunk(head.SerializeToString(), payload)))
+    assert_read_as_by_protobuf(message)
+    read = read_message(message)
+    assert [passed_on for _, passed_on in read.steps] == steps
+    assert not payload or isinstance(read.payload, memoryview)
+    if steps:
+        assert [passed_on for _, passed_on in read_message(b"".join(steps)).steps] == steps
 
 
 @given(heads, st.binary(max_size=150), st.data())
@@ -484,7 +513,7 @@ def test_any_bytes_are_read_as_by_protobuf(message: bytes) -> None:
 
 def test_a_hello_in_place_of_a_frame_is_named() -> None:
     message = forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=3)).SerializeToString()
-    with pytest.raises(StepFault, match="message of kind 'hello', expected a step or hidden states"):
+    with pytest.raises(StepFault, match="message of kind 'hello', expected steps or hidden states"):
         read_message(message)
 
 

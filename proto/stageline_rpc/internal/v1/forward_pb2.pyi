@@ -28,31 +28,31 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ForwardRequest(_message.Message):
+    """Either `hello` alone, or steps and a chunk of hidden states, where the steps count before the hidden states."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___HopHello: ...
     @_builtins.property
-    def step(self) -> Global___StepFrame: ...
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepFrame]: ...
     @_builtins.property
     def hidden_states(self) -> Global___HiddenStatesChunk: ...
     def __init__(
         self,
         *,
         hello: Global___HopHello | None = ...,
-        step: Global___StepFrame | None = ...,
+        steps: _abc.Iterable[Global___StepFrame] | None = ...,
         hidden_states: Global___HiddenStatesChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states", "message", b"message", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "hidden_states", b"hidden_states", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "hidden_states"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForwardRequest: _TypeAlias = ForwardRequest  # noqa: Y015
 

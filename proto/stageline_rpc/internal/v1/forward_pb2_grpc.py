@@ -54,7 +54,7 @@ class StageServiceServicer:
         message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
         hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
         both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
-        Afterwards every message is a step or a chunk of hidden states, and the receiver sends nothing more. Hidden states come
+        Afterwards every message has steps, a chunk of hidden states, or both, and the receiver sends nothing more. Hidden states come
         in the order of their steps, one part for each step, except into FIRST, which computes from the step alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -25,7 +25,7 @@ class StageServiceStub:
     message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
     hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
     both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
-    Afterwards every message is a step or a chunk of hidden states, and the receiver sends nothing more. Hidden states come
+    Afterwards every message has steps, a chunk of hidden states, or both, and the receiver sends nothing more. Hidden states come
     in the order of their steps, one part for each step, except into FIRST, which computes from the step alone.
     """
     ComputeReference: _aio.UnaryUnaryMultiCallable[_forward_pb2.ComputeReferenceRequest, _forward_pb2.ComputeReferenceResponse]
@@ -47,7 +47,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
         hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
         both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
-        Afterwards every message is a step or a chunk of hidden states, and the receiver sends nothing more. Hidden states come
+        Afterwards every message has steps, a chunk of hidden states, or both, and the receiver sends nothing more. Hidden states come
         in the order of their steps, one part for each step, except into FIRST, which computes from the step alone.
         """
 
