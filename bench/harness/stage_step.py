@@ -83,6 +83,9 @@ class NullCompute(StageCompute):  # type: ignore[misc, valid-type]
     def end(self, sequence: Any) -> None:
         """Nothing to end."""
 
+    def prepare(self, step: Any, layouts: Any) -> None:
+        """No pages, as in a mock."""
+
     def compute(self, frame: Any, layouts: Any) -> Any:
         return frame.hidden
 
