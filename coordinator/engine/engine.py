@@ -377,7 +377,8 @@ class Engine:
     def complete(self, result: StepResult) -> int:
         """Apply the result of the oldest step and send the next ones; `deliver` does the rest soon after.
 
-        Returns its number of new tokens. Raises ResultMismatch.
+        Returns its number of new tokens. Raises ResultMismatch. The journal, some 70 us for 64 tokens, comes
+        before the next steps: a write that fails pauses them.
         """
         self.deliver()
         now_s = self._clock()
