@@ -14,12 +14,15 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
 from wire.flags import (
+    OFF,
     Flag,
     check_limits,
     checkpoint_directory,
     listen_address,
+    listen_address_or_off,
     peer_address,
 )
+from wire.payloads import MIN_PAYLOAD_BYTES
 from wire.sizes import exact_size, parse_size
 from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
 
@@ -117,6 +120,37 @@ class WorkerConfig:
             parse=peer_address,
         ),
     ] = None
+    payload_listen: Annotated[
+        str | None,
+        _cluster(
+            "--payload-listen",
+            "ADDR:PORT|off",
+            "Listen address for large hidden states of the previous stage; off: they travel over gRPC",
+            unset="a free port of the listen address",
+            parse=listen_address_or_off,
+        ),
+    ] = None
+    payload_advertise: Annotated[
+        str | None,
+        _cluster(
+            "--payload-advertise",
+            "HOST:PORT",
+            "Address at which the previous stage reaches the payload listen address",
+            unset="the payload listen address",
+            parse=peer_address,
+        ),
+    ] = None
+    min_payload_bytes: Annotated[
+        int,
+        _cluster(
+            "--payload-min",
+            "SIZE",
+            "Smallest hidden states sent to the next stage's payload listen address",
+            min=1,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = MIN_PAYLOAD_BYTES
     wire_dtype: Annotated[
         WireDType | None,
         _cluster(
@@ -209,6 +243,7 @@ class WorkerConfig:
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")
         if self.listen is not None:
             parse_address(self.listen)
+        self._check_payloads()
         if self.advertise is not None:
             parse_peer_address(self.advertise)
         if self.mock is not None:
@@ -224,6 +259,14 @@ class WorkerConfig:
         if self.num_threads is None and self.cpu_set is not None:
             return len(self.cpu_set)
         return self.num_threads
+
+    def _check_payloads(self) -> None:
+        if self.payload_listen is not None:
+            listen_address_or_off(self.payload_listen)
+        if self.payload_advertise is not None:
+            parse_peer_address(self.payload_advertise)
+            if self.payload_listen == OFF:
+                raise ValueError("--payload-advertise needs a payload port: --payload-listen is off")
 
     def _check_mock(self) -> None:
         given = [

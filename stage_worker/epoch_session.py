@@ -20,6 +20,7 @@ from stage_worker.backends.contract import (
 )
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
+from stage_worker.hop_payloads import IncomingPayloads
 from stage_worker.next_stage_stream import NextStageStream
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
@@ -27,6 +28,7 @@ from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import Frame, FrameAssembler, StepFrame
 from wire.log_context import log_context
+from wire.payloads import PayloadNotice
 from wire.steps import FaultReport, StageTime
 from wire.tensors import TensorView, WireDType
 
@@ -72,6 +74,7 @@ class EpochSession:
         on_ready: Callable[[], None],
         on_refused: Callable[[FaultReport | None], None],
         clock: ClusterClock,
+        payloads: IncomingPayloads,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         """`on_refused` is called at most once, on an internal failure; with None if another stage reports."""
@@ -88,6 +91,7 @@ class EpochSession:
         self._on_refused = on_refused
         self._clock = clock
         self._observers = tuple(observers)
+        self._payloads = payloads
         self._has_begun = asyncio.Event()
         self._inbox: asyncio.Queue[_Queued | _VerifyAccounting | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._num_queued = 0
@@ -130,15 +134,26 @@ class EpochSession:
         self._has_stream = True
         self._wire_dtype = declared_dtype(hello, self._assignment)
 
+    def accepted(self) -> forward_pb2.HopAccepted:
+        """The answer to the accepted hello, with an offer for payloads."""
+        accepted = forward_pb2.HopAccepted()
+        max_bytes = self._executor.max_hidden_bytes(self._wire_dtype)
+        self._payloads.expect(self.epoch, accepted, max_bytes=max_bytes)
+        return accepted
+
     async def receive(self, messages: AsyncIterator[bytes]) -> None:
         """Feed the accepted stream into the stage until the stream ends. Raises StaleStream."""
-        reader = asyncio.create_task(self._read(messages))
-        ends: set[asyncio.Future[Any]] = {reader, self._over}
+        readers = [asyncio.create_task(self._read(messages))]
+        if (damaged := self._payloads.damaged) is not None:
+            readers.append(asyncio.create_task(self._refuse_damage(damaged)))
+        ends: set[asyncio.Future[Any]] = {readers[0], self._over}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            self._payloads.close()
         if self._over.done():
             raise StaleStream(self._over.result())
 
@@ -156,6 +171,10 @@ class EpochSession:
             async for message in messages:
                 began_s = time.monotonic()
                 parts = assembler.add(message)
+                if parts and isinstance(notice := parts[-1], PayloadNotice):
+                    payload = await self._payloads.take(notice)
+                    began_s = min(began_s, payload.began_s)
+                    parts[-1] = assembler.add_payload(payload.data)
                 at_s = time.monotonic()
                 frame_began_s = frame_began_s or began_s
                 await self._take_parts(parts, at_s, frame_began_s)
@@ -165,7 +184,12 @@ class EpochSession:
         except StepFault as fault:
             await self._refuse(fault)
 
-    async def _take_parts(self, parts: list[StepFrame | Frame], at_s: float, began_s: float) -> None:
+    async def _refuse_damage(self, damaged: "asyncio.Future[StepFault]") -> None:
+        await self._refuse(await damaged)
+
+    async def _take_parts(
+        self, parts: list[StepFrame | Frame | PayloadNotice], at_s: float, began_s: float
+    ) -> None:
         """Prepare steps and compute frames; pass steps on at once, or with the output of this stage.
 
         A stage that computes passes a step on with its next output: the next stage has work until then.
@@ -198,7 +222,11 @@ class EpochSession:
             await self._queue(_Queued(received, running))
             return
         self._finished(received)
-        await self._send(self._timed(running.result(), received), received)
+        try:
+            await self._send(self._timed(running.result(), received), received)
+        except StaleStream:
+            # The next stage has ended its stream, whose watcher ends the epoch.
+            await asyncio.wait({self._over})
 
     def _finished(self, received: ReceivedFrame) -> None:
         self._next_step_id = received.frame.step.step_id + 1
@@ -352,6 +380,7 @@ class EpochSession:
         return log_context(epoch=self.epoch.number, stage=self._assignment.stage)
 
     def _end(self, reason: str) -> None:
+        self._payloads.close()
         if not self._over.done():
             self._over.set_result(reason)
 

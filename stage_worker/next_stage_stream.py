@@ -7,12 +7,14 @@ from typing import Any
 
 import grpc
 
-from stage_worker.backends.contract import HandedOn, TimedOutput
+from stage_worker.backends.contract import HandedOn, StageOutput, TimedOutput
+from stage_worker.hop_payloads import OutgoingPayloads
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
 from wire.channels import OrderedWrites, client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_hidden_states, encode_result_frame
+from wire.payloads import PayloadNotice
 from wire.stage_calls import HELLO_RETRY_S, open_forward
 
 Request = bytes | deliver_pb2.DeliverRequest
@@ -28,13 +30,19 @@ class NextStageStream:
     """
 
     def __init__(
-        self, peer: str, address: str, hello: Request, open_call: Callable[[grpc.aio.Channel], Call]
+        self,
+        peer: str,
+        address: str,
+        hello: Request,
+        open_call: Callable[[grpc.aio.Channel], Call],
+        payloads: OutgoingPayloads | None = None,
     ) -> None:
-        """`peer` is the receiver's name in messages."""
+        """`peer` is the receiver's name in messages; without `payloads` all outputs travel on the stream."""
         self._peer = f"{peer} at {address}"
         self._address = address
         self._hello = hello
         self._open_call = open_call
+        self._payloads = payloads
         self._channel: grpc.aio.Channel | None = None
         self._call: Call | None = None
         self._is_accepted = False
@@ -47,6 +55,8 @@ class NextStageStream:
         try:
             async with asyncio.timeout(WORKER_POLICY.dial_timeout_s):
                 answer = await self._greet(self._channel)
+                if self._payloads is not None and answer.WhichOneof("message") == "accepted":
+                    await self._payloads.open(answer.accepted)
         except TimeoutError:
             raise self._fault(
                 f"did not accept the stream within {WORKER_POLICY.dial_timeout_s:g} s"
@@ -70,7 +80,8 @@ class NextStageStream:
 
     async def send(self, output: TimedOutput) -> None:
         """Write one output; returns when few of its messages are unwritten."""
-        for message in _encode(output):
+        notice = await self._send_payload(output.output)
+        for message in _encode(output, notice):
             self._writes.put(self._with_steps(message) if isinstance(message, bytes) else message)
             await self._writes.room()
 
@@ -89,7 +100,9 @@ class NextStageStream:
         raise self._fault(f"sent an unexpected {answer.WhichOneof('message')!r}")
 
     async def close(self) -> None:
-        """End call and connection. Idempotent."""
+        """End call and connections. Idempotent."""
+        if self._payloads is not None:
+            self._payloads.close()
         if self._call is not None:
             self._call.cancel()
         if self._channel is not None:
@@ -113,6 +126,25 @@ class NextStageStream:
             message = b"".join((*self._steps, message))
             self._steps.clear()
         return message
+
+    async def _send_payload(self, output: StageOutput) -> PayloadNotice | None:
+        """Send large hidden states on the payload connection; None if they belong into the frame."""
+        if self._payloads is None or not isinstance(output, HandedOn) or output.hidden is None:
+            return None
+        try:
+            return await self._payloads.send(output.hidden)
+        except ConnectionError as error:
+            raise await self._payload_failed(error) from None
+
+    async def _payload_failed(self, error: ConnectionError) -> StepFault | StaleStream:
+        """A receiver that ends its epoch closes both connections, and the stream says why."""
+        assert self._call is not None and self._payloads is not None
+        try:
+            async with asyncio.timeout(WORKER_POLICY.payload_grace_s):
+                return await self._ended(self._call)
+        except TimeoutError:
+            self._payloads.note_broken(error)
+            return self._fault(f"lost the payload connection: {error}")
 
     async def _write(self, call: Call, message: Request) -> None:
         try:
@@ -140,13 +172,16 @@ class NextStageStream:
         return StepFault(StepFaultKind.NEIGHBOUR, f"{self._peer} {text}")
 
 
-def stream_to_stage(stage: int, address: str, hello: forward_pb2.HopHello) -> NextStageStream:
+def stream_to_stage(
+    stage: int, address: str, hello: forward_pb2.HopHello, payloads: OutgoingPayloads
+) -> NextStageStream:
     """Stream to the next stage."""
     return NextStageStream(
         f"stage {stage}",
         address,
         forward_pb2.ForwardRequest(hello=hello).SerializeToString(),
         open_forward,
+        payloads,
     )
 
 
@@ -160,7 +195,7 @@ def stream_to_coordinator(address: str, hello: forward_pb2.HopHello) -> NextStag
     )
 
 
-def _encode(timed: TimedOutput) -> Iterable[Request]:
+def _encode(timed: TimedOutput, notice: PayloadNotice | None) -> Iterable[Request]:
     output = timed.output
     if isinstance(output, HandedOn):
         return encode_hidden_states(
@@ -169,6 +204,7 @@ def _encode(timed: TimedOutput) -> Iterable[Request]:
             output.hidden,
             timed.stage_times,
             ready_at_us=timed.ready_at_us,
+            notice=notice,
         )
     timed_result = replace(output, stage_times=timed.stage_times, ready_at_us=timed.ready_at_us)
     return (encode_result_frame(timed_result),)

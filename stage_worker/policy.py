@@ -17,6 +17,8 @@ class WorkerPolicy:
     """Maximum time for other workers to load the layers of a leaving worker, beyond the drain timeout."""
     dial_timeout_s: float = 5.0
     """Maximum time until the next stage accepts a stream; then the hop is reported."""
+    payload_grace_s: float = 0.2
+    """Maximum time until the next stage, which closed the payload connection, ends the stream too."""
     hello_timeout_s: float = 10.0
     """Maximum time to the first message of a stream from the stage before."""
     epoch_wait_s: float = 10.0

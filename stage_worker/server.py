@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from stage_worker.backends.contract import DeviceError, StepObserver
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
+from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.metrics import WorkerMetrics, resident_bytes
 from stage_worker.policy import WORKER_POLICY
@@ -37,7 +39,10 @@ from wire.channels import PROTOCOL_VERSION, bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
+from wire.flags import OFF
 from wire.interceptors import HealthServicer
+from wire.payload_sockets import PayloadListener
+from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,7 @@ class Worker:
         self._server = new_server()
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
+        self._payloads = PayloadListener(RefusedPeers(time.monotonic))
         self._observers: list[StepObserver] = [self.metrics.stage]
         self._stage = StageManager(
             coordinator=config.coordinator,
@@ -70,6 +76,7 @@ class Worker:
             clock=self._clock,
             observers=self._observers,
             weights=WeightsVerifier(_hash_cache(config.cache_directory)),
+            payloads=PayloadConnections(self._payloads, min_bytes=config.min_payload_bytes),
         )
         self._client = CoordinatorClient(
             coordinator=config.coordinator,
@@ -90,6 +97,7 @@ class Worker:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = bind(self._server, str(listen))
         bound = Address(listen.host, port)
+        self._listen_for_payloads(bound.host)
         self.listen_address = str(bound)
         self.advertised_address = self._config.advertise or str(
             await _advertised(bound, self._config.coordinator)
@@ -135,6 +143,7 @@ class Worker:
     async def stop(self) -> bool:
         """Stop server and backend. Returns False when the backend is still busy."""
         await self.metrics.close()
+        self._payloads.close()
         await self._server.stop(WORKER_POLICY.stop_grace_s)
         if self._recorder is not None:
             await self._recorder.close()
@@ -156,6 +165,20 @@ class Worker:
         if self._config.listen is not None:
             return parse_address(self._config.listen)
         return Address(await _local_host(self._config.coordinator), 0)
+
+    def _listen_for_payloads(self, host: str) -> None:
+        """Raises OSError when the address cannot be bound."""
+        wanted = self._config.payload_listen
+        if wanted == OFF:
+            return
+        address = Address(host, 0) if wanted is None else parse_address(wanted)
+        offered = Address("" if address.host in (host, *_WILDCARDS) else address.host, 0)
+        if self._config.payload_advertise is not None:
+            offered = parse_peer_address(self._config.payload_advertise)
+        try:
+            self._payloads.listen(address, offered=offered)
+        except OSError as error:
+            raise OSError(f"cannot listen on {address} for payloads: {error.strerror}") from None
 
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""

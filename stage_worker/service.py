@@ -34,7 +34,7 @@ class StageService:
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[forward_pb2.ForwardResponse]:
         session = await self._host.accept(await _hello(aiter(messages)), host=peer_host(context))
-        yield forward_pb2.ForwardResponse(accepted=forward_pb2.HopAccepted())
+        yield forward_pb2.ForwardResponse(accepted=session.accepted())
         await session.receive(messages)
 
     async def compute_reference(

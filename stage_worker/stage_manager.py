@@ -19,6 +19,7 @@ from stage_worker.backends.backend import (
 from stage_worker.backends.contract import StepObserver
 from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
+from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
@@ -27,6 +28,7 @@ from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.log_context import log_context
+from wire.payload_sockets import PayloadListener
 from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.reference import Reference
 from wire.stage_calls import HELLO_RETRY_S
@@ -116,15 +118,15 @@ class StageManager:
         clock: ClusterClock | None = None,
         observers: Sequence[StepObserver] = (),
         weights: WeightsVerifier | None = None,
+        payloads: PayloadConnections | None = None,
     ) -> None:
-        """Start without a stage.
+        """`coordinator` is the address of `Join` and of LAST's results, as this worker reaches it.
 
-        Args:
-            coordinator: Address of `Join` and of LAST's results, as this worker reaches it.
-            on_serving: Called when the coordinator starts or stops serving with this stage.
-            wire_dtype: Overrides the coordinator's dtype for hidden states sent by this stage.
+        `on_serving` is called when the coordinator starts or stops serving with this stage. `wire_dtype`
+        overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = RefusedPeers(time.monotonic)
+        self._payloads = payloads or PayloadConnections(PayloadListener(refused))
         self._reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
         self._early_streams = EarlyStreams(refused)
@@ -421,6 +423,7 @@ class StageManager:
             on_refused=on_refused,
             clock=self._clock,
             observers=self._observers,
+            payloads=self._payloads.incoming(),
         )
 
     def _new_stream(self, epoch: Epoch, assignment: Assignment) -> NextStageStream:
@@ -428,7 +431,8 @@ class StageManager:
         if assignment.role.has_head:
             return stream_to_coordinator(self._coordinator, hello)
         following = assignment.stage + 1
-        return stream_to_stage(following, epoch.peers[following].address, hello)
+        address = epoch.peers[following].address
+        return stream_to_stage(following, address, hello, self._payloads.outgoing(epoch, address))
 
     async def _end_session(self) -> None:
         session, self._session = self._session, None

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
+from wire.payloads import PayloadNotice
 from wire.steps import StageTime
 from wire.tensors import TensorView
 
@@ -28,7 +29,9 @@ def encode_frame(
             yield forward_pb2.ForwardRequest.FromString(message)
 
 
-def add_message(assembler: FrameAssembler, message: forward_pb2.ForwardRequest) -> StepFrame | Frame | None:
+def add_message(
+    assembler: FrameAssembler, message: forward_pb2.ForwardRequest
+) -> StepFrame | Frame | PayloadNotice | None:
     """`FrameAssembler.add` of a message with one part, as protobuf writes it."""
     received = assembler.add(message.SerializeToString())
     assert len(received) <= 1

@@ -20,6 +20,14 @@ def listen_address(text: str) -> str:
     return str(parse_address(text))
 
 
+OFF = "off"
+
+
+def listen_address_or_off(text: str) -> str:
+    """Normalise HOST:PORT to listen on, or `OFF`. Raises ValueError."""
+    return text if text == OFF else listen_address(text)
+
+
 def peer_address(text: str) -> str:
     """Normalise HOST:PORT to connect to. Raises ValueError."""
     return str(parse_peer_address(text))

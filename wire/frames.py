@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from wire.errors import StepFault, StepFaultKind
+from wire.payloads import PayloadNotice
 from wire.step_codec import decode_result, decode_stage_times, decode_step, encode_result, encode_stage_times
 from wire.steps import StageTime, Step, StepResult
 from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
@@ -146,7 +147,7 @@ MAX_STEPS_AHEAD = 4096
 """Steps that may wait for their hidden states: as many as a coordinator can be told to have in flight."""
 
 _U64 = struct.Struct("<Q")
-_HIDDEN_HEAD = struct.Struct("<QQQQ")
+_HIDDEN_HEAD = struct.Struct("<QQQQQ")
 
 
 @dataclass(slots=True)
@@ -204,14 +205,18 @@ def _decode_step_frame(frame: forward_pb2.StepFrame, message: bytes) -> StepFram
 
 def hidden_checksum(chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> int:
     """Checksum of the hidden states whose first chunk is `chunk`, and whose whole payload is given."""
-    digest = _begin_checksum(chunk.step_id, chunk.step_checksum, chunk.header, chunk.stage_times)
+    digest = _begin_checksum(
+        chunk.step_id, chunk.step_checksum, chunk.header, chunk.stage_times, chunk.remote_payload
+    )
     digest.update(payload)
     return digest.intdigest()
 
 
-def _begin_checksum(step_id: int, step_checksum: int, header: bytes, stage_times: bytes) -> xxhash.xxh3_64:
-    head = _HIDDEN_HEAD.pack(step_id, step_checksum, len(header), len(stage_times))
-    return xxhash.xxh3_64(head + header + stage_times)
+def _begin_checksum(
+    step_id: int, step_checksum: int, header: bytes, stage_times: bytes, remote: bytes
+) -> xxhash.xxh3_64:
+    head = _HIDDEN_HEAD.pack(step_id, step_checksum, len(header), len(stage_times), len(remote))
+    return xxhash.xxh3_64(head + header + stage_times + remote)
 
 
 def encode_hidden_states(
@@ -221,14 +226,17 @@ def encode_hidden_states(
     stage_times: Sequence[StageTime] = (),
     *,
     ready_at_us: int = 0,
+    notice: PayloadNotice | None = None,
 ) -> Iterator[bytes]:
     """Yield the serialised chunks, in order.
 
-    `hidden` is None for a step without slices; `stage_times` include the sender's.
+    `hidden` is None for a step without slices; `stage_times` include the sender's. With a `notice` the
+    payload is on the payload connection.
     """
     header, payload = b"", memoryview(b"")
     if hidden is not None:
         header = encode_header(hidden).SerializeToString()
+    if hidden is not None and notice is None:
         payload = memoryview(hidden.data).cast("B")
     first = forward_pb2.HiddenStatesChunk(
         step_id=step_id,
@@ -236,6 +244,7 @@ def encode_hidden_states(
         header=header,
         stage_times=encode_stage_times(stage_times, ready_at_us=ready_at_us),
         is_last=len(payload) <= CHUNK_BYTES,
+        remote_payload=b"" if notice is None else _encode_notice(notice),
     )
     first.checksum = hidden_checksum(first, payload)
     yield write_chunk(first.SerializeToString(), payload[:CHUNK_BYTES])
@@ -252,6 +261,7 @@ class _Parts:
         "checksum",
         "header",
         "pieces",
+        "remote",
         "size_bytes",
         "stage_times",
         "step_checksum",
@@ -267,12 +277,20 @@ class _Parts:
         self.checksum = chunk.checksum
         self.pieces: list[Payload] = []
         self.size_bytes = 0
-        self._digest = _begin_checksum(self.step_id, self.step_checksum, self.header, self.stage_times)
+        self.remote = chunk.remote_payload
+        self._digest = _begin_checksum(
+            self.step_id, self.step_checksum, self.header, self.stage_times, self.remote
+        )
 
     def add(self, payload: Payload) -> None:
         self.pieces.append(payload)
         self.size_bytes += len(payload)
         self._digest.update(payload)
+
+    def set_remote(self, payload: Payload) -> None:
+        """The payload that `remote` names, whose checksum was compared."""
+        self.pieces = [payload]
+        self.size_bytes = len(payload)
 
     @property
     def actual_checksum(self) -> int:
@@ -308,13 +326,15 @@ class FrameAssembler:
         self._ahead: deque[StepFrame] = deque()
         self._parts: _Parts | None = None
 
-    def add(self, message: bytes) -> list[StepFrame | Frame]:
+    def add(self, message: bytes) -> list[StepFrame | Frame | PayloadNotice]:
         """Return the steps in this ForwardRequest, then the frame that it completes, if any.
 
+        A notice in its place names the payload that `add_payload` is to add next; its checksum is the
+        caller's to compare.
         Raises StepFault for a message of another kind, and for a corrupt, unmatched or too large part.
         """
         read = read_message(message)
-        received: list[StepFrame | Frame] = [self._add_step(*step) for step in read.steps]
+        received: list[StepFrame | Frame | PayloadNotice] = [self._add_step(*step) for step in read.steps]
         if read.chunk is not None and (frame := self._add_chunk(read.chunk, read.payload)) is not None:
             received.append(frame)
         return received
@@ -323,6 +343,13 @@ class FrameAssembler:
     def is_inside_frame(self) -> bool:
         """Some of the chunks of a frame have arrived."""
         return self._parts is not None
+
+    def add_payload(self, payload: Payload) -> Frame:
+        """Return the frame that the payload completes, after `add` returned its notice. Raises StepFault."""
+        parts, self._parts = self._parts, None
+        assert parts is not None and parts.remote, "no frame waits for a payload"
+        parts.set_remote(payload)
+        return self._complete(parts)
 
     def finish(self) -> None:
         """Check that the stream did not end inside hidden states. Raises StepFault UNDECODABLE."""
@@ -343,7 +370,9 @@ class FrameAssembler:
             )
         return step
 
-    def _add_chunk(self, chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> Frame | None:
+    def _add_chunk(
+        self, chunk: forward_pb2.HiddenStatesChunk, payload: Payload
+    ) -> Frame | PayloadNotice | None:
         if not self._takes_hidden:
             raise StepFault(
                 StepFaultKind.HIDDEN_STATES_UNEXPECTED,
@@ -358,6 +387,8 @@ class FrameAssembler:
         parts.add(payload)
         if not chunk.is_last:
             return None
+        if parts.remote:
+            return self._notice(parts)
         self._parts = None
         return self._complete(parts)
 
@@ -376,13 +407,18 @@ class FrameAssembler:
                 f"hidden states in {hidden.dtype.value}, expected {declared.value} as in the hello",
             )
 
-    def _complete(self, parts: _Parts) -> Frame:
-        actual = parts.actual_checksum
-        if actual != parts.checksum:
+    def _notice(self, parts: _Parts) -> PayloadNotice:
+        _check_checksum(parts)
+        if parts.size_bytes:
             raise StepFault(
-                StepFaultKind.CHECKSUM,
-                f"checksum of hidden states: expected {parts.checksum:016x}, got {actual:016x}",
+                StepFaultKind.UNDECODABLE, f"{parts.size_bytes} bytes of payload beside a remote payload"
             )
+        notice = _decode_notice(parts.remote)
+        self._check_size(notice.size_bytes)
+        return notice
+
+    def _complete(self, parts: _Parts) -> Frame:
+        _check_checksum(parts)
         due = self._ahead.popleft() if self._ahead else None
         try:
             _check_match(parts, due)
@@ -398,8 +434,31 @@ class FrameAssembler:
         return Frame(due.step, hidden, times, ready_at_us, due.checksum)
 
 
+def _check_checksum(parts: _Parts) -> None:
+    actual = parts.actual_checksum
+    if actual != parts.checksum:
+        raise StepFault(
+            StepFaultKind.CHECKSUM,
+            f"checksum of hidden states: expected {parts.checksum:016x}, got {actual:016x}",
+        )
+
+
+def _encode_notice(notice: PayloadNotice) -> bytes:
+    return forward_pb2.RemotePayload(
+        number=notice.number, size_bytes=notice.size_bytes, checksum=notice.checksum
+    ).SerializeToString()
+
+
+def _decode_notice(data: bytes) -> PayloadNotice:
+    try:
+        remote = forward_pb2.RemotePayload.FromString(data)
+    except DecodeError as error:
+        raise StepFault(StepFaultKind.UNDECODABLE, f"remote payload: {error}") from error
+    return PayloadNotice(remote.number, remote.size_bytes, remote.checksum)
+
+
 def _check_later_chunk(chunk: forward_pb2.HiddenStatesChunk, payload: Payload) -> None:
-    if chunk.step_checksum or chunk.header or chunk.stage_times:
+    if chunk.step_checksum or chunk.header or chunk.stage_times or chunk.remote_payload:
         raise StepFault(StepFaultKind.UNDECODABLE, "a new frame began inside an incomplete frame")
     if not payload:
         # Requiring payload in every chunk bounds the number of chunks.

@@ -131,6 +131,24 @@ async def flip_bits(cluster: FaultyCluster, generator: random.Random) -> None:
     line.cut()
 
 
+async def cut_payloads(cluster: FaultyCluster, generator: random.Random) -> None:
+    (await _payload_line(cluster, generator)).cut()
+
+
+async def stall_payloads(cluster: FaultyCluster, generator: random.Random) -> None:
+    line = await _payload_line(cluster, generator)
+    line.stall()
+    await pause_s(generator, 0.2, 1.5)
+    line.flow()
+
+
+async def flip_payload_bits(cluster: FaultyCluster, generator: random.Random) -> None:
+    """Also in greetings and headers; after a falsified length the receiver waits for bytes in vain."""
+    line = await _payload_line(cluster, generator)
+    flip = line.flip(Direction.FORTH, within_bytes=generator.choice((80, 5_000, 50_000)))
+    await _until_happened(flip.happened)
+
+
 async def kill_coordinator(cluster: FaultyCluster, generator: random.Random) -> None:
     await cluster.kill("coordinator")
     await pause_s(generator, 0.0, 0.5)
@@ -202,6 +220,9 @@ DISTURBANCES = (
     Disturbance("stall a connection", stall_bytes, weight=2),
     Disturbance("cut a connection", cut_bytes, weight=2),
     Disturbance("flip a bit", flip_bits, weight=2),
+    Disturbance("cut a payload connection", cut_payloads),
+    Disturbance("stall a payload connection", stall_payloads),
+    Disturbance("flip a bit of a payload", flip_payload_bits),
     *(
         Disturbance(f"frame {name}", fault_of_frames(alter), weight=0.5)
         for name, alter in FRAME_FAULTS.items()
@@ -219,6 +240,11 @@ async def _until_happened(event: asyncio.Event) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+async def _payload_line(cluster: FaultyCluster, generator: random.Random) -> ByteProxy:
+    """The connection of hidden states into MIDDLE or LAST."""
+    return cluster.lines[(await cluster.places())[generator.choice(("MIDDLE", "LAST"))]].payloads
 
 
 def _line(cluster: FaultyCluster, generator: random.Random) -> ByteProxy:

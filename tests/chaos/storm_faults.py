@@ -90,8 +90,7 @@ async def partition(cluster: StormCluster, generator: random.Random) -> None:
     try:
         await asyncio.sleep(generator.uniform(2.5, 4.0))
     finally:
-        lines.into.flow()
-        lines.out.flow()
+        lines.end_partition()
 
 
 async def cut_connection(cluster: StormCluster, generator: random.Random) -> None:
@@ -106,6 +105,12 @@ async def flip_bit(cluster: StormCluster, generator: random.Random) -> None:
     line.flip(generator.choice(list(Direction)), within_bytes=generator.choice((200, 5_000, 50_000)))
     await asyncio.sleep(1.0)
     line.cut()
+
+
+async def flip_payload_bit(cluster: StormCluster, generator: random.Random) -> None:
+    line = cluster.lines[generator.choice(cluster.worker_names)].payloads
+    line.flip(Direction.FORTH, within_bytes=generator.choice((80, 5_000, 50_000)))
+    await asyncio.sleep(1.0)
 
 
 async def slow_connections(cluster: StormCluster, generator: random.Random) -> None:
@@ -132,6 +137,7 @@ OTHERS = (
     StormFault(name="stall a connection", inflict=stall_connection),
     StormFault(name="partition a worker", inflict=partition),
     StormFault(name="flip a bit", inflict=flip_bit),
+    StormFault(name="flip a bit of a payload", inflict=flip_payload_bit),
     StormFault(name="slow connections", inflict=slow_connections),
 )
 
@@ -155,4 +161,4 @@ async def _workers(cluster: StormCluster, condition: Callable[[cluster_pb2.Worke
 
 def _line(cluster: StormCluster, generator: random.Random) -> ByteProxy:
     lines = cluster.lines[generator.choice(cluster.worker_names)]
-    return generator.choice((lines.into, lines.out))
+    return generator.choice((lines.into, lines.out, lines.payloads))

@@ -65,6 +65,7 @@ class ByteProxy:
     def __init__(self, target: str = "", *, seed: int = 0, connect: Connect = connect_directly) -> None:
         self.address = ""
         self.num_connections = 0
+        self.num_bytes = 0
         self.most_delay_s = 0.0
         self.resets_after_bytes: int | None = None
         self._connect = connect
@@ -166,6 +167,7 @@ class ByteProxy:
         try:
             while data := await reader.read(READ_BYTES):
                 num_bytes += len(data)
+                self.num_bytes += len(data)
                 if limit is not None and direction is Direction.FORTH and num_bytes > limit:
                     _reset(writer)
                     return

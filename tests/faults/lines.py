@@ -9,11 +9,15 @@ from typing import Self
 from tests.faults.byte_proxy import ByteProxy
 from tests.faults.result_proxy import ResultProxy
 from tests.integration.stream_proxy import HopProxy, StreamProxy
+from tests.ports import unused_address
+
+SEEN_IN_FRAMES = "8KiB"
 
 
 class WorkerLines:
     """Frames reach the worker through `frames` and `into`, its messages to the coordinator pass through
-    `results` and `out`. Without `has_frame_proxies` there are only the byte proxies, `into` and `out`.
+    `results` and `out`. Without `has_frame_proxies` there are only the byte proxies, `into`, `out` and
+    `payloads`, through which all hidden states pass; with them only large ones, which frame faults spare.
 
     Bit flips happen after the frame proxies, which decode the frames.
     """
@@ -21,6 +25,7 @@ class WorkerLines:
     def __init__(self, *, seed: int, has_frame_proxies: bool) -> None:
         self.into = ByteProxy(seed=2 * seed)
         self.out = ByteProxy(seed=2 * seed + 1)
+        self.payloads = ByteProxy(unused_address(), seed=2 * seed)
         self._frames = HopProxy() if has_frame_proxies else None
         self._results = ResultProxy() if has_frame_proxies else None
         self._stack = AsyncExitStack()
@@ -30,6 +35,7 @@ class WorkerLines:
             await self._stack.enter_async_context(line)
             if proxy is not None:
                 await self._start(proxy, target=line.address)
+        await self._stack.enter_async_context(self.payloads)
         return self
 
     async def __aexit__(
@@ -54,16 +60,26 @@ class WorkerLines:
         """Flags of a worker that follow those of the launcher."""
         advertised = self._frames or self.into
         coordinator = self._results or self.out
-        return ("--advertise", advertised.address, "--coordinator", coordinator.address)
+        addresses = ("--advertise", advertised.address, "--coordinator", coordinator.address)
+        payloads = ("--payload-listen", self.payloads.target, "--payload-advertise", self.payloads.address)
+        return (*addresses, *payloads, "--payload-min", "1B" if self._frames is None else SEEN_IN_FRAMES)
+
+    @property
+    def _lines(self) -> tuple[ByteProxy, ...]:
+        return self.into, self.out, self.payloads
 
     def partition(self) -> None:
         """Partition the worker silently in both directions."""
-        self.into.stall()
-        self.out.stall()
+        for line in self._lines:
+            line.stall()
+
+    def end_partition(self) -> None:
+        for line in self._lines:
+            line.flow()
 
     def heal(self) -> None:
         """Ends all faults of the connections."""
-        for line in (self.into, self.out):
+        for line in self._lines:
             line.delay(0)
             line.flow()
         if self._frames is not None:

@@ -13,6 +13,7 @@ from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from tests.frame_messages import add_message
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler, StepFrame
+from wire.payloads import PayloadNotice
 from wire.steps import Step
 
 FORWARD = "/stageline.internal.v1.StageService/Forward"
@@ -142,6 +143,8 @@ class HopStream:
             self.ahead.append(message)
             return None
         self.chunks.append(message)
+        if isinstance(received, PayloadNotice):
+            received = self.assembler.add_payload(bytes(received.size_bytes))
         if received is None:
             return None
         chunks, self.chunks = self.chunks, []
@@ -220,7 +223,8 @@ class HopProxy(StreamProxy):
         self.steps[frame.step.epoch, frame.step.step_id] = frame.step
         held, stream.held = stream.held, []
         altered: Messages = messages
-        if (injection := self.injection) is not None and injection.matches(frame):
+        is_here = not messages[-1].hidden_states.remote_payload
+        if (injection := self.injection) is not None and is_here and injection.matches(frame):
             injection.note(frame.step)
             altered = await injection.alter(frame, stream)
         stream.previous = frame

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import coordinator.server
 import stage_worker.epoch_session
+import stage_worker.hop_payloads
 import stage_worker.server
 from checkpoint import DType
 from coordinator import mock_model
@@ -30,6 +31,7 @@ from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server
 from tests.simulation.observed import ObservedState
 from tests.simulation.oracle import Oracle
+from tests.simulation.payloads import SimListener, SimSender
 from tests.simulation.self_check import SimCheck
 from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE
 from tests.simulation.virtual_loop import Process, VirtualLoop
@@ -38,6 +40,7 @@ from wire.ids import Incarnation, RequestId
 
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
+PAYLOAD_RETRY_S = 0.5
 POLICY = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
 
 
@@ -51,6 +54,8 @@ class Shape:
     block_size: int = 4
     max_step_tokens: int = 12
     is_checked: bool = False
+    min_payload_bytes: int = 1
+    """Hidden states of this size travel on payload connections."""
     poison: frozenset[RequestId] = frozenset()
     """Requests that crash the worker that computes `poisoned_layer`."""
     poisoned_layer: int = 0
@@ -202,6 +207,7 @@ class Cluster:
             model_directory=None,
             num_threads=None,
             mock=MockSpec(),
+            min_payload_bytes=self.shape.min_payload_bytes,
             telemetry=DISABLED,
         )
         backend = SimBackend(
@@ -251,6 +257,9 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))
     patches += [
         (coordinator.server, "new_secret", lambda: secrets.randbytes(32)),
+        (stage_worker.server, "PayloadListener", SimListener),
+        (stage_worker.hop_payloads, "PayloadSender", SimSender),
+        (stage_worker.hop_payloads, "PAYLOAD_RETRY_S", PAYLOAD_RETRY_S),
         (coordinator.server, "ClusterState", ObservedState),
         (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),

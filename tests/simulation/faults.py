@@ -9,6 +9,7 @@ from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Host
 from tests.simulation.network import Direction
+from tests.simulation.payloads import SimSender
 
 _OUT = (WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.SUSPECT)
 """States that a worker does not leave by itself."""
@@ -123,6 +124,51 @@ def truncate_frame(cluster: Cluster, random: Random) -> str:
     )
 
 
+def break_payloads(cluster: Cluster, random: Random) -> str:
+    """Only the payload connection of a hop breaks."""
+    link = _some_link(cluster, random)
+    if link is None:
+        return ""
+    link.break_off()
+    return f"the payload connection from {link.process.name} breaks"
+
+
+def hold_payloads(cluster: Cluster, random: Random) -> str:
+    """Payloads stop on their way, the stream of their frames does not."""
+    link = _some_link(cluster, random)
+    if link is None:
+        return ""
+    seconds = random.choice((0.3, 1.5, 8.0))
+    link.up.is_held = True
+    cluster.network.num_stalls += 1
+
+    def release() -> None:
+        link.up.is_held = False
+        link.up.flush()
+
+    cluster.loop.call_later(seconds, release)
+    return f"payloads from {link.process.name} are held for {seconds} s"
+
+
+def corrupt_payload(cluster: Cluster, random: Random) -> str:
+    def flip(way: Direction, data: bytes) -> list[bytes]:
+        position = random.randrange(len(data))
+        flipped = data[position] ^ (1 << random.randrange(8))
+        return [data[:position] + bytes((flipped,)) + data[position + 1 :]]
+
+    return _tamper_payload(cluster, random, "corrupted", flip)
+
+
+def lose_payload(cluster: Cluster, random: Random) -> str:
+    return _tamper_payload(cluster, random, "lost", lambda way, data: [])
+
+
+def truncate_payload(cluster: Cluster, random: Random) -> str:
+    return _tamper_payload(
+        cluster, random, "cut short", lambda way, data: [data[: random.randrange(1, len(data))]]
+    )
+
+
 def fail_load(cluster: Cluster, random: Random) -> str:
     """The next load fails, and there will be one: a worker that has a stage dies."""
     host = random.choice(cluster.hosts)
@@ -185,6 +231,11 @@ FAULTS: tuple[Fault, ...] = (
     reorder_frames,
     corrupt_frame,
     truncate_frame,
+    break_payloads,
+    hold_payloads,
+    corrupt_payload,
+    lose_payload,
+    truncate_payload,
     fail_load,
     spoil_weights,
     slow_load,
@@ -232,6 +283,21 @@ def _cut(cluster: Cluster, one: str, other: str, random: Random) -> str:
     cluster.network.cut(one, other)
     cluster.loop.call_later(seconds, cluster.network.heal, one, other)
     return f"{one} and {other} are cut off for {seconds} s"
+
+
+def _some_link(cluster: Cluster, random: Random) -> SimSender | None:
+    links = cluster.network.payload_links
+    return random.choice(links) if links else None
+
+
+def _tamper_payload(
+    cluster: Cluster, random: Random, what: str, tampering: Callable[[Direction, bytes], list[bytes]]
+) -> str:
+    link = _some_link(cluster, random)
+    if link is None:
+        return ""
+    link.up.tampering.append(tampering)
+    return f"the next payload from {link.process.name} is {what}"
 
 
 def _tamper(

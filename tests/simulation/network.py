@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from tests.simulation.calls import DEADLINE_EXCEEDED, UNAVAILABLE, ClientCall, ServerCall
 from tests.simulation.virtual_loop import Process, VirtualLoop
+from wire.addresses import Address
 from wire.interceptors import ErrorInterceptor
+from wire.payloads import TICKET_BYTES
+
+if TYPE_CHECKING:
+    from tests.simulation.payloads import SimListener, SimSender
 
 KEEPALIVE_S = 20.0
 """A connection that nothing passes for so long is broken: `grpc.keepalive_time_ms` and its timeout."""
@@ -34,6 +39,7 @@ class Direction:
         self.num_sent = 0
         self.tampering: list[Tampering] = []
         self.history: list[bytes] | None = None
+        self.is_held = False
         self._last_s = 0.0
         self._held: list[Any] = []
 
@@ -54,7 +60,7 @@ class Direction:
     def pass_on(self, item: Any) -> None:
         """Without further alteration."""
         network = self.network
-        if self.to is None or network.is_cut(self.sender, self.to):
+        if self.to is None or self.is_held or network.is_cut(self.sender, self.to):
             self._held.append(item)
             return
         loop = network.loop
@@ -177,6 +183,8 @@ class Network:
         self.slowest_s = 0.002
         self._random = random
         self._servers: dict[str, tuple[Process, Server]] = {}
+        self.payload_listeners: dict[Address, SimListener] = {}
+        self.payload_links: list[SimSender] = []
         self._cuts: set[frozenset[str]] = set()
 
     def latency_s(self) -> float:
@@ -195,6 +203,10 @@ class Network:
             self.loop.call_at(call.deadline_s, call.finish, late, context=call.process.context)
         self.loop.call_later(self.latency_s(), self._dial, call, address)
 
+    def ticket(self) -> bytes:
+        """Of a payload connection."""
+        return self._random.randbytes(TICKET_BYTES)
+
     def is_cut(self, one: Process, other: Process) -> bool:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 
@@ -210,6 +222,8 @@ class Network:
         for call in self.calls:
             call.up.flush()
             call.down.flush()
+        for link in self.payload_links:
+            link.up.flush()
 
     def heal_all(self) -> None:
         for pair in tuple(self._cuts):
@@ -219,6 +233,9 @@ class Network:
     def forget(self, process: Process) -> None:
         """The process has died, and its kernel closes its connections."""
         self._servers = {at: server for at, server in self._servers.items() if server[0] is not process}
+        for link in tuple(self.payload_links):
+            if process in (link.process, link.up.to):
+                link.break_off()
         for call in self.calls:
             server = call.server
             assert server is not None

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import wire.payloads
 from coordinator.cluster.actions import Action, BeginEpoch
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.state_machine import ClusterState
@@ -154,6 +155,12 @@ def a_stage_keeps_its_pool_in_a_new_epoch() -> Iterator[None]:
             self._tables = tables
 
     with patch.object(StepExecutor, "begin_epoch", keep):
+        yield
+
+
+@_bug
+def checksums_of_payloads_are_not_compared() -> Iterator[None]:
+    with patch.object(wire.payloads, "_check", lambda arrived, notice: None):
         yield
 
 

@@ -34,6 +34,8 @@ CALM_S = 60.0
 SETTLE_S = 1.0
 ACCEPTED_WITHIN_S = 0.05
 """What waited for an epoch is in its first steps then."""
+MIN_PAYLOAD_BYTES = (1, 20, 1, 1 << 20)
+"""All hidden states on payload connections, some, or none."""
 LEAST_EVENTS = 300
 """Messages that arrive and timers that go off; where too little has happened, more clients come."""
 
@@ -82,6 +84,7 @@ def draw(seed: int, number: int) -> Schedule:
         num_blocks=random.choice((12, 16, 24, 48)),
         is_checked=random.random() < CHECKED_SHARE,
         poisoned_layer=random.randrange(NUM_LAYERS),
+        min_payload_bytes=MIN_PAYLOAD_BYTES[number % len(MIN_PAYLOAD_BYTES)],
     )
     faults: list[Strike] = []
     moment_s = random.uniform(FAULTS_FROM_S, 2.0)

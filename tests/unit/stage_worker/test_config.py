@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -79,3 +80,19 @@ assert torch.get_num_threads() == 1, torch.get_num_threads()
 def test_threads_that_are_started_later_keep_to_the_same_cpus() -> None:
     code = _PINNED.format(cpu=ALLOWED[-1])
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("listen", ["off", "0.0.0.0:7499", "[::1]:0"])
+def test_payloads_have_a_listen_address_or_none(listen: str) -> None:
+    assert replace(config(cpu_set=None), payload_listen=listen).payload_listen == listen
+
+
+def test_settings_of_payloads_that_contradict_each_other_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"address 'on' is not HOST:PORT"):
+        replace(config(cpu_set=None), payload_listen="on")
+    with pytest.raises(
+        ValueError, match=r"--payload-advertise needs a payload port: --payload-listen is off"
+    ):
+        replace(config(cpu_set=None), payload_listen="off", payload_advertise="gpu-a:7499")
+    with pytest.raises(ValueError, match=r"--payload-min is 0"):
+        replace(config(cpu_set=None), min_payload_bytes=0)

@@ -144,16 +144,56 @@ Global___HopHello: _TypeAlias = HopHello  # noqa: Y015
 class HopAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAYLOADS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def payloads(self) -> Global___PayloadOffer:
+        """Absent: hidden states travel on the stream only."""
+
     def __init__(
         self,
+        *,
+        payloads: Global___PayloadOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HopAccepted: _TypeAlias = HopAccepted  # noqa: Y015
+
+@_typing.final
+class PayloadOffer(_message.Message):
+    """A TCP connection on which the receiver of a stream takes large payloads. It begins with a greeting of 64 bytes:
+    "STGLPAY1", the epoch as u64 BE, the ticket, and HMAC-SHA256 of ("stageline payloads sender", epoch, ticket) with the
+    hop's secret as key. The receiver answers with the same for "receiver". Each payload follows its number, from 1 on, and
+    its size, both u64 LE.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Empty: the host under which the sender reached the receiver."""
+    port: _builtins.int
+    ticket: _builtins.bytes
+    """16 bytes, valid for one connection."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PayloadOffer: _TypeAlias = PayloadOffer  # noqa: Y015
 
 @_typing.final
 class StepFrame(_message.Message):
@@ -200,6 +240,7 @@ class HiddenStatesChunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    REMOTE_PAYLOAD_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """First chunk only: the step of these hidden states, and `StepFrame.checksum` of it."""
     step_checksum: _builtins.int
@@ -212,12 +253,16 @@ class HiddenStatesChunk(_message.Message):
     frame being complete and checked, to the start of the computation, to its output.
     """
     checksum: _builtins.int
-    """First chunk only: XXH3-64 over (step_id, step_checksum and the lengths of header and stage_times as u64 LE, header,
-    stage_times, payload).
+    """First chunk only: XXH3-64 over (step_id, step_checksum and the lengths of header, stage_times and remote_payload as
+    u64 LE, header, stage_times, remote_payload, payload).
     """
     payload: _builtins.bytes
     """Consecutive pieces of the hidden states."""
     is_last: _builtins.bool
+    remote_payload: _builtins.bytes
+    """First chunk only: a serialised `RemotePayload` when the hidden states travel on the payload connection; there is one
+    chunk then, without payload.
+    """
     def __init__(
         self,
         *,
@@ -228,14 +273,44 @@ class HiddenStatesChunk(_message.Message):
         checksum: _builtins.int = ...,
         payload: _builtins.bytes = ...,
         is_last: _builtins.bool = ...,
+        remote_payload: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "header", b"header", "is_last", b"is_last", "payload", b"payload", "stage_times", b"stage_times", "step_checksum", b"step_checksum", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "header", b"header", "is_last", b"is_last", "payload", b"payload", "remote_payload", b"remote_payload", "stage_times", b"stage_times", "step_checksum", b"step_checksum", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HiddenStatesChunk: _TypeAlias = HiddenStatesChunk  # noqa: Y015
+
+@_typing.final
+class RemotePayload(_message.Message):
+    """Hidden states on the payload connection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Consecutive from 1 on."""
+    size_bytes: _builtins.int
+    checksum: _builtins.int
+    """XXH3-64."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "number", b"number", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemotePayload: _TypeAlias = RemotePayload  # noqa: Y015
 
 @_typing.final
 class ComputeReferenceRequest(_message.Message):

@@ -1,0 +1,100 @@
+"""Payload connections that do not work are not tried again at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from stage_worker import hop_payloads
+from stage_worker.handshake import Epoch
+from stage_worker.hop_payloads import OutgoingPayloads, PayloadConnections
+from stageline_rpc.internal.v1 import forward_pb2
+from tests.unit.wire.wire_strategies import hidden_states
+from wire.addresses import Address
+from wire.ids import Incarnation
+from wire.payload_sockets import PayloadListener
+from wire.payloads import PAYLOAD_RETRY_S
+from wire.peer_secrets import RefusedPeers
+
+SECRET = b"s" * 32
+SMALL, LARGE = hidden_states(1, 4), hidden_states(3, 4)
+ADDRESS = Address("10.0.0.7", 7499)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def connections(clock: Clock | None = None) -> PayloadConnections:
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    return PayloadConnections(listener, min_bytes=LARGE.size_bytes, clock=clock or Clock())
+
+
+def hop(made: PayloadConnections) -> OutgoingPayloads:
+    epoch = Epoch(
+        plan_id=1,
+        number=1,
+        coordinator_incarnation=Incarnation(bytes(16)),
+        peers=(),
+        outgoing_secret=SECRET,
+    )
+    return made.outgoing(epoch, "127.0.0.1:1")
+
+
+def offer(*, host: str = "", port: int = 1, ticket: bytes = b"t" * 16) -> forward_pb2.HopAccepted:
+    return forward_pb2.HopAccepted(payloads=forward_pb2.PayloadOffer(host=host, port=port, ticket=ticket))
+
+
+def test_an_address_is_avoided_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    made = connections(clock)
+    assert not made.is_avoided(ADDRESS)
+    made.avoid(ADDRESS, "broke: Connection reset by peer")
+    assert caplog.messages == [
+        "hidden states travel over gRPC for 30 s: "
+        "the payload connection to 10.0.0.7:7499 broke: Connection reset by peer"
+    ]
+    clock.now_s = PAYLOAD_RETRY_S - 0.001
+    assert made.is_avoided(ADDRESS) and not made.is_avoided(Address("10.0.0.8", 7499))
+    clock.now_s = PAYLOAD_RETRY_S
+    assert not made.is_avoided(ADDRESS)
+
+
+async def test_large_hidden_states_travel_on_the_offered_connection() -> None:
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    listener.listen(Address("127.0.0.1", 0))
+    receiver = listener.expect(epoch=1, secret=SECRET, max_bytes=1000)
+    assert receiver is not None
+    payloads = hop(connections())
+    await payloads.open(offer(port=receiver.offer.port, ticket=receiver.offer.ticket))
+    assert await payloads.send(SMALL) is None
+    notice = await payloads.send(LARGE)
+    assert notice is not None
+    assert (await receiver.inbox.take(notice)).data == LARGE.data
+    payloads.close()
+    listener.forget(receiver)
+    listener.close()
+
+
+async def test_without_an_offer_everything_belongs_into_frames() -> None:
+    payloads = hop(connections())
+    await payloads.open(forward_pb2.HopAccepted())
+    assert await payloads.send(LARGE) is None
+    payloads.close()
+
+
+async def test_an_avoided_address_is_not_dialled(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = connections()
+    await hop(made).open(offer())
+    assert made.is_avoided(Address("127.0.0.1", 1)) and len(caplog.messages) == 1
+    monkeypatch.setattr(hop_payloads, "PayloadSender", None)
+    payloads = hop(made)
+    await payloads.open(offer())
+    assert await payloads.send(LARGE) is None
+    assert len(caplog.messages) == 1

@@ -1,0 +1,363 @@
+"""Connections of payloads, over TCP on this machine."""
+
+import asyncio
+import gc
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from wire import payload_sockets, payloads
+from wire.addresses import Address
+from wire.errors import StepFault, StepFaultKind
+from wire.payload_sockets import (
+    MAX_PER_HOST,
+    MAX_UNTAKEN,
+    MIN_PIECE_BYTES,
+    BufferPool,
+    PayloadListener,
+    PayloadReceiver,
+    PayloadSender,
+)
+from wire.payloads import PROOF_BYTES, PayloadKey, PayloadNotice, encode_header
+from wire.peer_secrets import RefusedPeers
+
+CERTIFICATE = Path(__file__).parents[2] / "data" / "localhost.pem"
+SECRET = b"s" * 32
+EPOCH = 7
+LIMIT = 16 * MIN_PIECE_BYTES
+DEADLINE_S = 10.0
+
+
+class Hop:
+    """A listener with one expected connection, and its counted refusals."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.num_refused = 0
+        self.listener = PayloadListener(RefusedPeers(time.monotonic, self._count), tls)
+        self.listener.listen(Address("127.0.0.1", 0))
+        self.receiver = self.expect()
+
+    def expect(self) -> PayloadReceiver:
+        receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT)
+        assert receiver is not None
+        return receiver
+
+    @property
+    def key(self) -> PayloadKey:
+        return self.receiver.key
+
+    @property
+    def address(self) -> Address:
+        return Address("127.0.0.1", self.receiver.offer.port)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.address.host, self.address.port), timeout=DEADLINE_S)
+
+    def _count(self) -> None:
+        self.num_refused += 1
+
+
+@asynccontextmanager
+async def hop(tls: ssl.SSLContext | None = None) -> AsyncIterator[Hop]:
+    """Closed at the end, and then without threads."""
+    made = Hop(tls)
+    try:
+        yield made
+    finally:
+        made.listener.forget(made.receiver)
+        made.listener.close()
+        await until(lambda: not _threads())
+
+
+@asynccontextmanager
+async def opened(to: Hop, tls: ssl.SSLContext | None = None) -> AsyncIterator[PayloadSender]:
+    sender = PayloadSender(to.address, to.key, tls)
+    try:
+        await sender.open()
+        yield sender
+    finally:
+        sender.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
+
+
+@pytest.mark.parametrize("size_bytes", [1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, LIMIT - 1, LIMIT])
+async def test_a_payload_arrives_whole_with_its_checksum(size_bytes: int) -> None:
+    data = os.urandom(size_bytes)
+    async with hop() as to, opened(to) as sender:
+        for number in (1, 2):
+            notice = await sender.send(data)
+            assert notice == PayloadNotice(number, size_bytes, xxhash.xxh3_64_intdigest(data))
+            payload = await to.receiver.inbox.take(notice)
+            assert payload.data == data
+            assert payload.began_s <= time.monotonic()
+    assert to.num_refused == 0
+
+
+async def test_payloads_travel_over_tls() -> None:
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(CERTIFICATE)
+    trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
+    data = os.urandom(LIMIT - 5)
+    async with hop(serving) as to, opened(to, trusting) as sender:
+        assert (await to.receiver.inbox.take(await sender.send(data))).data == data
+    assert to.num_refused == 0
+
+
+async def test_a_plain_sender_is_refused_by_a_listener_with_tls() -> None:
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(CERTIFICATE)
+    async with hop(serving) as to:
+        with pytest.raises(ConnectionError):
+            async with opened(to):
+                pass
+        await until(lambda: to.num_refused == 1)
+
+
+async def test_buffers_are_reused_only_when_nothing_refers_to_them() -> None:
+    pool = BufferPool(100)
+    first = pool.lease(10)
+    first[:] = b"a" * 10
+    kept = first[2:4].toreadonly()
+    del first
+    second = pool.lease(100)
+    second[:] = b"b" * 100
+    assert kept == b"aa"
+    del kept
+    again = pool.lease(10)
+    assert again == b"a" * 10, "the memory of the first one"
+    assert second == b"b" * 100
+
+
+async def test_received_payloads_share_a_buffer_once_released() -> None:
+    async with hop() as to, opened(to) as sender:
+        addresses = []
+        for _ in range(4):
+            payload = await to.receiver.inbox.take(await sender.send(b"x" * 100))
+            addresses.append(_address(payload.data))
+            del payload
+            gc.collect()
+        # The receiver may lease the next buffer before the previous payload is released.
+        assert len(set(addresses)) <= 2
+
+
+async def test_nothing_more_is_received_while_payloads_wait_for_their_frames() -> None:
+    data = os.urandom(LIMIT)
+    async with hop() as to, opened(to) as sender:
+        sending = asyncio.create_task(_send_many(sender, data, 40))
+        await until(lambda: len(to.receiver.inbox._arrived) == MAX_UNTAKEN)
+        await asyncio.sleep(0.05)
+        assert len(to.receiver.inbox._arrived) == MAX_UNTAKEN and not sending.done()
+        checksum = xxhash.xxh3_64_intdigest(data)
+        for number in range(1, 41):
+            await to.receiver.inbox.take(PayloadNotice(number, LIMIT, checksum))
+        await sending
+
+
+@pytest.mark.parametrize("what", ["epoch", "secret", "ticket", "bytes"])
+async def test_a_wrong_greeting_is_refused_and_the_right_one_still_passes(what: str) -> None:
+    async with hop() as to:
+        wrong = {
+            "epoch": PayloadKey(EPOCH + 1, SECRET, to.key.ticket).greeting(),
+            "secret": PayloadKey(EPOCH, b"x" * 32, to.key.ticket).greeting(),
+            "ticket": PayloadKey(EPOCH, SECRET, b"x" * 16).greeting(),
+            "bytes": b"GET / HTTP/1.1\r\n" * 4,
+        }[what]
+        with to.connect() as stranger:
+            stranger.sendall(wrong)
+            assert await asyncio.to_thread(_received, stranger) == b""
+        await until(lambda: to.num_refused == 1)
+        async with opened(to) as sender:
+            await to.receiver.inbox.take(await sender.send(b"abc"))
+
+
+async def test_a_greeting_is_accepted_once() -> None:
+    async with hop() as to, opened(to):
+        with to.connect() as second:
+            second.sendall(to.key.greeting())
+            assert await asyncio.to_thread(_received, second) == b""
+        await until(lambda: to.num_refused == 1)
+
+
+async def test_a_late_greeting_is_refused() -> None:
+    async with hop() as to:
+        to.listener.forget(to.receiver)
+        with pytest.raises(ConnectionError, match=r"closed|reset"):
+            await PayloadSender(to.address, to.key).open()
+        await until(lambda: to.num_refused == 1)
+
+
+async def test_connections_that_do_not_greet_are_limited_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.3)
+    async with hop() as to:
+        silent = [to.connect() for _ in range(MAX_PER_HOST)]
+        await until(lambda: _threads().count("payload-receiver") == MAX_PER_HOST)
+        with to.connect() as refused:
+            assert await asyncio.to_thread(_received, refused) == b""
+        await until(lambda: to.num_refused == 1)
+        for connection in silent:
+            assert await asyncio.to_thread(_received, connection) == b""
+            connection.close()
+        await until(lambda: to.num_refused == 1 + MAX_PER_HOST)
+        async with opened(to):
+            pass
+
+
+async def test_single_bytes_do_not_extend_the_time_to_greet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.3)
+    async with hop() as to:
+        with to.connect() as slow:
+            slow.settimeout(0.05)
+            for _ in range(len(to.key.greeting()) - 1):
+                try:
+                    slow.sendall(b"x")
+                    if slow.recv(1) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    break
+            else:
+                pytest.fail("the connection outlived the time to greet")
+        await until(lambda: to.num_refused == 1)
+
+
+async def test_a_sender_that_meets_another_process_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        key = PayloadKey(EPOCH, SECRET, b"t" * 16)
+        opening = asyncio.create_task(
+            PayloadSender(Address("127.0.0.1", impostor.getsockname()[1]), key).open()
+        )
+        connection = (await asyncio.to_thread(impostor.accept))[0]
+        connection.sendall(b"x" * PROOF_BYTES)
+        with pytest.raises(ConnectionError, match="another process is at the address"):
+            await opening
+        connection.close()
+
+
+async def test_a_sender_gives_up_when_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sender = PayloadSender(
+            Address("127.0.0.1", silent.getsockname()[1]), PayloadKey(EPOCH, SECRET, b"t" * 16)
+        )
+        with pytest.raises(ConnectionError, match="timed out"):
+            await sender.open()
+    with pytest.raises(ConnectionError, match="refused"):
+        await PayloadSender(Address("127.0.0.1", silent_port()), PayloadKey(EPOCH, SECRET, b"t" * 16)).open()
+
+
+def silent_port() -> int:
+    """A port at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"),
+    [(encode_header(2, 3), StepFaultKind.UNDECODABLE), (encode_header(1, LIMIT + 1), StepFaultKind.SHAPE)],
+    ids=["number", "size"],
+)
+async def test_a_damaged_header_is_a_fault_at_once(header: bytes, kind: StepFaultKind) -> None:
+    async with hop() as to:
+        with to.connect() as connection:
+            connection.sendall(to.key.greeting() + header)
+            fault = await asyncio.wait_for(to.receiver.inbox.damaged, DEADLINE_S)
+        assert fault.kind is kind
+
+
+async def test_an_early_end_is_a_fault_of_the_frame_that_waits() -> None:
+    async with hop() as to:
+        with to.connect() as connection:
+            connection.sendall(to.key.greeting() + encode_header(1, 100) + b"x" * 99)
+        with pytest.raises(StepFault) as raised:
+            await to.receiver.inbox.take(PayloadNotice(1, 100, 0))
+        assert raised.value.kind is StepFaultKind.NEIGHBOUR
+        assert not to.receiver.inbox.damaged.done()
+
+
+async def test_a_payload_that_stops_on_its_way_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "PAYLOAD_TIMEOUT_S", 0.1)
+    async with hop() as to:
+        with to.connect() as connection:
+            connection.sendall(to.key.greeting() + encode_header(1, 100) + b"x" * 99)
+            with pytest.raises(StepFault, match="no byte for"):
+                await to.receiver.inbox.take(PayloadNotice(1, 100, 0))
+
+
+async def test_a_broken_connection_fails_the_payload_that_is_sent_and_later_ones() -> None:
+    async with hop() as to, opened(to) as sender:
+        to.listener.forget(to.receiver)
+        with pytest.raises(ConnectionError):
+            await _send_many(sender, os.urandom(LIMIT), 20)
+        await sender.failed
+        with pytest.raises(ConnectionError):
+            await sender.send(b"x")
+
+
+async def test_closing_ends_a_send_that_the_receiver_does_not_take() -> None:
+    async with hop() as to:
+        async with opened(to) as sender:
+            sending = asyncio.create_task(_send_many(sender, os.urandom(LIMIT), 40))
+            await until(lambda: len(to.receiver.inbox._arrived) == MAX_UNTAKEN)
+        with pytest.raises(ConnectionError):
+            await sending
+
+
+async def test_without_a_port_nothing_is_offered() -> None:
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
+
+
+@pytest.mark.parametrize("offered", [Address("10.0.0.7", 0), Address("", 7499), Address("10.0.0.7", 7499)])
+async def test_the_offer_has_what_senders_are_to_dial(offered: Address) -> None:
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    listener.listen(address := Address("127.0.0.1", silent_port()), offered=offered)
+    receiver = listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT)
+    listener.close()
+    assert receiver is not None
+    assert (receiver.offer.host, receiver.offer.port) == (offered.host, offered.port or address.port)
+
+
+async def test_a_suspended_listener_offers_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_sockets, "PAYLOAD_RETRY_S", 0.05)
+    async with hop() as to:
+        to.listener.suspend()
+        assert to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
+        await until(lambda: to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is not None)
+
+
+async def _send_many(sender: PayloadSender, data: bytes, num_payloads: int) -> None:
+    for _ in range(num_payloads):
+        await sender.send(data)
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+def _address(data: object) -> int:
+    import numpy as np
+
+    assert isinstance(data, memoryview)
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
