@@ -159,7 +159,7 @@ async def test_a_stream_without_hello_is_rejected(assignment: Assignment) -> Non
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         predecessor = PredecessorDouble(bench.worker.advertised_address)
-        await predecessor.send([forward_pb2.ForwardRequest(chunk=forward_pb2.FrameChunk())])
+        await predecessor.send([forward_pb2.ForwardRequest(steps=[forward_pb2.StepFrame()])])
         ended = await predecessor.end()
         assert (ended.code, "hello" in ended.details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         await predecessor.close()

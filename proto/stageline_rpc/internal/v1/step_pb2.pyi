@@ -595,7 +595,7 @@ class StepResult(_message.Message):
     tokens: _builtins.bytes
     """u32 LE each; 0 for a row with a detail."""
     stage_times: _builtins.bytes
-    """Times of all stages, as in FrameChunk."""
+    """Times of all stages, as in HiddenStatesChunk."""
     @_builtins.property
     def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowDetail]:
         """Rows that are not plain tokens, in ascending order."""
