@@ -173,7 +173,7 @@ class NextStageStream:
 
 
 def stream_to_stage(
-    stage: int, address: str, hello: forward_pb2.HopHello, payloads: OutgoingPayloads
+    stage: int, address: str, hello: forward_pb2.HopHello, payloads: OutgoingPayloads | None = None
 ) -> NextStageStream:
     """Stream to the next stage."""
     return NextStageStream(
