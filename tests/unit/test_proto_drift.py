@@ -50,7 +50,7 @@ def test_a_changed_a_missing_and_a_left_over_file_are_named(tmp_path: Path) -> N
     shutil.copytree(PROTO_ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
     public, internal = (root / package for package in PACKAGES)
     forward = internal / "forward.proto"
-    forward.write_text(forward.read_text().replace("bool is_last = 5;", "bool is_final = 5;"))
+    forward.write_text(forward.read_text().replace("bool is_last = 7;", "bool is_final = 7;"))
     (public / "cluster_pb2_grpc.pyi").unlink()
     (public / "old_pb2.py").write_text("")
 

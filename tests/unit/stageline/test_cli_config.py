@@ -29,6 +29,7 @@ SAMPLES = {
     "SIZE": "3MiB",
     "HOST:PORT": "127.0.0.9:4321",
     "ADDR:PORT": "127.0.0.9:4321",
+    "ADDR:PORT|off": "127.0.0.9:4321",
     "N,N,...": "1,2,1",
     "bf16|f16|f32": "f32",
     "bf16|fp8|int8": "int8",
