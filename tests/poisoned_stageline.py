@@ -18,15 +18,15 @@ POISON_VARIABLE = "POISON_TOKEN"
 
 
 def poison(token: int) -> None:
-    """From now on, a worker that runs a step with this token crashes."""
-    run = StepExecutor.run
+    """From now on, a worker that computes a step with this token crashes."""
+    compute = StepExecutor.compute
 
-    def run_or_die(self: StepExecutor, frame: Frame) -> StageOutput:
+    def compute_or_die(self: StepExecutor, frame: Frame) -> StageOutput:
         if any(token in part.tokens for part in frame.step.slices):
             os.kill(os.getpid(), signal.SIGKILL)
-        return run(self, frame)
+        return compute(self, frame)
 
-    StepExecutor.run = run_or_die  # type: ignore[method-assign]
+    StepExecutor.compute = compute_or_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

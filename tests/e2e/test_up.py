@@ -41,7 +41,7 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
         pids = processes_under(up.pid)
         assert len(pids) == 4
         ports = listening_ports(pids)
-        assert len(ports) == 5, "one port per process and the dashboard"
+        assert len(ports) == 8, "two ports per worker, the coordinator's, and the dashboard"
         for role, worker in (("FIRST", "worker-0"), ("MIDDLE", "worker-1"), ("LAST", "worker-2")):
             assert re.search(rf"{role}\s+{worker}\s+\d+ to \d+ \(\d+\)", up.text)
 

@@ -98,14 +98,14 @@ async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
 ) -> None:
     """Stage 1 receives the dtype of worker 0, stage 2 that of the coordinator."""
     seen: dict[int, set[WireDType]] = {}
-    run = StepExecutor.run
+    compute = StepExecutor.compute
 
     def recording(executor: StepExecutor, frame: Frame) -> StageOutput:
         if frame.hidden is not None and frame.step.epoch:
             seen.setdefault(len(frame.stage_times), set()).add(frame.hidden.dtype)
-        return run(executor, frame)
+        return compute(executor, frame)
 
-    monkeypatch.setattr(StepExecutor, "run", recording)
+    monkeypatch.setattr(StepExecutor, "compute", recording)
     assert await tokens_of(varied_llama, "f32", "int8", {"w0": DType.BF16})
     assert seen == {1: {DType.BF16}, 2: {INT8}}
 
@@ -133,23 +133,23 @@ async def test_mock_stages_send_payloads_of_the_right_size(
 def test_received_hidden_states_are_not_modified(
     bf16_llama: Path, dtype: DType, num_prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = StepExecutor.run
+    compute = StepExecutor.compute
     num_checked = 0
 
     def checking(executor: StepExecutor, frame: Frame) -> StageOutput:
         nonlocal num_checked
         if frame.hidden is None:
-            return run(executor, frame)
+            return compute(executor, frame)
         # Aligned to 16 bytes, so that it is computed in place.
         data = torch.frombuffer(bytearray(frame.hidden.data), dtype=torch.uint8).numpy().data
         before = bytes(data)
         view = TensorView(frame.hidden.dtype, frame.hidden.shape, data.toreadonly())
-        output = run(executor, replace(frame, hidden=view))
+        output = compute(executor, replace(frame, hidden=view))
         assert bytes(data) == before
         num_checked += 1
         return output
 
-    monkeypatch.setattr(StepExecutor, "run", checking)
+    monkeypatch.setattr(StepExecutor, "compute", checking)
     pipeline = LocalPipeline(bf16_llama, LAYERS, dtype=dtype)
     prompts = [tuple(range(first, first + 20)) for first in range(num_prompts)]
     assert all(pipeline.generate(prompts, max_tokens=4))

@@ -11,6 +11,7 @@ MOST_SCHEDULES = 2000
 """What a minute has room for."""
 RARE = {
     "checksums_are_not_compared",
+    "checksums_of_payloads_are_not_compared",
     "answers_to_an_earlier_start_count",
     "who_prefills_is_forgotten_when_an_epoch_ends",
 }
