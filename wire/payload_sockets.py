@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 import queue
+import select
 import socket
 import ssl
 import threading
@@ -61,6 +62,8 @@ MAX_UNTAKEN = 4
 _ACCEPT_RETRY_S = 0.05
 KEPT_BUFFERS = 4
 """Buffers kept for reuse per hop; more exist while steps hold more payloads."""
+IDLE_S = 1.0
+"""Time without a payload after which the kept buffers are returned to the system."""
 
 
 class _Ended(Exception):
@@ -87,6 +90,12 @@ class BufferPool:
         weakref.finalize(owner, self._release, memory)
         return memoryview(owner).cast("B")[:size_bytes]
 
+    def clear(self) -> None:
+        """Return the kept buffers to the system."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait()
+
     def _release(self, memory: mmap.mmap) -> None:
         if self._free.qsize() < KEPT_BUFFERS:
             self._free.put(memory)
@@ -106,6 +115,14 @@ class _Connection:
             self._socket, server_side=server_name is None, server_hostname=server_name
         )
         self._flags = 0
+
+    def is_readable_within(self, timeout_s: float) -> bool:
+        """Wait for bytes or the end of the connection."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def set_deadline(self, at_s: float | None) -> None:
         """Limit the next calls. Raises TimeoutError when the deadline has passed."""
@@ -302,6 +319,8 @@ class PayloadReceiver:
         number = 0
         while self._untaken.acquire() and not self._is_closed:
             number += 1
+            if not connection.is_readable_within(IDLE_S):
+                pool.clear()
             connection.fill(header)
             began_s = time.monotonic()
             size_bytes = decode_header(bytes(header), number=number, max_bytes=self._max_bytes)

@@ -14,6 +14,7 @@ from stageline import Client
 from tests.e2e.clusters import START_TIMEOUT_S, is_idle, tokens_of, wait_for_status
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
+from wire.payload_sockets import IDLE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -38,6 +39,7 @@ async def test_sixteen_mock_stages_serve_in_little_memory(tmp_path: Path) -> Non
         await _serves_what_is_predicted(cluster.address)
         await _status_calls_them_mock(cluster.address)
         await wait_for_status(cluster.address, is_idle)
+        await asyncio.sleep(2 * IDLE_S)  # buffers of received payloads are kept for so long
         for worker in status.workers:
             _is_small(worker.pid, worker.name)
 

@@ -157,6 +157,30 @@ async def test_received_payloads_share_a_buffer_once_released() -> None:
         assert len(set(addresses)) <= 2
 
 
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_an_idle_hop_returns_its_buffers(monkeypatch: pytest.MonkeyPatch, has_tls: bool) -> None:
+    monkeypatch.setattr(payload_sockets, "IDLE_S", 0.2)
+    serving = trusting = None
+    if has_tls:
+        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        serving.load_cert_chain(CERTIFICATE)
+        trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
+    async with hop(serving) as to, opened(to, trusting) as sender:
+        before = _mapped_kib()
+        for _ in range(3):
+            payload = await to.receiver.inbox.take(await sender.send(b"x" * LIMIT))
+            assert _mapped_kib() >= before + LIMIT // 1024
+            del payload
+            await until(lambda: _mapped_kib() < before + LIMIT // 1024)
+
+
+def _mapped_kib() -> int:
+    """Size of the anonymous shared mappings of this process: the buffers."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "/dev/zero" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges) // 1024
+
+
 async def test_nothing_more_is_received_while_payloads_wait_for_their_frames() -> None:
     data = os.urandom(LIMIT)
     async with hop() as to, opened(to) as sender:
