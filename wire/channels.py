@@ -151,6 +151,9 @@ class StartedWrite:
             self._waits_for = write.send(None)
         except Exception as error:  # StopIteration: finished without waiting
             self._error = error
+        else:
+            if asyncio.isfuture(self._waits_for):
+                self._waits_for.add_done_callback(_retrieve)
 
     def __await__(self) -> Generator[Any, Any, None]:
         if self._error is None:
@@ -190,6 +193,12 @@ class OrderedWrites:
             if self._writes.qsize() <= MAX_UNWRITTEN:
                 self._has_room.set()
             await (write if isinstance(write, StartedWrite) else call.write(write))
+
+
+def _retrieve(done: "asyncio.Future[Any]") -> None:
+    """A stream that ends leaves writes that nothing awaits: their errors are not news."""
+    if not done.cancelled():
+        done.exception()
 
 
 @generator_coroutine

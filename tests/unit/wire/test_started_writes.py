@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -71,3 +72,14 @@ async def test_a_cancelled_writer_cancels_the_write() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stream.seen == ["began", "cancelled"]
+
+
+async def test_a_failed_write_that_nothing_awaits_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that ends leaves such writes behind."""
+    stream = Stream()
+    write = StartedWrite(stream.write())
+    stream.sent.set_exception(ConnectionError("broken"))
+    await asyncio.sleep(0)
+    del write, stream
+    gc.collect()
+    assert caplog.records == []
