@@ -110,6 +110,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PATH",
         help="folder of numbers and timelines; a name that ends in .json is a file of rows instead",
     )
+    _add_flags_of_groups(parser)
+    options = parser.parse_args(arguments)
+    if options.record and options.coordinator:
+        parser.error("runs with --coordinator are not recorded")
+    if options.quick and options.record:
+        parser.error("--quick runs are not recorded")
+    return options
+
+
+def _add_flags_of_groups(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--coordinator",
         default="",
@@ -128,12 +138,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="CHECKOUT",
         help="stage-step: another commit's checkout with .venv, measured in turns",
     )
-    options = parser.parse_args(arguments)
-    if options.record and options.coordinator:
-        parser.error("runs with --coordinator are not recorded")
-    if options.quick and options.record:
-        parser.error("--quick runs are not recorded")
-    return options
 
 
 def _cache_directory() -> Path:
