@@ -203,7 +203,7 @@ class CoordinatorServer:
         self._health.add_to(self._server)
 
     def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
-        # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
+        # Imported late: the HTTP server takes some 20 MB, and not every coordinator has a dashboard.
         from coordinator.dashboard.routes import DashboardContext
         from coordinator.dashboard.server import DashboardServer
 

@@ -9,13 +9,14 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
+import httpx2
 
 from bench.harness.cluster import FIRST_TOKEN_ID
 from bench.harness.figure import NotMeasured
 from bench.harness.streams import Stream
 
-_DATA, _DONE = b"data:", b"[DONE]"
+_DATA, _DONE = "data:", "[DONE]"
+_TIMEOUT_S = 120
 
 
 class OpenAiEngine:
@@ -32,12 +33,12 @@ class OpenAiEngine:
 
     async def __aenter__(self) -> Self:
         # A server that was stopped between turns closes its idle connections when it continues.
-        unlimited = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=120))
+        unlimited = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self._session = httpx2.AsyncClient(limits=unlimited, timeout=_TIMEOUT_S)
         try:
             self._model = await self._first_model()
         except BaseException:
-            await self._session.close()
+            await self._session.aclose()
             raise
         return self
 
@@ -47,7 +48,7 @@ class OpenAiEngine:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._session.close()
+        await self._session.aclose()
 
     async def generate_all(self, num_streams: int, prompt_tokens: int, max_tokens: int) -> list[Stream]:
         """Run requests concurrently to their ends. Raises NotMeasured if one fails or is shorter."""
@@ -62,10 +63,10 @@ class OpenAiEngine:
 
     async def _first_model(self) -> str:
         try:
-            async with self._session.get(f"{self._url}/v1/models") as response:
-                response.raise_for_status()
-                models: dict[str, Any] = await response.json()
-        except aiohttp.ClientError as error:
+            response = await self._session.get(f"{self._url}/v1/models")
+            response.raise_for_status()
+            models: dict[str, Any] = response.json()
+        except httpx2.HTTPError as error:
             raise NotMeasured(f"{self._url} lists no models: {error!r}") from error
         return str(models["data"][0]["id"])
 
@@ -80,9 +81,9 @@ class OpenAiEngine:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         stream = Stream(time.monotonic())
-        async with self._session.post(f"{self._url}/v1/completions", json=question) as response:
+        async with self._session.stream("POST", f"{self._url}/v1/completions", json=question) as response:
             response.raise_for_status()
-            async for line in response.content:
+            async for line in response.aiter_lines():
                 if line.startswith(_DATA) and (data := line.removeprefix(_DATA).strip()) != _DONE:
                     _add(stream, json.loads(data))
         if len(stream.arrivals_s) != max_tokens:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
-from aiohttp import hdrs, web
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from coordinator.api.activity import ActivityReporter, encode_activity
 from coordinator.api.status import StatusReporter
@@ -109,21 +112,21 @@ class Routes:
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._drains = set[asyncio.Task[None]]()
 
-    def table(self) -> list[web.RouteDef]:
+    def table(self) -> list[Route]:
         return [
-            web.get("/", self.page),
-            web.get("/static/{name}", self.static),
-            web.get("/favicon.ico", self.icon),
-            web.get("/api/status", self.status),
-            web.get("/api/activity", self.activity),
-            web.get("/api/traces", self.traces),
-            web.get("/api/traces/{request_id}", self.trace),
-            web.get("/metrics", self.metrics),
-            web.get("/healthz", self.health),
-            web.get("/readyz", self.ready),
-            web.post("/api/token", self.check_token),
-            web.post("/api/requests/{request_id}/cancel", self.cancel),
-            web.post("/api/workers/{name}/drain", self.drain),
+            Route("/", self.page),
+            Route("/static/{name}", self.static),
+            Route("/favicon.ico", self.icon),
+            Route("/api/status", self.status),
+            Route("/api/activity", self.activity),
+            Route("/api/traces", self.traces),
+            Route("/api/traces/{request_id}", self.trace),
+            Route("/metrics", self.metrics),
+            Route("/healthz", self.health),
+            Route("/readyz", self.ready),
+            Route("/api/token", self.check_token, methods=["POST"]),
+            Route("/api/requests/{request_id}/cancel", self.cancel, methods=["POST"]),
+            Route("/api/workers/{name}/drain", self.drain, methods=["POST"]),
         ]
 
     def close(self) -> None:
@@ -131,58 +134,58 @@ class Routes:
         for task in self._drains:
             task.cancel()
 
-    async def page(self, request: web.Request) -> web.Response:
+    async def page(self, request: Request) -> Response:
         return _file_response(request, self._files["index.html"])
 
-    async def icon(self, request: web.Request) -> web.Response:
+    async def icon(self, request: Request) -> Response:
         return _file_response(request, self._files["icon.svg"])
 
-    async def static(self, request: web.Request) -> web.Response:
-        file = self._files.get(request.match_info["name"])
+    async def static(self, request: Request) -> Response:
+        file = self._files.get(request.path_params["name"])
         if file is None:
-            raise web.HTTPNotFound(text=f"file {request.match_info['name']!r} not found")
+            raise HTTPException(404, f"file {request.path_params['name']!r} not found")
         return _file_response(request, file)
 
-    async def status(self, request: web.Request) -> web.Response:
+    async def status(self, request: Request) -> Response:
         fields = status_fields(self._status.cluster(), self._status.model(), can_act=self._auth.has_token)
         return _json_response(fields)
 
-    async def activity(self, request: web.Request) -> web.Response:
+    async def activity(self, request: Request) -> Response:
         """`?after=STEP_NUMBER&since=US` omits steps and seconds that the client has."""
         after_step, since_us = _number(request, "after"), _number(request, "since")
         async with self._threads:
             snapshot = self._activity.snapshot()
             body = await asyncio.to_thread(activity_json, snapshot, after_step=after_step, since_us=since_us)
-        return web.Response(body=body, content_type="application/json")
+        return Response(body, media_type="application/json")
 
-    async def traces(self, request: web.Request) -> web.Response:
+    async def traces(self, request: Request) -> Response:
         """The newest `?limit=N` requests with a stored trace."""
         limit = _number(request, "limit", LISTED_TRACES)
         if not 1 <= limit <= MAX_LISTED_TRACES:
-            raise web.HTTPBadRequest(text=f"limit is {limit}, must be in [1, {MAX_LISTED_TRACES}]")
+            raise HTTPException(400, f"limit is {limit}, must be in [1, {MAX_LISTED_TRACES}]")
         found = await self._traces.summaries(limit)
         async with self._threads:
             fields = [message_fields(encode_summary(summary)) for summary in found]
             body = await asyncio.to_thread(to_json, {"traces": fields})
-        return web.Response(body=body, content_type="application/json")
+        return Response(body, media_type="application/json")
 
-    async def trace(self, request: web.Request) -> web.Response:
+    async def trace(self, request: Request) -> Response:
         """A trace, by its request id or the beginning of it."""
-        facts = await self._traces.facts(request.match_info["request_id"])
+        facts = await self._traces.facts(request.path_params["request_id"])
         async with self._threads:
             body = await asyncio.to_thread(to_json, facts)
-        return web.Response(body=body, content_type="application/json")
+        return Response(body, media_type="application/json")
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: Request) -> Response:
         if self._metrics is None:
-            raise web.HTTPNotFound(text="this coordinator has no metrics")
-        body, content_type = await self._metrics(request.headers.get(hdrs.ACCEPT, ""))
-        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+            raise HTTPException(404, "this coordinator has no metrics")
+        body, content_type = await self._metrics(request.headers.get("Accept", ""))
+        return Response(body, headers={"Content-Type": content_type})
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request: Request) -> Response:
         return _text_response("ok\n")
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: Request) -> Response:
         """200 only while the cluster serves and accepts new requests."""
         state, availability = self._controller.state, self._controller.availability
         if state.phase is ClusterPhase.SERVING and availability.health == cluster_pb2.HEALTH_SERVING:
@@ -191,50 +194,53 @@ class Routes:
             return _text_response(f"{failure}\n", status=503)
         return _text_response(f"{state.detail or state.phase.name.lower().replace('_', ' ')}\n", status=503)
 
-    async def check_token(self, request: web.Request) -> web.Response:
+    async def check_token(self, request: Request) -> Response:
         self._auth.check_token(request)
         return _json_response({})
 
-    async def cancel(self, request: web.Request) -> web.Response:
+    async def cancel(self, request: Request) -> Response:
         self._auth.check_token(request)
         try:
-            request_id = parse_request_id(request.match_info["request_id"])
+            request_id = parse_request_id(request.path_params["request_id"])
         except ValueError as error:
-            raise web.HTTPBadRequest(text=str(error)) from None
+            raise HTTPException(400, str(error)) from None
         if not self._engine.is_live(request_id):
-            raise web.HTTPNotFound(text=f"request {request.match_info['request_id']} not found")
+            raise HTTPException(404, f"request {request.path_params['request_id']} not found")
         self._engine.cancel(request_id)
         return _json_response({})
 
-    async def drain(self, request: web.Request) -> web.Response:
+    async def drain(self, request: Request) -> Response:
         """Respond at once; the worker leaves after its layers have moved."""
         self._auth.check_token(request)
-        name = request.match_info["name"]
+        name = request.path_params["name"]
         if name not in self._controller.connections:
-            raise web.HTTPNotFound(text=f"worker {name!r} not found")
+            raise HTTPException(404, f"worker {name!r} not found")
         task = asyncio.create_task(self._controller.drain(name), name=f"drain {name}")
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
         return _json_response({}, status=202)
 
 
-def _number(request: web.Request, name: str, default: int = 0) -> int:
-    text = request.query.get(name, str(default))
+def _number(request: Request, name: str, default: int = 0) -> int:
+    text = request.query_params.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise web.HTTPBadRequest(text=f"{name} is {text[:40]!r}, must be a whole number")
+        raise HTTPException(400, f"{name} is {text[:40]!r}, must be a whole number")
     return int(text)
 
 
-def _json_response(value: Mapping[str, Any], *, status: int = 200) -> web.Response:
-    return web.Response(body=to_json(value), content_type="application/json", status=status)
+def _json_response(value: Mapping[str, Any], *, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
 
 
-def _text_response(text: str, *, status: int = 200) -> web.Response:
-    return web.Response(text=text, status=status)
+def _text_response(text: str, *, status: int = 200) -> Response:
+    return PlainTextResponse(text, status)
 
 
-def _file_response(request: web.Request, file: StaticFile) -> web.Response:
-    headers = {hdrs.ETAG: f'"{file.etag}"', hdrs.CACHE_CONTROL: "no-cache"}
-    if any(tag.value == file.etag for tag in request.if_none_match or ()):
-        return web.Response(status=304, headers=headers)
-    return web.Response(body=file.body, content_type=file.content_type, charset="utf-8", headers=headers)
+def _file_response(request: Request, file: StaticFile) -> Response:
+    tag = f'"{file.etag}"'
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if tag in (
+        known.strip().removeprefix("W/") for known in request.headers.get("If-None-Match", "").split(",")
+    ):
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, media_type=file.content_type, headers=headers)

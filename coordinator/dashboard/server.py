@@ -1,38 +1,40 @@
 """HTTP server of the dashboard."""
 
+import asyncio
 import logging
-import socket
 import time
-from typing import Any
 
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.dashboard.auth import MAX_BODY_BYTES, DashboardAuth, add_security_headers
+from coordinator.dashboard.auth import DashboardAuth, error_response
 from coordinator.dashboard.routes import DashboardContext, Routes
-from wire.addresses import Address, local_address, parse_address
+from wire.addresses import parse_address
+from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
+from wire.http_server import HttpServer
 from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
 
-
-class AiohttpLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logs non-HTTP connections at debug: any client can send such bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(log, {})
-
-    def exception(self, msg: object, *args: object, exc_info: Any = True, **named: Any) -> None:
-        if isinstance(exc_info, HttpProcessingError):
-            reason = " ".join(exc_info.message.split())
-            super().debug("non-HTTP request from %s: %.200r", args[0] if args else None, reason)
-        else:
-            super().error(msg, *args, exc_info=exc_info, **named)
-
-
-MAX_HEADER_BYTES = 8190
-KEEPALIVE_S = 30.0
-STOP_GRACE_S = 1.0
+REQUEST_TIMEOUT_S = 15.0
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Server": "stageline",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_STATUSES: dict[type[ServingError], int] = {RequestNotFound: 404, InvalidRequest: 400}
+PORT_HINT = "choose another port with --http HOST:PORT, or none with --no-http"
 
 
 class DashboardServer:
@@ -47,57 +49,69 @@ class DashboardServer:
         refused: RefusedPeers | None = None,
     ) -> None:
         """`refused` counts and logs wrong operator tokens."""
-        self._address = parse_address(listen)
-        auth = DashboardAuth(self._address.host, token, refused or RefusedPeers(time.monotonic))
+        address = parse_address(listen)
+        auth = DashboardAuth(address.host, token, refused or RefusedPeers(time.monotonic))
         self._routes = Routes(context, auth)
-        self.app = web.Application(middlewares=[auth.middleware], client_max_size=MAX_BODY_BYTES)
-        self.app.add_routes(self._routes.table())
-        self.app.on_response_prepare.append(add_security_headers)
-        self._runner: web.AppRunner | None = None
+        application = Starlette(
+            routes=self._routes.table(),
+            middleware=[Middleware(DashboardGuard, auth=auth)],
+            exception_handlers={HTTPException: _http_error_response},
+        )
+        self._server = HttpServer(application, address, name="the dashboard", hint=PORT_HINT)
 
     @property
     def url(self) -> str:
         """URL from this machine."""
-        return f"http://{local_address(self._address)}/"
+        return self._server.url
 
     async def start(self) -> None:
         """Raises OSError with one line if the address cannot be bound."""
-        listening = _bind(self._address)
-        self._address = Address(self._address.host, listening.getsockname()[1])
-        self._runner = web.AppRunner(
-            self.app,
-            access_log=None,
-            logger=AiohttpLogger(),
-            keepalive_timeout=KEEPALIVE_S,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            shutdown_timeout=STOP_GRACE_S,
-        )
-        await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        await self._server.start()
 
     async def stop(self) -> None:
         """Close every connection."""
         self._routes.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.stop()
 
 
-def _bind(address: Address) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, sockaddr = found[0]
-        listening = socket.socket(family, kind, protocol)
+class DashboardGuard:
+    """Middleware: refuses forbidden requests, limits their time, converts errors of handlers to responses,
+    and adds security headers to every response, errors included.
+    """
+
+    def __init__(self, app: ASGIApp, auth: DashboardAuth) -> None:
+        self._app, self._auth = app, auth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_secured(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(SECURITY_HEADERS)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        error = self._auth.refusal(Request(scope)) or await self._failure_of(scope, receive, send_secured)
+        if error is not None:
+            await error(scope, receive, send_secured)
+
+    async def _failure_of(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
+        """Run the handler; return the response to its error. Handlers answer at their end, in one piece."""
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(sockaddr)
-        except OSError:
-            listening.close()
-            raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        hint = "choose another port with --http HOST:PORT, or none with --no-http"
-        raise OSError(f"cannot serve the dashboard on {address}: {reason.lower()}; {hint}") from None
-    return listening
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                await self._app(scope, receive, send)
+        except ServingError as error:
+            return error_response(_STATUSES.get(type(error), 409), str(error), reason_of(error))
+        except TimeoutError:
+            return error_response(504, f"no answer within {REQUEST_TIMEOUT_S:g} s")
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            return error_response(500, "internal error; the coordinator's log has the details")
+        return None
+
+
+async def _http_error_response(request: Request, error: Exception) -> Response:
+    """Response for an HTTPException, with its headers."""
+    assert isinstance(error, HTTPException)
+    response = error_response(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response

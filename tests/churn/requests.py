@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-import aiohttp
+from httpx2 import AsyncClient
 
 from stageline import Client, Detach, InvalidRequest, RequestNotFound
 from stageline.client.errors import Cancelled, DeadlineExceeded
@@ -145,10 +145,9 @@ async def looked_at(target: Target, generator: random.Random) -> None:
     await target.client.status()
     await target.client.activity()
     await target.client.traces(20)
-    async with aiohttp.ClientSession(raise_for_status=True) as session:
+    async with AsyncClient(base_url=target.dashboard_url) as client:
         for path in ("api/status", "api/activity", "api/traces", "metrics"):
-            async with session.get(target.dashboard_url + path) as response:
-                await response.read()
+            (await client.get(path)).raise_for_status()
 
 
 KINDS = (

@@ -7,7 +7,7 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-import aiohttp
+from httpx2 import AsyncClient
 from rich.console import Console
 
 from stageline.cli.top import TopFrame, top_view
@@ -33,18 +33,16 @@ def url(cluster: Cluster, path: str) -> str:
 
 
 async def get(cluster: Cluster, path: str) -> Any:
-    async with aiohttp.ClientSession() as session, session.get(url(cluster, path)) as response:
-        assert response.status == 200, await response.text()
-        return await response.json()
+    async with AsyncClient() as client:
+        response = await client.get(url(cluster, path))
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def post(cluster: Cluster, path: str) -> int:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url(cluster, path), headers=headers) as response,
-    ):
-        return response.status
+    async with AsyncClient() as client:
+        return (await client.post(url(cluster, path), headers=headers)).status_code
 
 
 async def test_activity_accounts_for_every_token() -> None:
@@ -136,8 +134,8 @@ async def test_ready_follows_the_pipeline() -> None:
     async with served(2) as cluster:
 
         async def ready() -> int:
-            async with aiohttp.ClientSession() as session, session.get(url(cluster, "readyz")) as response:
-                return response.status
+            async with AsyncClient() as client:
+                return (await client.get(url(cluster, "readyz"))).status_code
 
         assert await ready() == 200
         await cluster.workers["w1"].stop()

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from bench.harness.figure import NotMeasured
 from bench.harness.openai_engine import OpenAiEngine
+from wire.addresses import Address
+from wire.http_server import HttpServer
 
 Messages = Callable[[int], list[dict[str, object]]]
 
@@ -31,26 +34,27 @@ def uncounted(num_tokens: int) -> list[dict[str, object]]:
 async def server(messages: Messages) -> AsyncIterator[str]:
     """An OpenAI-compatible server that answers with `messages` of as many tokens as requested."""
 
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "small"}]})
+    async def models(request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "small"}]})
 
-    async def completions(request: web.Request) -> web.StreamResponse:
+    async def lines(num_tokens: int) -> AsyncIterator[bytes]:
+        for message in messages(num_tokens):
+            yield b"data: " + json.dumps(message).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def completions(request: Request) -> Response:
         asked = await request.json()
         assert asked["model"] == "small" and asked["stream"] and asked["ignore_eos"]
         assert all(3 <= token < 100 for token in asked["prompt"])
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for message in messages(asked["max_tokens"]):
-            await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
-            await asyncio.sleep(0)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        return StreamingResponse(lines(asked["max_tokens"]))
 
-    app = web.Application()
-    app.router.add_get("/v1/models", models)
-    app.router.add_post("/v1/completions", completions)
-    async with TestServer(app) as running:
-        yield str(running.make_url("/v1"))
+    routes = [Route("/v1/models", models), Route("/v1/completions", completions, methods=["POST"])]
+    running = HttpServer(Starlette(routes=routes), Address("127.0.0.1", 0), name="the test", hint="")
+    await running.start()
+    try:
+        yield f"{running.url}v1"
+    finally:
+        await running.stop()
 
 
 @pytest.mark.parametrize("messages", [counted, uncounted])

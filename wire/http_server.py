@@ -1,0 +1,119 @@
+"""An HTTP server in a running event loop: uvicorn without signal handlers and process exits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.config import HTTPProtocolType
+
+from wire.addresses import Address, local_address
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16_384
+"""Of a request line with all headers."""
+KEEPALIVE_S = 30.0
+STOP_GRACE_S = 1.0
+
+
+class HttpServer:
+    """Serves an ASGI application on one address, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        application: ASGIApp,
+        address: Address,
+        *,
+        name: str,
+        hint: str,
+        http: HTTPProtocolType = "h11",
+        stop_grace_s: float = STOP_GRACE_S,
+    ) -> None:
+        """`name` and `hint` (what to do about it) are parts of the error for an address that is in use.
+
+        `stop` waits for open responses for `stop_grace_s`, rounded up to whole seconds, then cancels them.
+        """
+        self._address, self._name, self._hint = address, name, hint
+        config = uvicorn.Config(
+            application,
+            http=http,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(KEEPALIVE_S),
+            timeout_graceful_shutdown=max(1, round(stop_grace_s)),
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        )
+        self._server = uvicorn.Server(config)
+        self._listening: socket.socket | None = None
+        self._ticks: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where it listens; after `start` with the port that was chosen for port 0."""
+        return self._address
+
+    @property
+    def url(self) -> str:
+        """URL from this machine."""
+        return f"http://{local_address(self._address)}/"
+
+    async def start(self) -> None:
+        """Raises OSError with one line if the address cannot be bound."""
+        try:
+            self._listening = _bind(self._address)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OSError(f"cannot serve {self._name} on {self._address}: {reason}; {self._hint}") from None
+        self._address = Address(self._address.host, self._listening.getsockname()[1])
+        _quiet_uvicorn()
+        config = self._server.config
+        config.load()
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=[self._listening])
+        self._ticks = asyncio.create_task(self._server.main_loop(), name=f"HTTP server of {self._name}")
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        if self._ticks is None or self._listening is None:
+            return
+        self._server.should_exit = True
+        await self._ticks
+        await self._server.shutdown(sockets=[self._listening])
+        self._ticks = None
+
+
+def _bind(address: Address) -> socket.socket:
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, sockaddr = found[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(sockaddr)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+class _ErrorsOnly(logging.Filter):
+    """Passes errors of applications; everything else is logged at debug, as any client can cause it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR and not record.getMessage().startswith("Cancel "):
+            return True
+        log.debug("HTTP: %s", record.getMessage())
+        return False
+
+
+def _quiet_uvicorn() -> None:
+    logger = logging.getLogger("uvicorn.error")
+    if not any(isinstance(known, _ErrorsOnly) for known in logger.filters):
+        logger.addFilter(_ErrorsOnly())
