@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import xxhash
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -23,6 +22,7 @@ from coordinator.observability.activity import Snapshot, pipeline_load
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import encode_summary
+from web.static_files import load_static_files
 from wire.ids import parse_request_id
 from wire.status_codec import message_fields
 
@@ -43,31 +43,6 @@ class DashboardContext:
 
 
 _DIRECTORY = Path(__file__).parent / "static"
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """A file of the page; `etag` changes with its content."""
-
-    body: bytes
-    content_type: str
-    etag: str
-
-
-def load_static_files() -> dict[str, StaticFile]:
-    """Files by name; no other file is ever read for a client."""
-    return {path.name: _load(path) for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
-
-
-def _load(path: Path) -> StaticFile:
-    body = path.read_bytes()
-    return StaticFile(body, _TYPES[path.suffix], xxhash.xxh3_64_hexdigest(body))
 
 
 def status_fields(
@@ -108,7 +83,7 @@ class Routes:
         self._status, self._activity = context.status, context.activity
         self._engine, self._controller = context.engine, context.controller
         self._traces, self._metrics = context.traces, context.metrics
-        self._files = load_static_files()
+        self._files = load_static_files(_DIRECTORY)
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._drains = set[asyncio.Task[None]]()
 
@@ -135,16 +110,16 @@ class Routes:
             task.cancel()
 
     async def page(self, request: Request) -> Response:
-        return _file_response(request, self._files["index.html"])
+        return self._files["index.html"].response(request)
 
     async def icon(self, request: Request) -> Response:
-        return _file_response(request, self._files["icon.svg"])
+        return self._files["icon.svg"].response(request)
 
     async def static(self, request: Request) -> Response:
         file = self._files.get(request.path_params["name"])
         if file is None:
             raise HTTPException(404, f"file {request.path_params['name']!r} not found")
-        return _file_response(request, file)
+        return file.response(request)
 
     async def status(self, request: Request) -> Response:
         fields = status_fields(self._status.cluster(), self._status.model(), can_act=self._auth.has_token)
@@ -234,13 +209,3 @@ def _json_response(value: Mapping[str, Any], *, status: int = 200) -> Response:
 
 def _text_response(text: str, *, status: int = 200) -> Response:
     return PlainTextResponse(text, status)
-
-
-def _file_response(request: Request, file: StaticFile) -> Response:
-    tag = f'"{file.etag}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if tag in (
-        known.strip().removeprefix("W/") for known in request.headers.get("If-None-Match", "").split(",")
-    ):
-        return Response(status_code=304, headers=headers)
-    return Response(file.body, media_type=file.content_type, headers=headers)

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.dashboard.auth import DashboardAuth, error_response
 from coordinator.dashboard.routes import DashboardContext, Routes
+from web.server import HttpServer
 from wire.addresses import parse_address
 from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
-from wire.http_server import HttpServer
 from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)

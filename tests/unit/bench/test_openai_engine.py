@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from bench.harness.figure import NotMeasured
 from bench.harness.openai_engine import OpenAiEngine
+from web.server import HttpServer
 from wire.addresses import Address
-from wire.http_server import HttpServer
 
 Messages = Callable[[int], list[dict[str, object]]]
 

@@ -1,0 +1,1 @@
+"""HTTP server, static files and the looks of all pages."""
