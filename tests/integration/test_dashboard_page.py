@@ -18,6 +18,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_dashboard import TOKEN, served, url
 from tests.integration.traced_request import traced_request
+from wire.ids import id_text
 
 CHROMIUM = (
     os.environ.get("STAGELINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -148,6 +149,21 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
         await page.keyboard.press("Escape")
         await expect(page.locator("#trace")).to_be_hidden()
         assert await page.evaluate("document.activeElement.dataset.id") == chosen
+
+
+async def test_a_link_opens_the_trace_of_its_request(browser: Browser) -> None:
+    async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
+        (case,) = mixed_cases(1, max_tokens=5)
+        await cluster.generate_all([case])
+        request_id = id_text(case.request_id)
+        page = watched.page
+        await page.goto(f"{url(cluster, '')}#trace={request_id}")
+        await expect(page.locator("#trace-title")).to_contain_text(request_id, timeout=VISIBLE_MS)
+        await expect(page.locator("#trace .sentence")).to_contain_text("computing on", timeout=VISIBLE_MS)
+        await page.keyboard.press("Escape")
+        await page.goto(f"{url(cluster, '')}#trace=0199")
+        await expect(page.locator("#trace")).to_contain_text("No trace of this request is stored")
+        watched.complaints.clear()  # the browser's own message for the 404
 
 
 async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:

@@ -61,11 +61,20 @@ async function poll() {
     [status, activity] = [nextStatus, nextActivity];
     store.take(activity, heardMs);
     show();
+    openLinkedTrace();
   } catch (error) {
     if (error instanceof TypeError || error.name === "TimeoutError" || error.status) showStale(error);
     else throw error;
   }
   return setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
+}
+
+// Opens the trace that the address names as #trace=REQUEST_ID, once.
+function openLinkedTrace() {
+  const [, id] = /^#trace=([0-9a-f-]+)$/.exec(location.hash) ?? [];
+  if (id === undefined || activity === null) return;
+  history.replaceState(null, "", location.pathname);
+  trace.open(id);
 }
 
 function show() {
@@ -170,6 +179,7 @@ for (const button of document.querySelectorAll("[data-window]")) {
     for (const other of document.querySelectorAll("[data-window]")) other.setAttribute("aria-pressed", String(other === button));
   });
 }
+window.addEventListener("hashchange", openLinkedTrace);
 byId("unlock").addEventListener("click", () => {
   if (token()) {
     forgetToken();
