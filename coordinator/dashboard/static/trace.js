@@ -30,6 +30,7 @@ export class TraceView {
   open(id) {
     this.id = id;
     this.isWhole = false;
+    this.openedUs = this.nowUs();
     this.dialog.querySelector("#trace-title").replaceChildren("Request ", element("span", { class: "id" }, id));
     this.body.replaceChildren(element("p", { class: "note" }, "Reading the trace …"));
     if (!this.dialog.open) this.dialog.showModal();
@@ -43,7 +44,8 @@ export class TraceView {
     const live = Boolean(request) && isLive(request);
     this.cancel.hidden = !(live && this.canAct());
     if (live) return this.#showWithout(request, "The trace is complete after its end");
-    this.isWhole = !request || this.nowUs() - request.ended_us > SPANS_DELAY_US;
+    // A link may open a request that this page does not know yet.
+    this.isWhole = this.nowUs() - (request?.ended_us ?? this.openedUs) > SPANS_DELAY_US;
     try {
       const trace = await getTrace(id);
       if (this.id === id) this.#show(trace);
