@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
@@ -49,7 +49,15 @@ CHECK_OUTCOME_TO_MESSAGE: dict[CheckOutcome, cluster_pb2.SelfCheckVerdict.ValueT
 class StatusReporter:
     """Read-only access to the cluster's status."""
 
-    def __init__(self, controller: Controller, engine: Engine, model: ServedModel) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        loop_lag: Callable[[], tuple[float, float] | None],
+    ) -> None:
+        """`loop_lag` returns median and p99 in seconds; None before the first measurement."""
         self._controller = controller
         self._state, self._members = controller.state, controller.state.workers
         self._connections = controller.connections
@@ -57,6 +65,7 @@ class StatusReporter:
         self._ledger_check = controller.ledger_check
         self._engine = engine
         self._model = model
+        self._loop_lag = loop_lag
 
     def model(self) -> inference_pb2.GetModelResponse:
         """The model, and the current maximum sequence length (0 before the first plan)."""
@@ -94,7 +103,14 @@ class StatusReporter:
             kv=self._kv(workers),
             journal=self._journal(),
             end_cause=state.end_cause.value if state.end_cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
+            loop_lag=self._lag(),
         )
+
+    def _lag(self) -> cluster_pb2.LoopLag | None:
+        if (lag := self._loop_lag()) is None:
+            return None
+        p50_s, p99_s = lag
+        return cluster_pb2.LoopLag(p50=duration(p50_s), p99=duration(p99_s))
 
     def _kv(self, workers: Iterable[cluster_pb2.WorkerStatus]) -> cluster_pb2.KvStatus:
         ledger = encode_integrity(self._ledger_check.report)

@@ -6,7 +6,7 @@ Exports are stored as they arrive and parsed on the thread that writes the text 
 import asyncio
 import itertools
 import time
-from collections import Counter, abc
+from collections import Counter, abc, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -245,6 +245,8 @@ def request_state(request: Request) -> str:
 
 LAG_INTERVAL_S = 0.025
 """Between two measurements of the loop's lag; one takes a few microseconds."""
+LAG_WINDOW_S = 10.0
+"""Window of the lag in the status."""
 
 
 class LoopLag:
@@ -253,6 +255,7 @@ class LoopLag:
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` is finer than the loop's own, which uvloop reads once per turn, in milliseconds."""
         self._lag = registry.distribution(definitions.LOOP_LAG).of()
+        self._recent = deque[float](maxlen=round(LAG_WINDOW_S / LAG_INTERVAL_S))
         self._clock = clock
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -267,8 +270,17 @@ class LoopLag:
         if self._timer is not None:
             self._timer.cancel()
 
+    def recent(self) -> tuple[float, float] | None:
+        """Median and p99 of the last `LAG_WINDOW_S`, in seconds; None before the first measurement."""
+        if not self._recent:
+            return None
+        lags = sorted(self._recent)
+        return lags[len(lags) // 2], lags[len(lags) * 99 // 100]
+
     def _measure(self) -> None:
-        self._lag.observe(max(0.0, self._clock() - self._due_s))
+        lag_s = max(0.0, self._clock() - self._due_s)
+        self._lag.observe(lag_s)
+        self._recent.append(lag_s)
         self.start()
 
 
@@ -341,7 +353,7 @@ class CoordinatorMetrics:
         self._registry = Registry(start_ns=time.time_ns())
         self.requests = RequestMetrics(self._registry)
         self.pipeline = PipelineMetrics(self._registry)
-        self._loop_lag = LoopLag(self._registry)
+        self.loop_lag = LoopLag(self._registry)
         self.observers: tuple[FactObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._process = psutil.Process()
@@ -366,7 +378,7 @@ class CoordinatorMetrics:
 
     def start(self) -> None:
         """Start to measure the loop, and to export to the collector if one is configured."""
-        self._loop_lag.start()
+        self.loop_lag.start()
         settings, export = self._settings, self._settings.metrics
         if settings.is_disabled or export.collector is None:
             return
@@ -384,7 +396,7 @@ class CoordinatorMetrics:
 
     async def close(self) -> None:
         """Export once more, without waiting long."""
-        self._loop_lag.stop()
+        self.loop_lag.stop()
         if self._export is not None:
             await self._export.close()
 

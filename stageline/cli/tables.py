@@ -28,6 +28,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         describe_kv_use(status),
         describe_kv_accounting(status),
         _describe_requests(status),
+        *_loop_lag(status),
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
         *_last_end(status.end_cause),
@@ -143,6 +144,13 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
         f"{counts.kept} kept"
         + (f"; {counts.orphaned} orphaned, which is a defect" if counts.orphaned else "")
     )
+
+
+def _loop_lag(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    if not status.HasField("loop_lag"):
+        return []
+    p50, p99 = (f"{lag.ToMicroseconds() / 1e3:.1f} ms" for lag in (status.loop_lag.p50, status.loop_lag.p99))
+    return [f"Coordinator: loop lag p50 {p50}, p99 {p99}"]
 
 
 def _describe_weights(status: cluster_pb2.GetStatusResponse) -> list[str]:

@@ -64,6 +64,14 @@ async def test_activity_accounts_for_every_token() -> None:
         assert not activity.in_flight
 
 
+async def test_the_status_has_the_lag_of_the_event_loop() -> None:
+    async with served(1, "step=1ms") as cluster:
+        status = await cluster.wait_status(lambda status: status.HasField("loop_lag"))
+        p50_us, p99_us = (lag.ToMicroseconds() for lag in (status.loop_lag.p50, status.loop_lag.p99))
+        assert 0 <= p50_us <= p99_us <= 1e6 * DEADLINE_S
+        assert (await get(cluster, "api/status"))["loop_lag"].keys() == {"p50", "p99"}
+
+
 async def test_stage_times_lie_within_their_step_and_do_not_overlap() -> None:
     async with served(3, "step=20ms", "step=20ms", "step=40ms") as cluster:
         check(await cluster.generate_all(mixed_cases(8, max_tokens=12)))

@@ -91,6 +91,9 @@ async def test_the_page_shows_stages_steps_and_the_slow_stage(browser: Browser) 
             await expect(page.locator("#timeline")).to_have_attribute(
                 "data-blocks", re.compile(r"[1-9]\d+"), timeout=VISIBLE_MS
             )
+            await expect(page.locator("#model-facts")).to_contain_text(
+                re.compile(r" · loop lag p99 \d\S*\s(ms|µs)$"), timeout=VISIBLE_MS
+            )
             await expect(page.locator("#rows tr")).to_have_count(6)
             await expect(page.locator("#generated .line")).to_have_attribute("d", re.compile("L"))
         await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=VISIBLE_MS)

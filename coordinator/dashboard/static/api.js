@@ -13,7 +13,7 @@ export class ApiError extends Error {
 const ENUM = /^(CLUSTER_STATE|WORKER_STATE|HEALTH|DTYPE|STAGE_ROLE|STEP_KIND|REQUEST_PHASE|EPOCH_END_CAUSE)_(?=[A-Z0-9_]+$)/;
 const ENUM_KEYS = new Set(["cause", "dtype", "end_cause", "health", "kind", "phase", "role", "state", "wire_dtype"]);
 const NUMBER_KEY = /_bytes$|_us$|_tokens$|^(num_.*|epoch|number|step_id|finished|cancelled|failed|preemptions|orphaned|count)$/;
-const DURATION_KEYS = new Set(["busy_time", "compute_time", "duration", "heartbeat_age", "time_in_queue", "time_to_first_token", "uptime"]);
+const DURATION_KEYS = new Set(["busy_time", "compute_time", "duration", "heartbeat_age", "p50", "p99", "time_in_queue", "time_to_first_token", "uptime"]);
 
 export function decoded(key, value) {
   if (typeof value !== "string") return value;

@@ -104,8 +104,9 @@ function showHead() {
   byId("model").textContent = status.model;
   const wire = status.wire_dtype !== "unspecified" ? ` (${status.wire_dtype} between stages)` : "";
   const numPlaced = status.workers.filter(hasStage).length;
+  const lag = status.loop_lag ? ` · loop lag p99 ${duration(status.loop_lag.p99)}` : "";
   const few = numPlaced > 0 && numPlaced < status.num_stages ? `${numPlaced} of ` : "";
-  byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime)}`;
+  byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime)}${lag}`;
   byId("freshness").textContent = clock(Date.parse(activity.now) / 1000);
   const unlock = byId("unlock");
   unlock.hidden = !status.can_act;

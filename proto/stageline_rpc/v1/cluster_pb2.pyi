@@ -437,6 +437,7 @@ class GetStatusResponse(_message.Message):
     JOURNAL_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     END_CAUSE_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -462,6 +463,10 @@ class GetStatusResponse(_message.Message):
     def journal(self) -> Global___JournalStatus: ...
     @_builtins.property
     def kv(self) -> Global___KvStatus: ...
+    @_builtins.property
+    def loop_lag(self) -> Global___LoopLag:
+        """Lag of the coordinator's event loop in the last ten seconds; unset before it was measured."""
+
     def __init__(
         self,
         *,
@@ -482,14 +487,41 @@ class GetStatusResponse(_message.Message):
         journal: Global___JournalStatus | None = ...,
         kv: Global___KvStatus | None = ...,
         end_cause: Global___EpochEndCause.ValueType = ...,
+        loop_lag: Global___LoopLag | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["journal", b"journal", "kv", b"kv", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class LoopLag(_message.Message):
+    """How late an event loop ran timers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def p50(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def p99(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        p50: _duration_pb2.Duration | None = ...,
+        p99: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopLag: _TypeAlias = LoopLag  # noqa: Y015
 
 @_typing.final
 class SelfCheckStatus(_message.Message):

@@ -129,6 +129,15 @@ def test_the_status_names_the_cause_of_the_last_end_of_an_epoch() -> None:
     assert "Last epoch ended by: no progress" in _render(status_view(status))
 
 
+def test_the_status_shows_the_lag_of_the_coordinators_event_loop() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "loop lag" not in "\n".join(_render(status_view(status)))
+    status.loop_lag.p50.FromMicroseconds(90)
+    status.loop_lag.p99.FromMicroseconds(1230)
+    assert "Coordinator: loop lag p50 0.1 ms, p99 1.2 ms" in _render(status_view(status))
+
+
 def test_the_status_shows_a_wire_dtype_that_differs() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

@@ -45,6 +45,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         kv=overall_integrity(ledger, {"w0": ledger}),
         requests=cluster_pb2.RequestCounts(),
         workers=[worker],
+        loop_lag=cluster_pb2.LoopLag(p50=duration(0.0001), p99=duration(0.0012)),
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -13,6 +14,7 @@ from coordinator.observability.activity import ActivityRecorder, pipeline_load
 from coordinator.observability.metrics import (
     KEPT_S,
     LAG_INTERVAL_S,
+    LAG_WINDOW_S,
     MAX_BYTES,
     LoopLag,
     WorkerMetricsStore,
@@ -58,24 +60,52 @@ def test_parts_of_steps_add_up_by_stage() -> None:
     assert watched.times(definitions.STEP_TIME) == (2, 1.0)
 
 
-async def test_the_lag_of_the_loop_is_how_late_a_timer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class LateLoop:
+    """Runs the timer of `lag` as late as it is told."""
+
+    registry: Registry = field(default_factory=lambda: Registry(start_ns=0))
+    now_s: float = 10.0
+    timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lag = LoopLag(self.registry, clock=lambda: self.now_s)
+        self.lag.start()
+
+    def run(self, *lates_s: float) -> None:
+        for late_s in lates_s:
+            ((delay_s, measure),) = self.timers
+            self.timers.clear()
+            assert delay_s == LAG_INTERVAL_S
+            self.now_s += delay_s + late_s
+            measure()
+
+
+@pytest.fixture
+async def late_loop(monkeypatch: pytest.MonkeyPatch) -> LateLoop:
     timers: list[tuple[float, Callable[[], None]]] = []
     monkeypatch.setattr(
         asyncio.get_running_loop(), "call_later", lambda delay_s, measure: timers.append((delay_s, measure))
     )
-    now_s = 10.0
-    registry = Registry(start_ns=0)
-    lag = LoopLag(registry, clock=lambda: now_s)
-    lag.start()
-    for late_s in (0.0, 0.003, -0.0005, 0.6):
-        ((delay_s, measure),) = timers
-        timers.clear()
-        assert delay_s == LAG_INTERVAL_S
-        now_s += delay_s + late_s
-        measure()
+    return LateLoop(timers=timers)
+
+
+async def test_the_lag_of_the_loop_is_how_late_a_timer_runs(late_loop: LateLoop) -> None:
+    late_loop.run(0.0, 0.003, -0.0005, 0.6)
+    registry = late_loop.registry
     buckets = values_of(registry.snapshot(0), definitions.LOOP_LAG)[()]
     assert isinstance(buckets, Buckets)
     assert (buckets.count, buckets.sum) == (4, pytest.approx(0.603))
+
+
+async def test_the_lag_in_the_status_is_that_of_the_last_seconds(late_loop: LateLoop) -> None:
+    assert late_loop.lag.recent() is None
+    late_loop.run(0.003)
+    assert late_loop.lag.recent() == (pytest.approx(0.003), pytest.approx(0.003))
+    late_loop.run(*[0.001] * 97, 0.5, 0.6)
+    assert late_loop.lag.recent() == (pytest.approx(0.001), pytest.approx(0.6))
+    late_loop.run(*[0.002] * round(LAG_WINDOW_S / LAG_INTERVAL_S))
+    assert late_loop.lag.recent() == (pytest.approx(0.002), pytest.approx(0.002))
 
 
 async def test_the_lag_of_the_loop_is_measured_until_it_is_stopped() -> None:
