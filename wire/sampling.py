@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, get_type_hints
 
+MAX_CHOICES = 64
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 20
 
 

@@ -10,11 +10,12 @@ from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from coordinator.api.request_parser import MAX_CHOICES, MAX_ENTRIES
+from coordinator.api.request_parser import MAX_ENTRIES
 from stageline_rpc.internal.v1 import deliver_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, telemetry_pb2
 from wire.errors import MessageTooLarge
 from wire.message_scan import MessageScan
+from wire.sampling import MAX_CHOICES
 
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 PARAMETER_BYTES = 1024 * 1024

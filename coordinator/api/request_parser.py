@@ -19,6 +19,9 @@ from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
 from wire.sampling import (
     BIAS_RANGE,
     KEEP_RANGE_S,
+    MAX_CHOICES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
     MAX_TOP_LOGPROBS,
     SAMPLING_NUMBERS,
     GrammarSpec,
@@ -28,9 +31,6 @@ from wire.sampling import (
 )
 from wire.step_codec import encoded_ahead
 
-MAX_CHOICES = 64
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 1024

@@ -22,8 +22,6 @@ from coordinator.api.request_parser import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
     TEXT_SLACK,
     check_text_size,
     needs_tokenizer,
@@ -50,7 +48,7 @@ from tests.unit.coordinator.api.small_requests import (
 from tests.unit.text.letters_codec import VOCAB_SIZE, letters
 from wire.errors import InvalidRequest
 from wire.ids import id_text, new_request_id
-from wire.sampling import KEEP_RANGE_S, StepSampling
+from wire.sampling import KEEP_RANGE_S, MAX_STOP_CHARACTERS, MAX_STOPS, StepSampling
 from wire.status_codec import duration
 
 SamplingParameters = inference_pb2.SamplingParameters
