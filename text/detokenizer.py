@@ -28,6 +28,7 @@ decode.
 from __future__ import annotations
 
 import codecs
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
@@ -107,6 +108,19 @@ class StopMatcher:
         """Longer strings that start with `text` sort directly after it."""
         index = bisect_right(self._stops, text)
         return index < len(self._stops) and self._stops[index].startswith(text)
+
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def token_bytes(codec: TextCodec, token_id: int) -> bytes | None:
+    """Return the bytes of one token by itself; None for an id without text."""
+    piece = codec.piece(token_id)
+    if piece is None or codec.is_byte_level:
+        return None if piece is None else _bytes_of(piece)
+    if (match := _BYTE_FALLBACK.fullmatch(piece)) is not None:
+        return bytes.fromhex(match[1])
+    return piece.replace("\u2581", " ").encode()
 
 
 REPLACEMENT = "\ufffd"

@@ -11,11 +11,11 @@ converts the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import check_directory, is_named
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
@@ -57,6 +57,29 @@ class ChatMessage:
     content: str
 
 
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
+        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+"""Arguments of transformers' `apply_chat_template`, which no variable of a template can be named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """How a conversation is rendered. `template` replaces the model's, `variables` are for it alone."""
+
+    template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DEFAULT_OPTIONS = TemplateOptions()
+
+
 class TextCodec:
     """Tokenizer and chat template of a checkpoint; safe to share between tasks and threads."""
 
@@ -75,12 +98,26 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """The model's default template."""
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def special_tokens(self) -> Mapping[str, str | None]:
+        """The tokens that begin and end a text and that pad it, by transformers' names."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._tokenizer, name, None) for name in names}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens (such as BOS) that the post-processor adds.
 
         Special tokens written in `text` become those tokens, as in transformers. Nothing is truncated.
         """
-        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+            "input_ids"
+        ]
         return ids
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
@@ -99,14 +136,29 @@ class TextCodec:
         BadConversation with the template's message if it rejects the conversation (for example two user
         messages in a row).
         """
-        if not self.has_chat_template:
+        return self.encode_messages(
+            [{"role": message.role, "content": message.content} for message in messages]
+        )
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = _DEFAULT_OPTIONS
+    ) -> list[int]:
+        """`encode_conversation` for messages with any fields that the template reads."""
+        if not self.has_chat_template and options.template is None:
             raise NoChatTemplate("the model's tokenizer has no chat template: send text or token ids")
         if not messages:
             raise BadConversation("conversation has no messages, at least 1 is needed")
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        if taken := sorted(_TEMPLATE_ARGUMENTS & options.variables.keys()):
+            raise BadConversation(f"{taken[0]!r} cannot be a variable of the chat template")
         try:
             ids = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                [dict(message) for message in messages],
+                chat_template=options.template,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tokenize=True,
+                return_dict=False,
+                **options.variables,
             )
         except Exception as error:  # templates are arbitrary code and raise anything
             raise BadConversation(f"the chat template rejects the conversation: {error}") from error

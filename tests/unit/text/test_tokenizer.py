@@ -17,10 +17,12 @@ from tests.unit.text.trained_tokenizers import (
     save_tokenizer,
     sentencepiece_like,
 )
+from text.detokenizer import token_bytes
 from text.tokenizer import (
     BadConversation,
     ChatMessage,
     NoChatTemplate,
+    TemplateOptions,
     TextCodec,
     UnknownToken,
     UnreadableTokenizer,
@@ -112,6 +114,35 @@ def test_errors_of_the_template_reach_the_caller(template: str, words: str, tmp_
     codec = load(tmp_path, byte_level(), chat_template=template)
     with pytest.raises(BadConversation, match=words):
         codec.encode_conversation([ChatMessage(role="robot", content="hello")])
+
+
+def test_messages_are_rendered_with_options(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind, chat_template=CHAT_TEMPLATE)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
+    closed = codec.encode_messages(messages, TemplateOptions(add_generation_prompt=False))
+    continued = codec.encode_messages(
+        messages, TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    )
+    assert continued == closed[: len(continued)]
+    assert codec.decode(continued).endswith("well")
+    options = TemplateOptions(template="{{ messages[0].name }}{{ extra }}", variables={"extra": "more"})
+    assert codec.decode(codec.encode_messages([{"role": "user", "name": "Ann"}], options)) == "Annmore"
+    with pytest.raises(BadConversation, match="'tokenize' cannot be a variable"):
+        codec.encode_messages(messages, TemplateOptions(variables={"tokenize": False}))
+
+
+def test_a_text_without_the_special_tokens_of_the_post_processor(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind)
+    assert codec.encode("hello") == [1, *codec.encode("hello", add_special_tokens=False)]
+
+
+def test_the_bytes_of_single_tokens_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind)
+    for text in ("Once upon a time", "\u4f60\u597d \U0001f600!", "a\n\tb"):
+        ids = codec.encode(text, add_special_tokens=False)
+        found = b"".join(token_bytes(codec, token_id) or b"" for token_id in ids)
+        assert found.decode().removeprefix(" ") == text
+    assert token_bytes(codec, codec.vocab_size + 5) is None
 
 
 def test_an_empty_conversation_is_rejected(tmp_path: Path) -> None:
