@@ -108,11 +108,13 @@ PACKAGES = (
     "checkpoint",
     "coordinator",
     "deploy",
+    "gateway",
     "kvcache",
     "stage_worker",
     "stageline",
     "telemetry",
     "text",
+    "web",
     "wire",
 )
 """Packages to which `--log-level` applies; other libraries log warnings and errors only."""

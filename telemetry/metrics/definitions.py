@@ -23,6 +23,7 @@ class Process(Enum):
 
     COORDINATOR = "stageline-coordinator"
     WORKER = "stageline-worker"
+    GATEWAY = "stageline-gateway"
 
 
 OTHER = "other"
@@ -130,6 +131,21 @@ DEVICE = Label("device", "stageline.device", most=1)
 DTYPE = Label("dtype", "stageline.dtype", values=("bf16", "f16", "f32"))
 KERNELS = Label("kernels", "stageline.kernels", values=("compiled", "plain", "none"))
 LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
+ENDPOINT = Label(
+    "endpoint",
+    "stageline.gateway.endpoint",
+    values=(
+        "completions",
+        "chat_completions",
+        "models",
+        "tokenize",
+        "detokenize",
+        "tokenizer_info",
+        "process",
+        "unknown",
+    ),
+)
+HTTP_STATUS = Label("status", "http.response.status_code", most=64, is_integer=True)
 DESTINATION = Label("destination", "stageline.destination", values=("coordinator", "collector"))
 
 _SHORT_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -160,7 +176,8 @@ def _of(
     )
 
 
-_COORDINATOR, _WORKER, _BOTH = (Process.COORDINATOR,), (Process.WORKER,), tuple(Process)
+_COORDINATOR, _WORKER, _GATEWAY = (Process.COORDINATOR,), (Process.WORKER,), (Process.GATEWAY,)
+_BOTH, _ALL = (Process.COORDINATOR, Process.WORKER), tuple(Process)
 _COUNTER, _UP_DOWN, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.UP_DOWN, Kind.GAUGE, Kind.HISTOGRAM
 
 REQUESTS = _of(
@@ -433,8 +450,25 @@ JOURNAL_UNWRITTEN = _of(
     "{record}",
     "Records of active requests that wait to be written.",
 )
+HTTP_REQUESTS = _of(
+    _GATEWAY,
+    "stageline.gateway.requests",
+    _COUNTER,
+    "{request}",
+    "Ended HTTP requests, by endpoint and status.",
+    ENDPOINT,
+    HTTP_STATUS,
+)
+HTTP_ACTIVE = _of(_GATEWAY, "stageline.gateway.active", _UP_DOWN, "{request}", "HTTP requests in progress.")
+IGNORED_FIELDS = _of(
+    _GATEWAY,
+    "stageline.gateway.ignored_fields",
+    _COUNTER,
+    "{field}",
+    "Unknown fields of requests that were served without them.",
+)
 RESIDENT_MEMORY = _of(
-    _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Resident memory of the process."
+    _ALL, "stageline.process.resident_memory", _UP_DOWN, "By", "Resident memory of the process."
 )
 FAILED_EXPORTS = _of(
     _BOTH,
@@ -445,7 +479,7 @@ FAILED_EXPORTS = _of(
     DESTINATION,
 )
 SERIES_OVERFLOWS = _of(
-    _BOTH,
+    _ALL,
     "stageline.metrics.overflows",
     _COUNTER,
     "{lookup}",

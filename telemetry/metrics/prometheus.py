@@ -22,14 +22,15 @@ _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """The metrics of one process; `worker` is its name, empty for the coordinator."""
+    """The metrics of one process; `worker` is its name, empty for the process that shows them."""
 
     worker: str
     message: ResourceMetrics
+    shown_by: Process = Process.COORDINATOR
 
     @property
     def process(self) -> Process:
-        return Process.WORKER if self.worker else Process.COORDINATOR
+        return Process.WORKER if self.worker else self.shown_by
 
 
 def prometheus_text(exposed: Sequence[Exposed], accept: str) -> tuple[bytes, str]:

@@ -7,7 +7,11 @@ from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
 GUIDES = "".join(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))
-RECORDERS = {Process.COORDINATOR: "coordinator", Process.WORKER: "worker"}
+RECORDERS = {
+    Process.COORDINATOR: "coordinator",
+    Process.WORKER: "worker",
+    Process.GATEWAY: "gateway",
+}
 
 
 def row(metric: Metric) -> str:

@@ -1,0 +1,193 @@
+"""The HTTP application: routes, errors and the OpenAPI schema."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api import process
+from gateway.api.body import RequestBody
+from gateway.api.call import Gateway
+from gateway.api.chat import ChatRequest, chat_completions
+from gateway.api.completions import CompletionRequest, completions
+from gateway.api.errors import api_error, error_response, http_error
+from gateway.api.sse import ClientGone
+from gateway.api.tokenize import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
+from gateway.metrics import GatewayMetrics
+
+CLIENT_GONE_STATUS = 499
+Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path; `endpoint` is its name in metrics."""
+
+    path: str
+    handler: Handler
+    endpoint: str = "process"
+    method: str = "GET"
+    body: type[RequestBody] | None = None
+    streams: bool = False
+    media_type: str = "application/json"
+
+
+_POST = "POST"
+ROUTES = (
+    Route("/v1/completions", completions, "completions", _POST, CompletionRequest, streams=True),
+    Route("/v1/chat/completions", chat_completions, "chat_completions", _POST, ChatRequest, streams=True),
+    Route("/v1/models", process.models, "models"),
+    Route("/v1/models/{model:path}", process.model, "models"),
+    *(
+        route
+        for prefix in ("", "/v1")
+        for route in (
+            Route(f"{prefix}/tokenize", tokenize, "tokenize", _POST, TokenizeRequest),
+            Route(f"{prefix}/detokenize", detokenize, "detokenize", _POST, DetokenizeRequest),
+            Route(f"{prefix}/tokenizer_info", tokenizer_info, "tokenizer_info"),
+        )
+    ),
+    Route("/health", process.health),
+    Route("/ping", process.health),
+    Route("/readyz", process.ready),
+    Route("/version", process.version),
+    Route("/metrics", process.metrics, media_type="text/plain"),
+    Route("/", process.root),
+)
+
+
+def make_app(gateway: Gateway) -> ASGIApp:
+    """Make the application. Responses of all paths, known or not, count in the metrics."""
+    app = FastAPI(
+        title="Stageline",
+        version=gateway.config.telemetry.service_version,
+        docs_url=None,
+        redoc_url=None,
+    )
+    endpoints: dict[Any, str] = {}
+    schemas: dict[str, Any] = {"Error": _ERROR_SCHEMA}
+    for route in ROUTES:
+        handler = _guarded(route.handler, gateway)
+        endpoints[handler] = route.endpoint
+        app.add_api_route(
+            route.path,
+            handler,
+            methods=[route.method],
+            summary=(route.handler.__doc__ or "").partition("\n")[0],
+            operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}".replace(
+                "{model:path}", "name"
+            ),
+            response_class=Response,
+            responses=_responses(route),
+            openapi_extra=_request_body(route.body, schemas),
+        )
+        if route.method == "GET":
+            app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
+    app.add_exception_handler(HTTPException, _http_exception)
+    _add_schemas(app, schemas)
+    return CountRequests(app, gateway.metrics, endpoints)
+
+
+def _guarded(handler: Handler, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(gateway, request)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except Exception as error:
+            response = error_response(api_error(error))
+            if label := getattr(request.state, "label", ""):
+                response.headers["x-request-id"] = label
+            return response
+
+    return handle
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}"
+    return error_response(http_error(error.status_code, text, error.headers))
+
+
+class CountRequests:
+    """Counts requests from their first byte to the end of their response."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, endpoints: dict[Any, str]) -> None:
+        self._app, self._metrics, self._endpoints = app, metrics, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.request_began()
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            self._metrics.request_ended(self._endpoints.get(scope.get("endpoint"), "unknown"), status)
+
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERROR = {
+    "description": "Error",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+
+def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
+    content: dict[str, Any] = {route.media_type: {"schema": {}}}
+    if route.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {200: {"description": "Success", "content": content}, "4XX": _ERROR, "5XX": _ERROR}
+
+
+def _request_body(body: type[RequestBody] | None, schemas: dict[str, Any]) -> dict[str, Any] | None:
+    """Describe the body, which handlers parse themselves, and add its parts to `schemas`."""
+    if body is None:
+        return None
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= schema.pop("$defs", {})
+    schemas[body.__name__] = schema
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_schemas(app: FastAPI, schemas: dict[str, Any]) -> None:
+    make_schema = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make_schema()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""Bodies of requests: size, type and JSON."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.api.errors import ApiError, http_error, invalid
+
+_TYPE_NAMES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
+_MAX_SHOWN = 60
+
+
+class RequestBody(BaseModel):
+    """Base of request bodies; `null` is the default of every field."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+
+
+_Body = TypeVar("_Body", bound=RequestBody)
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """Raises ApiError for a wrong content type and for more than `max_bytes`."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise http_error(415, f"content-type is {content_type[:_MAX_SHOWN]!r}, must be application/json")
+    if int(request.headers.get("content-length") or 0) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect:
+        raise http_error(400, "the connection ended before the body") from None
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return http_error(413, f"the body is larger than {max_bytes} bytes (--max-body)")
+
+
+def parse_body(kind: type[_Body], body: bytes) -> _Body:
+    """Raises ApiError with the field that is wrong; pydantic limits the depth of nested JSON to 200."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        raise invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    param = _path(first["loc"])
+    text = first["msg"][0].lower() + first["msg"][1:]
+    raise invalid(f"{param or 'the body'} is {_shown(first['input'])}: {text}", param=param)
+
+
+def _path(location: Sequence[int | str]) -> str | None:
+    """The location as in messages[0].content; pydantic adds names of types to it."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _TYPE_NAMES:
+            path += f".{part}" if path else part
+    return path or None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,261 @@
+"""What requests share: the gateway's parts, identity and headers of a request, and its submission."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.body import RequestBody, parse_body, read_body
+from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, invalid, unavailable, unknown_model
+from gateway.api.fields import check_fields
+from gateway.api.logprobs import LogprobWriter
+from gateway.api.sampling import GenerationFields
+from gateway.config import GatewayConfig
+from gateway.generation import Generation, GenerationSpec
+from gateway.metrics import GatewayMetrics
+from gateway.output import OutputRules
+from gateway.text_thread import TextThread
+from gateway.upstream.contract import TokenStream, Upstream
+from stageline_rpc.v1 import inference_pb2
+from text.tokenizer import TextCodec
+from wire.ids import RequestId, id_text, new_request_id, parse_request_id
+from wire.trace_context import parse_traceparent
+
+INLINE_BYTES = 16 * 1024
+"""Bodies up to this size are parsed on the event loop, within a millisecond."""
+TEXT_SLACK = 4
+"""Characters that a tokenizer may fold, such as white space."""
+MAX_LABEL_CHARACTERS = 256
+_Body = TypeVar("_Body", bound=RequestBody)
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, kw_only=True)
+class Gateway:
+    """The parts that serve requests. `template` is the text of --chat-template."""
+
+    config: GatewayConfig
+    upstream: Upstream
+    codec: TextCodec | None
+    metrics: GatewayMetrics
+    template: str | None = None
+    logprobs: LogprobWriter = field(init=False)
+    text: TextThread = field(default_factory=TextThread)
+    intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "intake"))
+    started: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.logprobs = LogprobWriter(self.codec)
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Identity of the model's weights."""
+        return f"fp_{self.upstream.model.fingerprint[:16]}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names under which the model is served; the first is in responses."""
+        return self.config.served_model_names or (self.upstream.model.name,)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.text.close()
+        self.intake.shutdown(wait=False, cancel_futures=True)
+
+    async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
+        """Run slow work of a prompt, such as tokenizing, on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.intake, work)
+
+    def require_codec(self, param: str, instead: str) -> TextCodec:
+        """Raises ApiError for a model without a tokenizer."""
+        if self.codec is None:
+            raise invalid(f"{param} needs a tokenizer, which this model lacks: {instead}", param=param)
+        return self.codec
+
+    def check_text_size(self, texts: Iterable[str], *, param: str) -> None:
+        """Reject a text that can never fit before tokenizing it, which takes seconds per megabyte."""
+        if self.codec is None:
+            return
+        limit = self.upstream.model.max_sequence_tokens
+        size_bytes = sum(len(text.encode()) for text in texts)
+        if size_bytes > TEXT_SLACK * limit * self.codec.longest_token_bytes:
+            raise invalid(
+                f"this model's maximum context length is {limit} tokens, of at most "
+                f"{self.codec.longest_token_bytes} bytes each: {param} has {size_bytes} bytes",
+                param=param,
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+
+    def fit(
+        self, prompt: Sequence[int], fields: GenerationFields, *, param: str, max_tokens: int | None
+    ) -> tuple[Sequence[int], int]:
+        """Return the prompt, truncated if asked, and the number of tokens to generate.
+
+        Without `max_tokens` it is all that the context has room for. Raises ApiError.
+        """
+        model = self.upstream.model
+        limit = model.max_sequence_tokens
+        if (keep := fields.truncate_prompt_tokens) is not None:
+            keep = max(1, limit - (max_tokens or 1)) if keep == -1 else keep
+            prompt = prompt[-keep:] if keep else []
+        if not prompt:
+            raise invalid(f"{param} has no tokens, at least 1 is needed", param=param)
+        if (largest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
+            raise invalid(
+                f"{param} has token id {largest}, must be in [0, {model.vocab_size - 1}]", param=param
+            )
+        room = limit - len(prompt)
+        wanted = max(room, 1) if max_tokens is None else max_tokens
+        if wanted > room:
+            raise invalid(
+                f"this model's maximum context length is {limit} tokens: the prompt has {len(prompt)} and "
+                f"max_tokens is {wanted}, {len(prompt) + wanted} in all",
+                param=param,
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+        return prompt, wanted
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """Identity of one HTTP request. `label` is what the client calls it, `ignored` are unknown fields."""
+
+    request_id: RequestId
+    label: str
+    ignored: Sequence[str]
+    traceparent: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    started_s: float = field(default_factory=time.monotonic)
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        headers = {
+            "x-request-id": self.label,
+            "openai-processing-ms": str(round((time.monotonic() - self.started_s) * 1000)),
+        }
+        if self.ignored:
+            headers["x-stageline-ignored"] = ", ".join(
+                name if name.isascii() and name.isprintable() else ascii(name) for name in self.ignored
+            )
+        return headers
+
+
+def json_response(body: Mapping[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> tuple[_Body, Sequence[str]]:
+    """Read the body; return its fields, and the names of those without effect. Raises ApiError."""
+    body = await read_body(request, max_bytes=gateway.config.max_body_bytes)
+    if len(body) <= INLINE_BYTES:
+        fields = parse_body(kind, body)
+    else:
+        fields = await gateway.beside_loop(lambda: parse_body(kind, body))
+    if fields.model and fields.model not in gateway.names:
+        raise unknown_model(fields.model, gateway.names[0])
+    ignored = list(check_fields(fields.model_extra, is_strict=gateway.config.strict_fields))
+    gateway.metrics.count_ignored(len(ignored))
+    return fields, ignored
+
+
+def open_call(gateway: Gateway, request: Request, fields: GenerationFields, ignored: Sequence[str]) -> Call:
+    """A UUIDv7 of the client is the request's id; any other text is a label beside a new id."""
+    label = fields.request_id or request.headers.get("x-request-id", "")
+    label = label[:MAX_LABEL_CHARACTERS]
+    try:
+        request_id = parse_request_id(label)
+    except ValueError:
+        request_id = new_request_id()
+    if not (label.isascii() and label.isprintable() and label):
+        label = id_text(request_id)
+    request.state.label = label  # for errors
+    traceparent = request.headers.get("traceparent", "")
+    return Call(
+        request_id=request_id,
+        label=label,
+        ignored=ignored,
+        traceparent=traceparent if parse_traceparent(traceparent) is not None else "",
+        model=fields.model or gateway.names[0],
+    )
+
+
+def output_rules(gateway: Gateway, fields: GenerationFields) -> OutputRules:
+    """Raises ApiError for stop strings that cannot be matched."""
+    stops = fields.stops
+    if stops:
+        gateway.require_codec("stop", "use stop_token_ids")
+    return OutputRules(
+        gateway.codec,
+        stops=stops,
+        stop_token_ids=frozenset(fields.stop_token_ids or ()),
+        min_tokens=fields.min_tokens or 0,
+        includes_stop=bool(fields.include_stop_str_in_output),
+        skips_special_tokens=fields.skip_special_tokens is not False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request for the coordinator: prompts with their maximum number of new tokens."""
+
+    spec: GenerationSpec
+    prompts: Sequence[tuple[Sequence[int], int]]
+    sampling: inference_pb2.SamplingParameters
+    fields: GenerationFields
+
+
+async def submit(gateway: Gateway, call: Call, submission: Submission) -> Generation:
+    """Submit all prompts; return when all are accepted. Raises ApiError or UpstreamFailure."""
+    if gateway.is_draining:
+        raise unavailable("the gateway is draining")
+    tasks = [
+        asyncio.create_task(_submit_one(gateway, call, message)) for message in _messages(call, submission)
+    ]
+    try:
+        streams = await asyncio.gather(*tasks)
+    except BaseException:
+        await _cancel_all(tasks)
+        raise
+    prompts = [prompt for prompt, _ in submission.prompts]
+    return Generation(submission.spec, prompts, streams, gateway.text)
+
+
+async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.GenerateRequest) -> TokenStream:
+    return await gateway.upstream.submit(message, deadline_s=None, traceparent=call.traceparent)
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[TokenStream]]) -> None:
+    """Cancel the prompts of a request of which one was refused."""
+    for task in tasks:
+        task.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(found, BaseException):
+            await found.cancel()
+
+
+def _messages(call: Call, submission: Submission) -> Iterable[inference_pb2.GenerateRequest]:
+    fields = submission.fields
+    for index, (prompt, max_tokens) in enumerate(submission.prompts):
+        yield inference_pb2.GenerateRequest(
+            request_id=id_text(call.request_id if index == 0 else new_request_id()),
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            max_tokens=max_tokens,
+            sampling=submission.sampling,
+            cache_salt=fields.cache_salt or "",
+            priority=_priority(fields.priority or 0),
+        )
+
+
+def _priority(number: int) -> inference_pb2.Priority.ValueType:
+    """vLLM serves lower numbers first; here there are three classes."""
+    if number == 0:
+        return inference_pb2.PRIORITY_NORMAL
+    return inference_pb2.PRIORITY_HIGH if number < 0 else inference_pb2.PRIORITY_LOW

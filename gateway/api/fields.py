@@ -1,0 +1,75 @@
+"""Request fields beside those that are honoured: one table of what happens to each.
+
+Honoured fields are those of the request classes. A field that is in neither is served and reported in the
+header `x-stageline-ignored`, or refused with `--strict-fields`.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.api.errors import invalid
+
+ACCEPTED: Mapping[str, str] = {
+    "user": "names the caller's user",
+    "metadata": "labels for the caller's records",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "safety_identifier": "names the caller's user",
+    "prompt_cache_key": "prefixes are shared by content",
+    "prompt_cache_retention": "prefixes are kept while there is room",
+    "prediction": "a hint for speed",
+    "parallel_tool_calls": "applies to tools only",
+    "add_special_tokens": "applies to `/tokenize`; prompts follow the tokenizer, chats the template",
+    "timeout": "read by clients",
+}
+"""Fields without effect on the output, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that would change the output: why it is not served, and values that ask for nothing."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+
+REFUSED: Mapping[str, Refused] = {
+    "best_of": Refused("choices are not ranked: use n", (1,)),
+    "suffix": Refused("there is no infilling", ("",)),
+    "use_beam_search": Refused("there is no beam search", (False,)),
+    "length_penalty": Refused("there is no beam search", (1, 1.0)),
+    "early_stopping": Refused("there is no beam search", (False,)),
+    "audio": Refused("the output is text"),
+    "modalities": Refused("the output is text", (["text"],)),
+    "web_search_options": Refused("there is no search"),
+    "functions": Refused("tools are not served", ([],)),
+    "function_call": Refused("tools are not served", ("none", "auto")),
+    "tools": Refused("tools are not served", ([],)),
+    "tool_choice": Refused("tools are not served", ("none", "auto")),
+    "verbosity": Refused("no level of detail can be chosen", ("medium",)),
+    "chat_template": Refused("start the gateway with --chat-template"),
+    "documents": Refused("put the documents into messages", ([],)),
+    "mm_processor_kwargs": Refused("the input is text", ({},)),
+    "logits_processors": Refused("no code of a request is run", ([],)),
+    "prompt_embeds": Refused("the input is text or token ids"),
+    "spaces_between_special_tokens": Refused("the tokenizer's own spacing is used", (True,)),
+    "structural_tag": Refused("use structured_outputs"),
+}
+"""Fields of other servers that cannot be honoured. `null` and neutral values are accepted."""
+
+
+def check_fields(extra: Mapping[str, Any] | None, *, is_strict: bool) -> Collection[str]:
+    """Return the names of unknown fields. Raises ApiError for a refused one, or if strict for any."""
+    ignored = []
+    for name, value in (extra or {}).items():
+        if name in ACCEPTED:
+            continue
+        if (refused := REFUSED.get(name)) is not None:
+            if value is not None and value not in refused.neutral:
+                raise invalid(f"{name} is not supported: {refused.why}", param=name)
+            continue
+        ignored.append(name)
+    if ignored and is_strict:
+        raise invalid(f"unknown field {ignored[0]!r}", param=ignored[0])
+    return ignored

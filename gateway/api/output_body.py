@@ -1,0 +1,112 @@
+"""What completions and chats share in their bodies and events."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.call import Call, Gateway
+from gateway.api.sampling import GenerationFields
+from gateway.api.sse import DONE, EventStream, frame, while_connected
+from gateway.generation import Generation, UsageCounts
+from gateway.output import Delta, StopReason
+from stageline_rpc.v1.inference_pb2 import TokenLogprobs
+
+
+def usage_body(usage: UsageCounts) -> dict[str, Any]:
+    """`usage` of a response; `stageline` is an extension."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "stageline": {"restarts": usage.restarts},
+    }
+
+
+@dataclass(slots=True)
+class ChoiceText:
+    """All deltas of a choice together."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.text_offsets += delta.text_offsets
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+async def collect(generation: Generation) -> Sequence[ChoiceText]:
+    """Await the whole output of every choice. Raises UpstreamFailure."""
+    choices = [ChoiceText() for _ in range(generation.num_choices)]
+    async with aclosing(generation.rendered(lambda delta: delta)) as deltas:
+        async for delta in deltas:
+            choices[delta.choice].add(delta)
+    return choices
+
+
+class Writer(Protocol):
+    """How one API writes its output; called on the text thread, except `begin` and `body`."""
+
+    def begin(self) -> bytes:
+        """Events before the first output."""
+
+    def delta(self, delta: Delta) -> bytes:
+        """The event of a delta."""
+
+    def body(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A chunk of a stream, or the whole response."""
+
+    def whole(self, choices: Sequence[ChoiceText]) -> bytes:
+        """The response without streaming."""
+
+
+async def respond(
+    gateway: Gateway,
+    request: Request,
+    call: Call,
+    generation: Generation,
+    writer: Writer,
+    fields: GenerationFields,
+) -> Response:
+    """Stream the output, or await it. A client that leaves cancels the request. Raises UpstreamFailure."""
+    if fields.stream:
+        events = _events(generation, writer, includes_usage=fields.includes_usage)
+        return EventStream(events, close=generation.cancel, headers=call.headers())
+    try:
+        choices = await while_connected(request, collect(generation))
+        body = await gateway.text.run(partial(writer.whole, choices))
+    finally:
+        await generation.cancel()
+    return Response(body, headers=call.headers(), media_type="application/json")
+
+
+async def _events(
+    generation: Generation, writer: Writer, *, includes_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    if begin := writer.begin():
+        yield begin
+    async with aclosing(generation.rendered(writer.delta)) as rendered:
+        async for event in rendered:
+            yield event
+    if includes_usage:
+        yield frame(orjson.dumps(writer.body([], usage=usage_body(generation.usage))))
+    yield DONE

@@ -1,0 +1,66 @@
+"""Paths about the gateway itself: models, health, readiness, version, metrics."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.call import Gateway, json_response
+from gateway.api.errors import unavailable, unknown_model
+
+OWNER = "stageline"
+
+
+async def health(gateway: Gateway, request: Request) -> Response:
+    """Answer as long as the process runs."""
+    return json_response({"status": "ok"})
+
+
+async def ready(gateway: Gateway, request: Request) -> Response:
+    """Answer 200 if requests are accepted: the coordinator is connected, and the gateway not draining."""
+    if gateway.is_draining:
+        raise unavailable("the gateway is draining")
+    if not gateway.upstream.is_ready:
+        raise unavailable(f"the coordinator {gateway.config.coordinator} is not connected")
+    return json_response({"status": "ready"})
+
+
+async def version(gateway: Gateway, request: Request) -> Response:
+    """Return the version of the gateway."""
+    return json_response({"version": gateway.config.telemetry.service_version})
+
+
+async def metrics(gateway: Gateway, request: Request) -> Response:
+    """Return the metrics of the gateway, for Prometheus."""
+    body, content_type = await gateway.metrics.text(request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})
+
+
+async def root(gateway: Gateway, request: Request) -> Response:
+    """Name the model; some clients probe this path."""
+    return json_response({"model": gateway.names[0], "openapi": "/openapi.json"})
+
+
+async def models(gateway: Gateway, request: Request) -> Response:
+    """List the model under all of its names."""
+    return json_response({"object": "list", "data": [_entry(gateway, name) for name in gateway.names]})
+
+
+async def model(gateway: Gateway, request: Request) -> Response:
+    """Describe the model of one name."""
+    name = request.path_params["model"]
+    if name not in gateway.names:
+        raise unknown_model(name, gateway.names[0])
+    return json_response(_entry(gateway, name))
+
+
+def _entry(gateway: Gateway, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": gateway.started,
+        "owned_by": OWNER,
+        "root": gateway.upstream.model.name,
+        "parent": None,
+        "max_model_len": gateway.upstream.model.max_sequence_tokens,
+    }

@@ -1,0 +1,111 @@
+"""Server-sent events: frames, keep-alive comments, and streams that end with their client."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.errors import api_error, error_body
+
+KEEP_ALIVE_S = 15.0
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_Result = TypeVar("_Result")
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+def frame(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events`, and calls `close` when they end or the client leaves.
+
+    An error is sent as the last event: without `[DONE]`, so that no client takes the output for complete.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        close: Callable[[], Coroutine[Any, Any, None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers={**headers, **_HEADERS})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+        self._sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with contextlib.suppress(ClientGone):
+                await until_disconnect(receive, self._send_events(send))
+        finally:
+            await self._close()  # also where the generator never began
+
+    async def _send_events(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
+        keep_alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            async with contextlib.aclosing(self._events):
+                async for event in self._events:
+                    self._sent_s = clock()
+                    await _send_part(send, event)
+        except Exception as error:
+            await _send_part(send, frame(orjson.dumps(error_body(api_error(error)))))
+        finally:
+            keep_alive.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment, which clients skip, after each silence: proxies close idle connections."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            silence_s = clock() - self._sent_s
+            if silence_s >= KEEP_ALIVE_S:
+                self._sent_s = clock()
+                await _send_part(send, _KEEP_ALIVE)
+            else:
+                await asyncio.sleep(KEEP_ALIVE_S - silence_s)
+
+
+async def _send_part(send: Send, part: bytes) -> None:
+    await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run `work`; cancel it and raise ClientGone when the client leaves. The body has been read."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """`until_disconnect` for a request whose body has been read."""
+    return await until_disconnect(request.receive, work)

@@ -1,0 +1,89 @@
+"""Configuration of a gateway."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from telemetry.logs import DEFAULT_LOGS, LogSettings
+from telemetry.settings import NO_SETTINGS, TelemetrySettings
+from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
+from wire.flags import Flag, check_limits, file_path, listen_address, peer_address
+from wire.sizes import MAX_BYTES, exact_size, parse_size
+
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:7482"
+
+_serving = partial(Flag, panel="Addresses")
+_api = partial(Flag, panel="API")
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parse names, separated by commas. Raises ValueError."""
+    names = tuple(name.strip() for name in text.split(","))
+    if "" in names:
+        raise ValueError(f"--served-model-name {text!r} has an empty name")
+    return names
+
+
+def existing_file(text: str) -> Path:
+    """Return the absolute path of a file. Raises ValueError."""
+    path = file_path(text)
+    if not path.is_file():
+        raise ValueError(f"file {text!r} does not exist")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayConfig:
+    """Settings of a gateway, with the flags that set them. Raises ValueError with the numbers."""
+
+    coordinator: Annotated[
+        str, _serving("--coordinator", "HOST:PORT", "Coordinator address", parse=peer_address)
+    ] = DEFAULT_ADDRESS
+    listen: Annotated[
+        str,
+        _serving("--listen", "HOST:PORT", "Listen address; port 0 takes a free port", parse=listen_address),
+    ] = DEFAULT_HTTP_ADDRESS
+    drain_timeout_s: Annotated[
+        float,
+        _serving(
+            "--drain-timeout", "SECONDS", "Maximum time to finish running requests before exit", above=0
+        ),
+    ] = 60.0
+    served_model_names: Annotated[
+        tuple[str, ...] | None,
+        _api(
+            "--served-model-name",
+            "NAME,NAME,...",
+            "Names of the model; the first is in responses",
+            unset="the coordinator's",
+            parse=parse_names,
+            format=",".join,
+        ),
+    ] = None
+    chat_template: Annotated[
+        Path | None,
+        _api("--chat-template", "FILE", "Jinja chat template", unset="the model's", parse=existing_file),
+    ] = None
+    strict_fields: Annotated[
+        bool, _api("--strict-fields", None, "Reject requests with unknown fields instead of ignoring them")
+    ] = False
+    max_body_bytes: Annotated[
+        int,
+        _api(
+            "--max-body",
+            "SIZE",
+            "Maximum size of a request body",
+            min=1,
+            max=MAX_BYTES,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = 16 * 2**20
+    telemetry: TelemetrySettings = NO_SETTINGS
+    logs: LogSettings = DEFAULT_LOGS
+
+    def __post_init__(self) -> None:
+        parse_peer_address(self.coordinator)
+        parse_address(self.listen)
+        check_limits(self)

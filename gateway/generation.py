@@ -1,0 +1,213 @@
+"""One HTTP request's generation: streams of the coordinator to deltas of choices."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from gateway.output import ChoiceOutput, Delta, OutputRules
+from gateway.text_thread import TextThread
+from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, TokenStream
+from stageline_rpc.v1 import inference_pb2
+from stageline_rpc.v1.inference_pb2 import TokenLogprobs
+
+FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+_Item: TypeAlias = Tokens | PromptLogprobs | ChoiceEnd
+_Rendered = TypeVar("_Rendered")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec:
+    """What a request wants of its streams.
+
+    Attributes:
+        num_choices: Choices per prompt; choice c of prompt p is choice p * num_choices + c of the response.
+        echo: The output begins with the prompt.
+        wants_tokens: Deltas without text are of use, for their tokens.
+        echoes_logprobs: The prompt's log-probabilities are part of its echo.
+    """
+
+    rules: OutputRules
+    num_choices: int = 1
+    echo: bool = False
+    wants_tokens: bool = False
+    echoes_logprobs: bool = False
+
+
+@dataclass(slots=True)
+class UsageCounts:
+    """Token counts of a request; cached tokens are those of the first choice of each prompt."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    restarts: int = 0
+
+
+@dataclass(slots=True)
+class PromptState:
+    """A prompt and the outputs of its choices."""
+
+    ids: Sequence[int]
+    stream: TokenStream
+    outputs: list[ChoiceOutput]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_echoed: bool = False
+    num_live: int = 0
+    held: list[Tokens | ChoiceEnd] = field(default_factory=list)
+
+
+class Generation:
+    """The output of all prompts of a request, in order of arrival."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        prompts: Sequence[Sequence[int]],
+        streams: Sequence[TokenStream],
+        text: TextThread,
+    ) -> None:
+        self._spec, self._text = spec, text
+        self.usage = UsageCounts(prompt_tokens=sum(map(len, prompts)))
+        self.prompts = [
+            PromptState(ids, stream, self._new_outputs(index, ids), num_live=spec.num_choices)
+            for index, (ids, stream) in enumerate(zip(prompts, streams, strict=True))
+        ]
+
+    def _new_outputs(self, index: int, prompt: Sequence[int]) -> list[ChoiceOutput]:
+        spec = self._spec
+        first = index * spec.num_choices
+        return [
+            ChoiceOutput(first + choice, spec.rules, prompt, echoes_prompt=spec.echo)
+            for choice in range(spec.num_choices)
+        ]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self._spec.num_choices
+
+    def prompt_of(self, choice: int) -> PromptState:
+        """The prompt of a choice of the response."""
+        return self.prompts[choice // self._spec.num_choices]
+
+    async def rendered(self, render: Callable[[Delta], _Rendered]) -> AsyncGenerator[_Rendered, None]:
+        """Yield `render` of each delta; it runs on the text thread. Raises UpstreamFailure.
+
+        Streams that have not ended are cancelled at the end.
+        """
+        try:
+            async with aclosing(self._items()) as items:
+                async for prompt, item in items:
+                    for work in self._works(prompt, item):
+                        result = await self._text.run(partial(self._render, work, render))
+                        if result is not None:
+                            yield result
+                    _stop_upstream(prompt)
+        finally:
+            await self.cancel()
+
+    async def cancel(self) -> None:
+        """Cancel the streams that have not ended."""
+        for prompt in self.prompts:
+            if prompt.num_live:
+                prompt.num_live = 0
+                await prompt.stream.cancel()
+
+    def _render(
+        self, work: Callable[[], Delta | None], render: Callable[[Delta], _Rendered]
+    ) -> _Rendered | None:
+        delta = work()
+        if delta is None:
+            return None
+        is_useful = bool(delta.text or delta.finish_reason) or self._spec.wants_tokens
+        return render(delta) if is_useful else None
+
+    async def _items(self) -> AsyncGenerator[tuple[PromptState, _Item], None]:
+        if len(self.prompts) == 1:
+            async for item in self.prompts[0].stream:
+                yield self.prompts[0], item
+            return
+        queue: asyncio.Queue[tuple[PromptState, _Item | Exception | None]] = asyncio.Queue(len(self.prompts))
+        readers = [asyncio.create_task(_read(prompt, queue)) for prompt in self.prompts]
+        try:
+            num_live = len(readers)
+            while num_live:
+                prompt, found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    num_live -= 1
+                else:
+                    yield prompt, found
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    def _works(self, prompt: PromptState, item: _Item) -> Iterator[Callable[[], Delta | None]]:
+        """Yield what the text thread has to do for an item."""
+        if isinstance(item, PromptLogprobs):
+            prompt.logprobs[item.first_index :] = item.logprobs
+        if self._spec.echo and not prompt.has_echoed:
+            if self._spec.echoes_logprobs and len(prompt.logprobs) < len(prompt.ids):
+                if not isinstance(item, PromptLogprobs):
+                    prompt.held.append(item)
+                return
+            prompt.has_echoed = True
+            logprobs = prompt.logprobs if self._spec.echoes_logprobs else ()
+            for output in prompt.outputs:
+                yield partial(output.echo, prompt.ids, logprobs)
+        held, prompt.held = prompt.held, []
+        for waiting in held:
+            yield from self._output_works(prompt, waiting)
+        if not isinstance(item, PromptLogprobs):
+            yield from self._output_works(prompt, item)
+
+    def _output_works(
+        self, prompt: PromptState, item: Tokens | ChoiceEnd
+    ) -> Iterator[Callable[[], Delta | None]]:
+        output = prompt.outputs[item.choice]
+        if isinstance(item, Tokens):
+            yield partial(self._push, output, item)
+            return
+        prompt.num_live -= 1
+        self.usage.restarts = max(self.usage.restarts, item.usage.restarts)
+        if item.choice == 0:
+            self.usage.cached_tokens += item.usage.cached_tokens
+        if not output.is_stopped:
+            yield partial(output.finish, FINISH_REASONS.get(item.finish_reason, "abort"))
+
+    def _push(self, output: ChoiceOutput, item: Tokens) -> Delta | None:
+        """Add tokens, except those that arrive after a stop string."""
+        if output.is_stopped:
+            return None
+        delta = output.push(item.token_ids, item.logprobs)
+        self.usage.completion_tokens += len(delta.token_ids)
+        return delta
+
+
+async def _read(
+    prompt: PromptState, queue: asyncio.Queue[tuple[PromptState, _Item | Exception | None]]
+) -> None:
+    """Put the items of a stream into the queue, then its failure, or None."""
+    end = None
+    try:
+        async for item in prompt.stream:
+            await queue.put((prompt, item))
+    except Exception as error:
+        end = error
+    await queue.put((prompt, end))
+
+
+def _stop_upstream(prompt: PromptState) -> None:
+    """Tell the coordinator of choices that a stop string ended; it discards the tokens after it."""
+    for choice, output in enumerate(prompt.outputs):
+        if output.is_stopped and not output.is_stop_sent:
+            output.is_stop_sent = True
+            prompt.stream.stop(choice, output.num_generated)

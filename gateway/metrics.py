@@ -1,0 +1,51 @@
+"""Metrics of a gateway."""
+
+import asyncio
+import time
+from functools import partial
+
+import psutil
+from opentelemetry.sdk.metrics.export import ScopeMetrics
+from opentelemetry.sdk.resources import Resource
+
+from telemetry.metrics import definitions
+from telemetry.metrics.definitions import Process
+from telemetry.metrics.otlp import export_request
+from telemetry.metrics.prometheus import Exposed, prometheus_text
+from telemetry.metrics.registry import Registry
+
+
+class GatewayMetrics:
+    """Counts requests and ignored fields."""
+
+    def __init__(self) -> None:
+        self._registry = Registry(start_ns=time.time_ns())
+        self._requests = self._registry.number(definitions.HTTP_REQUESTS)
+        self._active = self._registry.number(definitions.HTTP_ACTIVE).of()
+        self._ignored = self._registry.number(definitions.IGNORED_FIELDS).of()
+        self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._process = psutil.Process()
+        self._registry.read_with(lambda: self._memory.set(self._process.memory_info().rss))
+
+    @property
+    def num_active(self) -> int:
+        return int(self._active.value)
+
+    def request_began(self) -> None:
+        self._active.add()
+
+    def request_ended(self, endpoint: str, status: int) -> None:
+        self._active.add(-1)
+        self._requests.of(endpoint, str(status)).add()
+
+    def count_ignored(self, number: int) -> None:
+        self._ignored.add(number)
+
+    async def text(self, accept: str) -> tuple[bytes, str]:
+        """Return `/metrics`, and the content type for the header `accept`."""
+        return await asyncio.to_thread(partial(_text, self._registry.snapshot(time.time_ns()), accept))
+
+
+def _text(snapshot: ScopeMetrics, accept: str) -> tuple[bytes, str]:
+    (own,) = export_request(snapshot, Resource({})).resource_metrics
+    return prometheus_text([Exposed("", own, Process.GATEWAY)], accept)

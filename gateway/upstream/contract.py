@@ -1,0 +1,101 @@
+"""What a gateway asks of a coordinator: one stream of tokens per request."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from stageline_rpc.v1.inference_pb2 import FinishReason, GenerateRequest, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The served model; `generation_config` is the checkpoint's file, unchecked."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_sequence_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    generation_config: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of a choice; `logprobs` has one entry per token, or is empty if not requested."""
+
+    choice: int
+    first_token_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from `first_index` on."""
+
+    first_index: int
+    logprobs: Sequence[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """The end of a choice, after all of its tokens."""
+
+    choice: int
+    finish_reason: FinishReason.ValueType
+    usage: Usage
+
+
+class UpstreamFailure(Exception):
+    """A request failed, or the coordinator cannot be reached.
+
+    `reason` is the code of docs/reference/errors.md.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: grpc.StatusCode,
+        reason: str,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class TokenStream(Protocol):
+    """One request. Iteration ends after the end of every choice; it raises UpstreamFailure."""
+
+    request_id: str
+    secret: str
+
+    def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]: ...
+
+    def stop(self, choice: int, num_tokens: int) -> None:
+        """End a choice after its first `num_tokens` generated tokens; its ChoiceEnd still comes."""
+
+    async def cancel(self) -> None:
+        """Cancel the request; no effect after its end. Iteration is then over."""
+
+
+class Upstream(Protocol):
+    """The link to a coordinator."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model, with the limits that the coordinator last reported."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the coordinator is connected."""
+
+    async def submit(
+        self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str
+    ) -> TokenStream:
+        """Return once the request is accepted. Raises UpstreamFailure."""

@@ -1,0 +1,99 @@
+"""Paths beside generation: models, tokens, process, schema."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.api.app import ROUTES
+from gateway.api.chat import ChatRequest
+from tests.unit.gateway.fake_upstream import builtin_codec, serve
+
+
+async def test_the_model_is_listed_under_all_names() -> None:
+    async with serve(served_model_names=("mine", "org/mine")) as served:
+        listed = (await served.client.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["mine", "org/mine"]
+        assert listed["data"][0]["max_model_len"] == 256
+        one = await served.client.get("/v1/models/org/mine")
+        assert one.json() == listed["data"][1]
+        for name in ("mine", "org/mine", ""):
+            response = await served.client.post("/v1/completions", json={"prompt": "a", "model": name})
+            assert response.json()["model"] == name or "mine"
+        assert (await served.client.get("/v1/models/tiny")).status_code == 404
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_tokenizing_and_back(prefix: str) -> None:
+    codec = builtin_codec()
+    ids = codec.encode("Once upon")
+    async with serve() as served:
+        post = served.client.post
+        response = await post(f"{prefix}/tokenize", json={"prompt": "Once upon", "return_token_strs": True})
+        pieces = [codec.piece(token) for token in ids]
+        assert response.json() == {"count": 2, "max_model_len": 256, "tokens": ids, "token_strs": pieces}
+        response = await post(f"{prefix}/detokenize", json={"tokens": [*ids, 0]})
+        assert response.json() == {"prompt": "Once upon<|endoftext|>"}
+        messages = [{"role": "user", "content": "hi"}]
+        response = await post(f"{prefix}/tokenize", json={"messages": messages})
+        assert response.json()["tokens"] == codec.encode_messages(messages)
+        info = (await served.client.get(f"{prefix}/tokenizer_info")).json()
+        assert info["eos_token"] == "<|endoftext|>"
+        assert info["chat_template"] == codec.chat_template
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user"}], "add_special_tokens": True}, "add_special_tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ],
+)
+async def test_wrong_tokens_and_texts_are_refused(path: str, body: dict[str, object], param: str) -> None:
+    async with serve() as served:
+        response = await served.client.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+async def test_paths_of_the_process() -> None:
+    async with serve() as served:
+        get = served.client.get
+        for path in ("/health", "/ping", "/version", "/readyz", "/"):
+            assert (await get(path)).status_code == 200
+            assert (await served.client.head(path)).status_code == 200
+        served.upstream.is_ready = False
+        response = await get("/readyz")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert (await get("/health")).status_code == 200
+        metrics = (await get("/metrics")).text
+        assert 'stageline_gateway_requests_total{endpoint="process",status="503"} 1.0' in metrics
+
+
+async def test_a_draining_gateway_refuses_new_requests() -> None:
+    async with serve() as served:
+        served.gateway.is_draining = True
+        for response in (
+            await served.client.post("/v1/completions", json={"prompt": "a"}),
+            await served.client.get("/readyz"),
+        ):
+            assert response.status_code == 503
+            assert response.json()["error"]["message"] == "the gateway is draining"
+            assert response.headers["retry-after"] == "1"
+
+
+async def test_the_schema_describes_every_path_and_field() -> None:
+    async with serve() as served:
+        schema = (await served.client.get("/openapi.json")).json()
+        assert {path.replace(":path", "") for path in schema["paths"]} == {
+            route.path.replace(":path", "") for route in ROUTES
+        }
+        parts = schema["components"]["schemas"]
+        assert set(parts["ChatRequest"]["properties"]) == set(ChatRequest.model_fields)
+        post = schema["paths"]["/v1/chat/completions"]["post"]
+        reference = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert reference == "#/components/schemas/ChatRequest"
+        assert "422" not in post["responses"]

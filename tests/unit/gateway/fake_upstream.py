@@ -1,0 +1,189 @@
+"""A coordinator that answers with tokens written down before, and a gateway in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import grpc
+from httpx2 import ASGITransport, AsyncClient
+
+from builtin_model import MODEL_DIRECTORY
+from gateway.api.app import make_app
+from gateway.api.call import Gateway
+from gateway.config import GatewayConfig
+from gateway.metrics import GatewayMetrics
+from gateway.upstream.contract import ChoiceEnd, ModelInfo, PromptLogprobs, Tokens, UpstreamFailure
+from stageline_rpc.v1 import inference_pb2
+from text.tokenizer import TextCodec, load_text_codec
+from web.server import HttpServer
+from wire.addresses import Address
+
+Item = Tokens | PromptLogprobs | ChoiceEnd | UpstreamFailure
+EOS = 0
+MODEL = ModelInfo(
+    name="tiny", fingerprint="abc", vocab_size=2048, max_sequence_tokens=256, eos_token_ids=frozenset({EOS})
+)
+STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+
+
+@cache
+def builtin_codec() -> TextCodec:
+    codec = load_text_codec(MODEL_DIRECTORY)
+    assert codec is not None
+    return codec
+
+
+def token_logprobs(
+    token_id: int, logprob: float | None, *top: tuple[int, float]
+) -> inference_pb2.TokenLogprobs:
+    return inference_pb2.TokenLogprobs(
+        token_id=token_id,
+        logprob=logprob,
+        rank=1,
+        top=[inference_pb2.TopLogprob(token_id=token, logprob=value) for token, value in top],
+    )
+
+
+def end_of(choice: int, num_tokens: int, reason: inference_pb2.FinishReason.ValueType = LENGTH) -> ChoiceEnd:
+    usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=num_tokens, cached_tokens=2, restarts=1)
+    return ChoiceEnd(choice, reason, usage)
+
+
+def answer(text: str, *, reason: inference_pb2.FinishReason.ValueType = LENGTH) -> Callable[..., list[Item]]:
+    """Every choice says `text`, one token at a time, with the most likely tokens if they are wanted."""
+
+    def items(request: inference_pb2.GenerateRequest) -> list[Item]:
+        ids = builtin_codec().encode(text)
+        found: list[Item] = []
+        if request.sampling.HasField("prompt_logprobs"):
+            prompt = request.token_ids.ids
+            rows = [
+                token_logprobs(token, -0.5 if index else None, (token, -0.5))
+                for index, token in enumerate(prompt)
+            ]
+            found += [PromptLogprobs(0, rows[:2]), PromptLogprobs(2, rows[2:])]
+        num = len(ids) if request.max_tokens else 0
+        for index, token in enumerate(ids[:num]):
+            for choice in range(request.sampling.n):
+                rows = [token_logprobs(token, -0.25, (token, -0.25), (7, -2.0))]
+                logprobs = rows if request.sampling.HasField("logprobs") else []
+                found.append(Tokens(choice, index, [token], logprobs))
+        return found + [end_of(choice, num, reason) for choice in range(request.sampling.n)]
+
+    return items
+
+
+@dataclass
+class FakeStream:
+    """One request; `items` may wait for `gate`."""
+
+    request: inference_pb2.GenerateRequest
+    items: Sequence[Item]
+    gate: asyncio.Event
+    request_id: str = ""
+    secret: str = "secret"
+    stops: list[tuple[int, int]] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]:
+        await self.gate.wait()
+        for item in self.items:
+            await asyncio.sleep(0)
+            if isinstance(item, UpstreamFailure):
+                raise item
+            yield item
+
+    def stop(self, choice: int, after_token: int) -> None:
+        self.stops.append((choice, after_token))
+
+    async def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeUpstream:
+    """Answers every request with `script`; `refusal` refuses them."""
+
+    def __init__(self, script: Callable[[inference_pb2.GenerateRequest], Sequence[Item]]) -> None:
+        self.script = script
+        self.model = MODEL
+        self.is_ready = True
+        self.refusal: UpstreamFailure | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.streams: list[FakeStream] = []
+        self.traceparents: list[str] = []
+
+    async def submit(
+        self, request: inference_pb2.GenerateRequest, *, deadline_s: float | None, traceparent: str
+    ) -> FakeStream:
+        if self.refusal is not None:
+            raise self.refusal
+        self.traceparents.append(traceparent)
+        stream = FakeStream(request, self.script(request), self.gate, request.request_id)
+        self.streams.append(stream)
+        return stream
+
+
+@dataclass
+class Served:
+    """A gateway in front of `upstream`, and a client of it."""
+
+    client: AsyncClient
+    upstream: FakeUpstream
+    gateway: Gateway
+
+    @property
+    def request(self) -> inference_pb2.GenerateRequest:
+        """The last request."""
+        return self.upstream.streams[-1].request
+
+
+@asynccontextmanager
+async def serve(
+    script: Callable[[inference_pb2.GenerateRequest], Sequence[Item]] | None = None,
+    *,
+    has_text: bool = True,
+    over_tcp: bool = False,
+    **settings: object,
+) -> AsyncIterator[Served]:
+    """Serve in this task, or with `over_tcp` over connections; `settings` are those of GatewayConfig."""
+    upstream = FakeUpstream(script or answer(" a bird sang"))
+    gateway = Gateway(
+        config=GatewayConfig(listen="127.0.0.1:0", **settings),  # type: ignore[arg-type]
+        upstream=upstream,
+        codec=builtin_codec() if has_text else None,
+        metrics=GatewayMetrics(),
+    )
+    app = make_app(gateway)
+    server = HttpServer(app, Address("127.0.0.1", 0), name="a gateway", hint="") if over_tcp else None
+    try:
+        if server is not None:
+            await server.start()
+        transport = None if over_tcp else ASGITransport(app)
+        base_url = "http://gateway" if server is None else server.url
+        async with AsyncClient(transport=transport, base_url=base_url, timeout=20) as client:
+            yield Served(client, upstream, gateway)
+    finally:
+        if server is not None:
+            await server.stop()
+        gateway.close()
+
+
+def failure(
+    status: grpc.StatusCode, reason: str = "REASON", *, retry_after_s: float | None = None
+) -> UpstreamFailure:
+    return UpstreamFailure("it failed", status=status, reason=reason, retry_after_s=retry_after_s)
+
+
+async def events_of(served: Served, path: str, **body: object) -> list[str]:
+    """The data of every event of a stream."""
+    response = await served.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines), lines
+    return [line.removeprefix("data: ") for line in lines]
