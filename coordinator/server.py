@@ -19,12 +19,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
-from coordinator.api.call_context import CallContexts, Operators, TokenFile
+from coordinator.api.call_context import CallContexts, Operators, SecretCheck, TokenFile
 from coordinator.api.cluster_service import ClusterService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.message_limits import MessageLimits
 from coordinator.api.request_handler import RequestHandler
+from coordinator.api.serve_service import ServeStreams
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
 from coordinator.api.worker_services import MembershipService, StepResultsService
@@ -171,15 +172,10 @@ class CoordinatorServer:
         """Register all gRPC services."""
         callers = CallContexts(self._config.client_key, self.engine.now_s)
         operators = Operators(self._token, self._refused_operators)
+        secrets = SecretCheck(self.engine, self.metrics.refused_peers("attach_secret"))
+        self._streams = ServeStreams(self._requests, self.engine, callers, secrets)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(
-                self._requests,
-                self.engine,
-                status,
-                callers,
-                operators,
-                self.metrics.refused_peers("attach_secret"),
-            ),
+            InferenceService(self._requests, self.engine, status, callers, operators, secrets, self._streams),
             self._server,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
@@ -248,6 +244,7 @@ class CoordinatorServer:
             await self.dashboard.stop()
         self.engine.suspend()
         await self.controller.close()
+        self._streams.close()
         self._requests.close()
         self.engine.kv_events.close()
         await self.metrics.close()

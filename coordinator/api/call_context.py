@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 from opentelemetry.trace import SpanContext
 
+from coordinator.engine.engine import Engine
 from wire.addresses import peer_host
 from wire.channels import AUTHORIZATION_KEY
-from wire.errors import TokenMismatch, TokenMissing
+from wire.errors import AttachSecretMismatch, TokenMismatch, TokenMissing
+from wire.ids import RequestId
 from wire.peer_secrets import RefusedPeers
 from wire.trace_context import parse_traceparent
 from wire.user_files import token_path, write_secret
@@ -52,6 +54,7 @@ class CallContext:
     one.
     """
 
+    host: str
     client: str
     deadline_s: float | None
     span: SpanContext | None = None
@@ -68,16 +71,45 @@ class CallContexts:
         untyped: Any = context  # the stubs lack these methods
         remaining_s = untyped.time_remaining()
         has_deadline = remaining_s is not None and math.isfinite(remaining_s)
+        host = peer_host(context)
         return CallContext(
-            client=self._named(untyped.invocation_metadata()) or peer_host(context),
+            host=host,
+            client=self._named(untyped.invocation_metadata()) or host,
             deadline_s=self._clock() + remaining_s if has_deadline else None,
             span=_span_of(untyped.invocation_metadata()),
+        )
+
+    def on_stream(
+        self, stream: CallContext, *, client: str, deadline_s: float | None, traceparent: str
+    ) -> CallContext:
+        """Caller of a request on a stream of many; `client` counts where metadata names clients."""
+        return CallContext(
+            host=stream.host,
+            client=(client if self._client_key is not None else "") or stream.client,
+            deadline_s=deadline_s,
+            span=parse_traceparent(traceparent) if traceparent else None,
         )
 
     def _named(self, metadata: Any) -> str | None:
         if self._client_key is None:
             return None
         return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+class SecretCheck:
+    """Checks the secrets of requests; wrong ones are counted and logged."""
+
+    def __init__(self, engine: Engine, refused: RefusedPeers) -> None:
+        self._engine = engine
+        self._refused = refused
+
+    def check(self, call: str, request_id: RequestId, secret: str, *, host: str) -> None:
+        """Raises RequestNotFound, and AttachSecretMismatch for a wrong secret in `call`."""
+        try:
+            self._engine.check_secret(request_id, secret)
+        except AttachSecretMismatch:
+            self._refused.note(call, "wrong attach secret", host=host)
+            raise
 
 
 def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:

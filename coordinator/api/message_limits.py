@@ -42,6 +42,7 @@ _FILES: tuple[FileDescriptor, ...] = (
 )
 _RAW_METHODS = (
     "/stageline.v1.Inference/Generate",
+    "/stageline.v1.Inference/Serve",
     "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
     "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
 )

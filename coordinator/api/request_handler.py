@@ -24,7 +24,7 @@ from coordinator.api.request_parser import (
 from coordinator.cluster.controller import Controller
 from coordinator.engine.durability import restore
 from coordinator.engine.engine import Engine
-from coordinator.engine.output_stream import OutputStream
+from coordinator.engine.output_stream import OpenStream, OutputStream
 from coordinator.engine.request import Request
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
@@ -133,10 +133,23 @@ class RequestHandler:
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
-    async def submit(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
-        """Validate and queue an encoded GenerateRequest. Raises ServingError."""
+    async def submit(
+        self,
+        data: bytes,
+        caller: CallContext,
+        attach_digest: bytes = b"",
+        *,
+        tokens_only: bool = False,
+        open_stream: OpenStream = OutputStream,
+    ) -> OutputStream:
+        """Validate and queue an encoded GenerateRequest. Raises ServingError.
+
+        With `tokens_only` no text is made of the output, whatever the message says.
+        """
         with self._traces.nameless_arrival():
             message = await self._decode(data, caller)
+            if tokens_only:
+                message.output = inference_pb2.OUTPUT_TOKENS_ONLY
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
         arrival = _Arrival(
             message, caller, request_id, arrived_s, next(self._arrivals), len(data) > INLINE_BYTES
@@ -149,6 +162,7 @@ class RequestHandler:
                     request,
                     deadline_s=caller.deadline_s,
                     accepted=self._journal_record(arrival, resolved, request),
+                    open_stream=open_stream,
                 )
             except ServingError as error:
                 error.request_id = request_id

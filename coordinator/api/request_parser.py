@@ -359,7 +359,7 @@ def make_request(
     prompt = resolved.prompt
     max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
     generation = _sampling_of(message, resolved, model, max_tokens)
-    keep_s, priority = _keep_s(message), _priority(message)
+    keep_s, priority, codec = _keep_s(message), _priority(message), _output_codec(message, model)
     sequences = [
         Sequence(
             SequenceKey(request_id, index),
@@ -377,7 +377,7 @@ def make_request(
     ]
     return Request(
         request_id,
-        [Choice(sequence, _output_buffer(generation, prompt, model.text)) for sequence in sequences],
+        [Choice(sequence, _output_buffer(generation, prompt, codec)) for sequence in sequences],
         client=client,
         keep_s=keep_s,
         num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
@@ -419,6 +419,17 @@ def _output_buffer(
         prompt=echoed,
         has_logprobs=generation.sampling.logprobs is not None,
     )
+
+
+def _output_codec(message: inference_pb2.GenerateRequest, model: ServedModel) -> TextCodec | None:
+    """The codec of the output's text; None for an output of tokens only."""
+    if message.output not in inference_pb2.Output.values():
+        raise InvalidRequest(f"output is {message.output}, must be TEXT or TOKENS_ONLY")
+    if message.output != inference_pb2.OUTPUT_TOKENS_ONLY:
+        return model.text
+    if message.sampling.stop:
+        raise InvalidRequest("stop needs text, output is TOKENS_ONLY: use stop_token_ids")
+    return None
 
 
 def _vocabulary(model: ServedModel) -> Vocabulary:

@@ -147,6 +147,16 @@ class Durability:
             self._num_steps += 1
             self._write(("step", self._num_steps), lambda: journal.add_step(entries, at=at))
 
+    def rewrite(self, request: Request) -> None:
+        """Journal the whole output, after a client has shortened it.
+
+        Without effect while writes fail: a restarted coordinator then generates what was cut off again.
+        """
+        journal, writer = self._journal_of(request), self._writer
+        if journal is not None and writer is not None:
+            progress = progress_of(request, self.wall_clock())
+            writer.try_write(lambda: journal.compact([(request.id, progress)]))
+
     def end(self, request: Request) -> None:
         """Journal the end of a request, or remove a request that is not kept."""
         journal, writer = self._journal_of(request), self._writer

@@ -14,17 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator, plan_limit_error
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
-from coordinator.engine.observer import EndCause, EngineObserver
-from coordinator.engine.output_stream import CallSoon, OutputStream, Positions, ReaderWakeups
+from coordinator.engine.observer import EndCause, EngineObserver, EngineSnapshot
+from coordinator.engine.output_stream import CallSoon, OpenStream, OutputStream, Positions, ReaderWakeups
 from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.policy import RecoveryPolicy
-from coordinator.scheduler.batch import SchedulerCounts, SequenceUpdate
+from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.in_flight import OverdueStep
 from coordinator.scheduler.kv_events import KvEventPublisher
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -57,24 +57,6 @@ def _call_soon(callback: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_soon(callback)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSnapshot:
-    """Numbers of the engine at one time; sequences are those of live requests.
-
-    `num_preparing` sequences belong to requests that are not live yet.
-    """
-
-    num_preparing: int
-    num_queued: int
-    num_prefilling: int
-    num_decoding: int
-    num_detached: int
-    num_kept: int
-    num_steps_in_flight: int
-    ended: RequestTotals
-    scheduled: SchedulerCounts
-
-
 class Engine:
     """Owns the scheduler and the requests."""
 
@@ -104,7 +86,7 @@ class Engine:
         self._call_soon = call_soon
         self._is_delivery_due = False
         self._has_freed_blocks = False
-        self._readers = ReaderWakeups(call_soon)
+        self._readers = ReaderWakeups(call_soon, is_delivering=self._has_deliverable)
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
         self.kv_events = KvEventPublisher(before_snapshot=self.publish_kv_events)
@@ -188,6 +170,7 @@ class Engine:
         *,
         deadline_s: float | None = None,
         accepted: AcceptedRequest | None = None,
+        open_stream: OpenStream = OutputStream,
     ) -> OutputStream:
         """Accept a request and queue its sequences.
 
@@ -195,6 +178,7 @@ class Engine:
             request: a new request.
             deadline_s: time on the engine's clock at which the request is cancelled.
             accepted: the record to journal, so that the request survives a restart; None without a journal.
+            open_stream: makes the stream.
 
         Returns:
             The stream of the request's output.
@@ -212,7 +196,7 @@ class Engine:
             raise error
         self._durability.accept(accepted)
         self._registry.add(request)
-        stream = self._attach(request, Positions(), deadline_s)
+        stream = self._attach(open_stream(request, Positions()), deadline_s)
         request.accepted_s = self._clock()
         self._observer.accepted(request, request.accepted_s)
         for choice in request.choices:
@@ -221,7 +205,12 @@ class Engine:
         return stream
 
     def attach(
-        self, request_id: RequestId, positions: Positions, *, deadline_s: float | None = None
+        self,
+        request_id: RequestId,
+        positions: Positions,
+        *,
+        deadline_s: float | None = None,
+        open_stream: OpenStream = OutputStream,
     ) -> OutputStream:
         """Open a new output stream of a request and supersede the previous one.
 
@@ -230,7 +219,7 @@ class Engine:
         """
         self.deliver()
         self._durability.check_not_suspended()
-        stream = self._attach(self._registry.find(request_id), positions, deadline_s)
+        stream = self._attach(open_stream(self._registry.find(request_id), positions), deadline_s)
         self._durability.set_deadline(stream.request, deadline_s, now_s=self._clock())
         return stream
 
@@ -287,6 +276,26 @@ class Engine:
             self._send_steps()
         else:
             self._registry.forget(request_id)
+
+    def stop_choice(self, request: Request, index: int, *, after_token: int) -> Choice:
+        """End a choice of a live request, as FINISHED, after its first `after_token` generated tokens.
+
+        No effect if it has ended. Raises InvalidRequest.
+        """
+        self.deliver()
+        choice = request.choice_to_stop(index, after_token)
+        if not request.is_live or choice.buffer.is_finished:
+            return choice
+        sequence = choice.sequence
+        if sequence.state.is_live:
+            self._scheduler.finish(sequence, FinishReason.STOP)
+        # While journal writes fail, tokens wait.
+        self._undelivered = deque(each for each in self._undelivered if each.sequence is not sequence)
+        choice.stop(after_token)
+        self._durability.rewrite(request)
+        self._end_if_finished(request)
+        self._send_steps()
+        return choice
 
     def start_epoch(
         self,
@@ -409,20 +418,22 @@ class Engine:
         self._is_delivery_due = False
         self._record_facts()
         self._deliver_updates(UPDATES_PER_TURN)
-        if self._undelivered and self._durability.failure is None:
+        if self._has_deliverable():
             self._deliver_soon()
         else:
             self.publish_kv_events()
 
     def _deliver_updates(self, count: int) -> None:
         """Deliver the oldest updates, unless journal writes fail."""
-        updates = self._undelivered
-        if not updates or self._durability.failure is not None:
+        if not self._has_deliverable():
             return
-        for _ in range(min(count, len(updates))):
-            self._deliver(updates.popleft())
+        for _ in range(min(count, len(self._undelivered))):
+            self._deliver(self._undelivered.popleft())
         if self._has_freed_blocks:
             self._send_steps()
+
+    def _has_deliverable(self) -> bool:
+        return bool(self._undelivered) and self._durability.failure is None
 
     def sweep(self) -> None:
         """End expired requests. Call periodically.
@@ -451,11 +462,12 @@ class Engine:
                 self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._send_steps()
 
-    def _attach(self, request: Request, positions: Positions, deadline_s: float | None) -> OutputStream:
-        stream = OutputStream(request, positions)
-        if request.stream is not None:
-            request.stream.supersede()
-        request.stream, request.deadline_s, request.reattach_until_s = stream, deadline_s, None
+    def _attach(self, stream: OutputStream, deadline_s: float | None) -> OutputStream:
+        request = stream.request
+        previous, request.stream = request.stream, stream
+        request.deadline_s, request.reattach_until_s = deadline_s, None
+        if previous is not None:
+            previous.supersede()
         return stream
 
     def _deliver(self, update: SequenceUpdate) -> None:
@@ -479,11 +491,14 @@ class Engine:
             known = error if isinstance(error, InvariantBroken) else None
             self.fail(request, known or InvariantBroken("output could not be stored"))
             return
-        if request.is_finished:
+        if not self._end_if_finished(request) and request.stream is not None:
+            self._notify(request, request.stream, num_tokens=int(update.token is not None))
+
+    def _end_if_finished(self, request: Request) -> bool:
+        if is_finished := request.is_finished:
             self.totals.finished += 1
             self._end(request)
-        elif request.stream is not None:
-            self._notify(request, request.stream, num_tokens=int(update.token is not None))
+        return is_finished
 
     def _notify(self, request: Request, stream: OutputStream, *, num_tokens: int) -> None:
         """Wake the reader; cancel the request if the reader lags too far behind."""

@@ -1,10 +1,11 @@
-"""Facts that the engine publishes to its observer."""
+"""Facts that the engine publishes: its numbers at one time, and events for its observer."""
 
 from collections import abc
+from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.engine.request import Request
-from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.engine.request import Request, RequestTotals
+from coordinator.scheduler.batch import SchedulerCounts, SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import ServingError
@@ -29,6 +30,24 @@ class EndCause(Enum):
     BROKEN = cluster_pb2.EPOCH_END_CAUSE_BROKEN
     NO_PROGRESS = cluster_pb2.EPOCH_END_CAUSE_NO_PROGRESS
     REPLANNED = cluster_pb2.EPOCH_END_CAUSE_REPLANNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """Numbers of the engine at one time; sequences are those of live requests.
+
+    `num_preparing` sequences belong to requests that are not live yet.
+    """
+
+    num_preparing: int
+    num_queued: int
+    num_prefilling: int
+    num_decoding: int
+    num_detached: int
+    num_kept: int
+    num_steps_in_flight: int
+    ended: RequestTotals
+    scheduled: SchedulerCounts
 
 
 class EngineObserver:

@@ -133,6 +133,32 @@ class OutputBuffer:
             self._detokenize(len(self._tokens))
         return self._is_stopped
 
+    def token_ids(self, start: int, end: int) -> Sequence[int]:
+        """Tokens [start, end), which must be readable, without their text."""
+        return self._tokens[start:end]
+
+    def logprobs(self, start: int, end: int) -> Sequence[TokenLogprobs | None]:
+        """Log-probabilities of tokens [start, end), which must be readable; empty if not requested."""
+        return () if self._logprobs is None else self._logprobs[start:end]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of the output after an echoed prompt."""
+        return len(self._tokens) - self._num_prompt_tokens
+
+    @property
+    def has_text(self) -> bool:
+        """Text is made of the tokens."""
+        return self._detokenizer is not None
+
+    def truncate(self, num_generated: int) -> None:
+        """Drop the tokens after the first `num_generated` of an unfinished output without text."""
+        require(not self.is_finished and not self.has_text, "truncated a finished output, or one with text")
+        end = self._num_prompt_tokens + num_generated
+        del self._tokens[end:]
+        if self._logprobs is not None:
+            del self._logprobs[num_generated if self._is_waiting else end :]
+
     def finish(self, reason: FinishReason) -> None:
         """End the output, once."""
         require(not self.is_finished, f"choice already finished with {self._finish_reason}")

@@ -1,15 +1,21 @@
 """The output stream of one client call, with a cursor per choice."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from coordinator.engine.output_buffer import Piece
 from coordinator.engine.request import Choice, Request
 from wire.errors import InvalidRequest, Superseded
 from wire.ids import id_text
 from wire.steps import TokenLogprobs
+
+if TYPE_CHECKING:
+    from coordinator.engine.output_batch import OutputBatch
 
 MESSAGE_ENTRIES = 512
 """Tokens and alternatives in a message: it is encoded within a millisecond, as other calls wait meanwhile."""
@@ -50,8 +56,11 @@ class OutputStream:
     """Reads the output of a request from given positions until another stream supersedes it.
 
     Tokens are buffered in the request, so a slow reader does not delay other requests. `num_unread_tokens`
-    counts the tokens generated since the stream was opened and not read yet.
+    counts the tokens generated since the stream was opened and not read yet. With `batch`, the output is read
+    together with that of other requests.
     """
+
+    batch: OutputBatch | None = None
 
     def __init__(self, request: Request, positions: Positions) -> None:
         """Raises InvalidRequest for a position beyond the output and for an unknown choice."""
@@ -122,6 +131,7 @@ class OutputStream:
         return Output(choice, no_tokens, request.prompt_logprobs(start, end), start)
 
 
+OpenStream = Callable[[Request, Positions], OutputStream]
 CallSoon = Callable[[Callable[[], None]], object]
 
 READERS_PER_TURN = 8
@@ -131,25 +141,43 @@ READERS_PER_TURN = 8
 class ReaderWakeups:
     """Wakes readers a few at a time, so that results, heartbeats and other calls get in between.
 
-    Holds a reader at most once: one that waits gets all output of its request in one turn.
+    Holds a reader at most once: one that waits gets all output of its request in one turn. A batch of readers
+    is woken once per step, when all results are delivered.
     """
 
-    def __init__(self, call_soon: CallSoon) -> None:
+    def __init__(self, call_soon: CallSoon, *, is_delivering: Callable[[], bool]) -> None:
+        """`is_delivering` while results are delivered in the next turns of the loop."""
         self._call_soon = call_soon
+        self._is_delivering = is_delivering
         self._waiting: dict[OutputStream, None] = {}
+        self._batches: dict[OutputBatch, None] = {}
+        self._is_due = False
 
     def add(self, stream: OutputStream) -> None:
         """Wake `stream` after those that were added before."""
-        if not self._waiting:
+        if (batch := stream.batch) is not None:
+            batch.add(stream)
+            self._batches[batch] = None
+        else:
+            self._waiting[stream] = None
+        self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
             self._call_soon(self._wake_some)
-        self._waiting[stream] = None
 
     def _wake_some(self) -> None:
+        self._is_due = False
         for stream in list(islice(self._waiting, READERS_PER_TURN)):
             del self._waiting[stream]
             stream.wake()
-        if self._waiting:
-            self._call_soon(self._wake_some)
+        if self._batches and not self._is_delivering():
+            for batch in self._batches:
+                batch.wake()
+            self._batches.clear()
+        if self._waiting or self._batches:
+            self._wake_soon()
 
 
 def _cursors(request: Request, positions: Positions) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.engine.output_buffer import OutputBuffer
-from coordinator.scheduler.sequence import Sequence
+from coordinator.scheduler.sequence import FinishReason, Sequence
 from wire.errors import (
     AttachSecretMismatch,
     InvalidRequest,
@@ -70,6 +70,12 @@ class Choice:
     @property
     def index(self) -> int:
         return self.sequence.key.choice
+
+    def stop(self, after_token: int) -> None:
+        """End the output after its first `after_token` generated tokens, of a sequence that has finished."""
+        self.sequence.truncate(after_token)
+        self.buffer.truncate(after_token)
+        self.buffer.finish(FinishReason.STOP)
 
 
 class Trace(Protocol):
@@ -237,6 +243,22 @@ class Request:
         if self._ended_s is None or self.stream is not None:
             return None
         return max(max(self._ended_s, self.detached_s) + (self.keep_s or 0.0), self.reattach_until_s or 0.0)
+
+    def choice_to_stop(self, index: int, after_token: int) -> Choice:
+        """The choice that a client may end after `after_token` tokens, or that has ended.
+
+        Raises InvalidRequest for a choice or token that there is not, and where text decides the end.
+        """
+        if index >= len(self._choices):
+            raise InvalidRequest(f"choice is {index}, the request has {len(self._choices)} choices")
+        choice, buffer = self._choices[index], self._choices[index].buffer
+        if buffer.has_text:
+            raise InvalidRequest("the request's output has text, stop needs output TOKENS_ONLY")
+        if not buffer.is_finished and not 1 <= after_token <= buffer.num_generated_tokens:
+            raise InvalidRequest(
+                f"after_token is {after_token}, choice {index} has {buffer.num_generated_tokens} tokens"
+            )
+        return choice
 
     def add_prompt_logprobs(self, logprobs: abc.Sequence[TokenLogprobs]) -> None:
         """Append log-probabilities of the next prompt tokens."""

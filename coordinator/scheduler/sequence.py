@@ -419,6 +419,11 @@ class Sequence:
             self._move_to(SequenceState.DECODE)
         return None
 
+    def truncate(self, num_generated: int) -> None:
+        """Drop the tokens after the first `num_generated` of a finished sequence that holds no blocks."""
+        self._require(not self._state.is_live and self._kv is None, "has ended")
+        del self._tokens[self._num_prompt_tokens + num_generated :]
+
     def finish(self, reason: FinishReason) -> FinishReason:
         """Move to FINISHED and return `reason`."""
         self._move_to(SequenceState.FINISHED)

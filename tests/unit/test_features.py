@@ -90,6 +90,7 @@ FLAG_GROUPS: dict[str, Row] = {
 RPCS: dict[str, Row] = {
     "Generate": (_STRANGER, "stub.Generate("),
     "Attach": ("integration/test_attach_secrets.py", "client.attach("),
+    "Serve": ("integration/test_serve.py", "gateway.submit("),
     "Cancel": ("e2e/served/test_early_ends.py", "client.cancel("),
     "GetModel": (_STRANGER, "stub.GetModel("),
     "Drain": ("integration/test_drain.py", "client.drain("),

@@ -49,6 +49,11 @@ class InferenceStub:
                 request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Serve = channel.stream_stream(
+                '/stageline.v1.Inference/Serve',
+                request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.ServeRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.ServeResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/stageline.v1.Inference/GetModel',
                 request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -103,6 +108,34 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Serve(self, request_iterator, context):
+        """Many requests on one stream: a gateway submits, attaches, cancels and stops requests by number, and gets one message
+        per step with the new tokens of all of them. Only tokens are sent: `output` of a request is OUTPUT_TOKENS_ONLY, and
+        `stop` strings are refused, because their text is the gateway's.
+
+        Numbers: chosen by the gateway, each greater than those before it on this stream. A command for a number that has ended
+        is ignored, since its end may be on the way.
+
+        Order: `accepted` of a number precedes its tokens, tokens of a choice are in order and without gaps from the position of
+        Submit (0) or Attach, a choice's end follows its tokens. A number ends with the end of its last choice or with its entry
+        in `failures`, whichever is first; nothing follows it.
+
+        Credit: a request's tokens and prompt log-probabilities are sent while it has credit; ends and failures need none, but
+        follow the tokens before them. Without credit they wait in the coordinator, and no other request waits. A request whose
+        reader lags behind by more than the coordinator's limit is cancelled, as with Generate.
+
+        Errors of one request are in `failures`, with the codes of Generate, Attach and Cancel. A command that has no effect is
+        in `rejections`, and its request, if any, continues: INVALID_ARGUMENT (a number in use or not greater, a stop beyond the
+        tokens), NOT_FOUND (a number not in use yet), RESOURCE_EXHAUSTED (too many requests on this stream). Only a message that
+        cannot be read ends the stream: INVALID_ARGUMENT.
+
+        When the stream or its sending side ends, `on_disconnect` of its requests applies. Another stream, also at the next
+        coordinator with its journal, attaches with the secret.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes the served model and its limits.
         """
@@ -127,6 +160,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.ServeRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.ServeResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -215,6 +253,33 @@ class Inference:
             '/stageline.v1.Inference/Cancel',
             stageline__rpc_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Serve(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stageline.v1.Inference/Serve',
+            stageline__rpc_dot_v1_dot_inference__pb2.ServeRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_inference__pb2.ServeResponse.FromString,
             options,
             channel_credentials,
             insecure,

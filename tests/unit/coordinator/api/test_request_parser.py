@@ -360,6 +360,7 @@ OTHER_REQUESTS: dict[str, Any] = {
     "cache_salt": "mine",
     "on_disconnect": inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.ACTION_DETACH),
     "priority": inference_pb2.PRIORITY_HIGH,
+    "output": inference_pb2.OUTPUT_TOKENS_ONLY,
 }
 
 
@@ -424,6 +425,14 @@ def test_every_field_of_the_contract_has_an_effect_or_is_rejected(path: str, val
 def test_a_request_is_the_same_request_twice() -> None:
     """Otherwise the previous test would find an effect of every field."""
     assert outcome_of(PLAIN) == outcome_of(PLAIN)
+
+
+def test_an_output_of_tokens_only_has_no_stop_strings() -> None:
+    message = request_with(stop=["ab"])
+    message.output = inference_pb2.OUTPUT_TOKENS_ONLY
+    assert refusal(message) == "stop needs text, output is TOKENS_ONLY: use stop_token_ids"
+    message.output = 7  # type: ignore[assignment]
+    assert refusal(message) == "output is 7, must be TEXT or TOKENS_ONLY"
 
 
 # What all choices carry to every stage

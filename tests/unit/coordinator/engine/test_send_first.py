@@ -203,11 +203,13 @@ def test_readers_wake_a_few_per_turn_in_order_and_once() -> None:
     woken: list[int] = []
 
     class Reader:
+        batch = None
+
         def __init__(self, number: int) -> None:
             self.wake = lambda: woken.append(number)
 
     readers: list[Any] = [Reader(number) for number in range(2 * READERS_PER_TURN + 1)]
-    wakeups = ReaderWakeups(turns.append)
+    wakeups = ReaderWakeups(turns.append, is_delivering=lambda: False)
     for reader in (*readers, *readers):
         wakeups.add(reader)
     for turn in range(3):
@@ -220,6 +222,38 @@ def test_readers_wake_a_few_per_turn_in_order_and_once() -> None:
     wakeups.add(readers[5])
     turns.pop()()
     assert woken[len(readers) :] == [5]
+
+
+def test_a_batch_of_readers_wakes_once_when_all_results_are_delivered() -> None:
+    turns: list[Callable[[], None]] = []
+    added: list[object] = []
+    woken: list[int] = []
+    is_delivering = True
+
+    class Batch:
+        def add(self, stream: object) -> None:
+            added.append(stream)
+
+        def wake(self) -> None:
+            woken.append(len(added))
+
+    class Reader:
+        def __init__(self, batch: Batch) -> None:
+            self.batch = batch
+
+    batches = Batch(), Batch()
+    readers: list[Any] = [Reader(batches[number % 2]) for number in range(5 * READERS_PER_TURN)]
+    wakeups = ReaderWakeups(turns.append, is_delivering=lambda: is_delivering)
+    for reader in readers:
+        wakeups.add(reader)
+    for _ in range(3):
+        turns.pop()()
+        assert woken == []
+    is_delivering = False
+    turns.pop()()
+    assert woken == [len(readers)] * 2
+    assert turns == []
+    assert added == readers
 
 
 # Events between a result and its delivery
