@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
@@ -33,6 +34,14 @@ def existing_file(text: str) -> Path:
     return path
 
 
+def page_url(text: str) -> str:
+    """Return the URL of a page. Raises ValueError."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"URL {text!r} is not a page: write for example http://127.0.0.1:7481/")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayConfig:
     """Settings of a gateway, with the flags that set them. Raises ValueError with the numbers."""
@@ -44,6 +53,16 @@ class GatewayConfig:
         str,
         _serving("--listen", "HOST:PORT", "Listen address; port 0 takes a free port", parse=listen_address),
     ] = DEFAULT_HTTP_ADDRESS
+    dashboard_url: Annotated[
+        str | None,
+        _serving(
+            "--dashboard-url",
+            "URL",
+            "Dashboard of the coordinator, to which the chat page links answers",
+            unset="no links",
+            parse=page_url,
+        ),
+    ] = None
     drain_timeout_s: Annotated[
         float,
         _serving(

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.dashboard.auth import DashboardAuth, error_response
 from coordinator.dashboard.routes import DashboardContext, Routes
 from web.server import HttpServer
+from web.static_files import SECURITY_HEADERS
 from wire.addresses import parse_address
 from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
 from wire.peer_secrets import RefusedPeers
@@ -22,17 +23,6 @@ from wire.peer_secrets import RefusedPeers
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 15.0
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Server": "stageline",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
 _STATUSES: dict[type[ServingError], int] = {RequestNotFound: 404, InvalidRequest: 400}
 PORT_HINT = "choose another port with --http HOST:PORT, or none with --no-http"
 

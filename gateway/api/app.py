@@ -1,5 +1,6 @@
 """The HTTP application: routes, errors and the OpenAPI schema."""
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import process
+from gateway.api import page, process
 from gateway.api.body import RequestBody
 from gateway.api.call import Gateway
 from gateway.api.chat import ChatRequest, chat_completions
@@ -63,7 +64,9 @@ ROUTES = (
     Route("/readyz", process.ready),
     Route("/version", process.version),
     Route("/metrics", process.metrics, media_type="text/plain"),
-    Route("/", process.root),
+    Route("/", page.page, media_type="text/html"),
+    Route("/static/{name}", page.static, media_type="*/*"),
+    Route("/favicon.ico", page.icon, media_type="image/svg+xml"),
 )
 
 
@@ -85,9 +88,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
             handler,
             methods=[route.method],
             summary=(route.handler.__doc__ or "").partition("\n")[0],
-            operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}".replace(
-                "{model:path}", "name"
-            ),
+            operation_id=_operation_id(route),
             response_class=Response,
             responses=_responses(route),
             openapi_extra=_request_body(route.body, schemas),
@@ -97,6 +98,11 @@ def make_app(gateway: Gateway) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_exception)
     _add_schemas(app, schemas)
     return CountRequests(app, gateway.metrics, endpoints)
+
+
+def _operation_id(route: Route) -> str:
+    path = re.sub(r"\{(\w+)[^}]*\}", r"\1", route.path)
+    return f"{route.method.lower()}{path.replace('/', '_').replace('.', '_')}"
 
 
 def _guarded(handler: Handler, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:

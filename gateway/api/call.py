@@ -64,6 +64,11 @@ class Gateway:
         """Names under which the model is served; the first is in responses."""
         return self.config.served_model_names or (self.upstream.model.name,)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be served, with the model's template or that of --chat-template."""
+        return self.codec is not None and (self.template is not None or self.codec.has_chat_template)
+
     def close(self) -> None:
         """End the threads."""
         self.text.close()

@@ -36,11 +36,6 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
     return Response(body, headers={"content-type": content_type})
 
 
-async def root(gateway: Gateway, request: Request) -> Response:
-    """Name the model; some clients probe this path."""
-    return json_response({"model": gateway.names[0], "openapi": "/openapi.json"})
-
-
 async def models(gateway: Gateway, request: Request) -> Response:
     """List the model under all of its names."""
     return json_response({"object": "list", "data": [_entry(gateway, name) for name in gateway.names]})
@@ -63,4 +58,8 @@ def _entry(gateway: Gateway, name: str) -> dict[str, Any]:
         "root": gateway.upstream.model.name,
         "parent": None,
         "max_model_len": gateway.upstream.model.max_sequence_tokens,
+        "stageline": {
+            "has_chat_template": gateway.has_chat_template,
+            "dashboard_url": gateway.config.dashboard_url,
+        },
     }

@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, Route, async_playwright, expect
+from playwright.async_api import Browser, Route, expect
 
 from coordinator.observability.trace_reader import TraceReader
+from tests.integration.browser import (
+    VISIBLE_MS,
+    Watched,
+    is_dark,
+    launched_browser,
+    needs_browser,
+    opened_page,
+)
 from tests.integration.cluster import Cluster
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_dashboard import TOKEN, served, url
 from tests.integration.traced_request import traced_request
 from wire.ids import id_text
 
-CHROMIUM = (
-    os.environ.get("STAGELINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-)
 SLOW_LAST = ("step=6ms", "step=6ms", "step=12ms")
-VISIBLE_MS = 20_000
-"""Time limit in milliseconds for visible changes."""
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no browser: install chromium, or name one in STAGELINE_CHROMIUM"
-)
+pytestmark = needs_browser
 
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    async with launched_browser() as launched:
         yield launched
-        await launched.close()
 
 
-class Watched:
-    """A page with its errors and requested URLs."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.complaints: list[str] = []
-        self.urls: set[str] = set()
-        page.on("console", lambda message: self._record(message.type, message.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.urls.add(request.url))
-
-    def _record(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
-            self.complaints.append(text)
-
-
-@asynccontextmanager
-async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIterator[Watched]:
-    """Open the page of a cluster; fail on page errors and on requests to other hosts."""
-    size: Any = settings.pop("viewport", {"width": 1360, "height": 1000})
-    context = await browser.new_context(viewport=size, **settings)
-    watched = Watched(await context.new_page())
-    await watched.page.goto(url(cluster, ""))
-    yield watched
-    assert watched.complaints == []
-    assert {re.match(r"https?://[^/]*/", address)[0] for address in watched.urls} == {url(cluster, "")}  # type: ignore[index]
-    await context.close()
+def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AbstractAsyncContextManager[Watched]:
+    """Open the page of a cluster."""
+    return opened_page(browser, url(cluster, ""), **settings)
 
 
 @asynccontextmanager
@@ -255,11 +227,6 @@ async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
         assert await is_dark(page) == (scheme == "light")
         await page.reload()
         assert await is_dark(page) == (scheme == "light")
-
-
-async def is_dark(page: Page) -> bool:
-    red = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
-    return int(red) < 100
 
 
 async def test_the_page_fits_a_phone(browser: Browser) -> None:

@@ -79,11 +79,12 @@ def answer(text: str, *, reason: inference_pb2.FinishReason.ValueType = LENGTH) 
 
 @dataclass
 class FakeStream:
-    """One request; `items` may wait for `gate`."""
+    """One request; `items` may wait for `gate`, and the ends of choices for `end_gate`."""
 
     request: inference_pb2.GenerateRequest
     items: Sequence[Item]
     gate: asyncio.Event
+    end_gate: asyncio.Event
     request_id: str = ""
     secret: str = "secret"
     stops: list[tuple[int, int]] = field(default_factory=list)
@@ -93,6 +94,8 @@ class FakeStream:
         await self.gate.wait()
         for item in self.items:
             await asyncio.sleep(0)
+            if isinstance(item, ChoiceEnd):
+                await self.end_gate.wait()
             if isinstance(item, UpstreamFailure):
                 raise item
             yield item
@@ -112,8 +115,9 @@ class FakeUpstream:
         self.model = MODEL
         self.is_ready = True
         self.refusal: UpstreamFailure | None = None
-        self.gate = asyncio.Event()
+        self.gate, self.end_gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
+        self.end_gate.set()
         self.streams: list[FakeStream] = []
         self.traceparents: list[str] = []
 
@@ -123,7 +127,7 @@ class FakeUpstream:
         if self.refusal is not None:
             raise self.refusal
         self.traceparents.append(traceparent)
-        stream = FakeStream(request, self.script(request), self.gate, request.request_id)
+        stream = FakeStream(request, self.script(request), self.gate, self.end_gate, request.request_id)
         self.streams.append(stream)
         return stream
 
