@@ -44,6 +44,8 @@ PIPED_WIDTH = 160
 def main(arguments: list[str]) -> int:
     # Read by gRPC on import, by a group's module; silences its warnings about started processes.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Its handlers of forks sometimes crash a child before exec.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     options = _parse(arguments)
     if options.list:
         for group in GROUPS:

@@ -13,6 +13,8 @@ def main() -> int:
     # gRPC reads this on import. Its own log lines are about opened and closed connections; commands report
     # the relevant ones themselves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Its handlers of forks sometimes crash the child before exec, in a launcher that is also a client.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         # Nothing is started yet that needs an orderly end.

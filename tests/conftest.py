@@ -19,6 +19,8 @@ from tests.temporary import end_in_order, process_directory
 # Before anything imports grpc: its core writes lines of its own about connections that end, which tests do on
 # purpose.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# Its handlers of forks sometimes crash the processes that tests start before their exec.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Processes of a parallel run cannot remove their directories when they are ended: their parent does.
     os.environ["TMPDIR"] = str(process_directory("tests"))

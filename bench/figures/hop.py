@@ -7,21 +7,17 @@ for 2 ms: processes that sleep meanwhile wake up later than busy ones.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from bench.harness.cluster import BenchCluster
 from bench.harness.figure import Better, Figure, Round, of_rounds
 from bench.harness.group import Setting
 from bench.harness.mock_cluster import HIDDEN_SIZE, mock_cluster
-from bench.harness.peer import Peer
-from bench.harness.raw_ring import Next, serve
-from bench.harness.ring_message import Lap, Place
+from bench.harness.raw_ring import RawRing
+from bench.harness.ring_message import Lap, lap_of_step
 
 NUM_STAGES = 3
 TARGET = 1.35
@@ -29,9 +25,6 @@ COMPUTE_MS = 2
 HOP_LIMIT_US = 100
 CHUNK_TOKENS = 512
 NUM_DECODES, NUM_COMPUTED_DECODES = 300, 100
-BF16_BYTES = 2
-SLICE_BYTES, TOKEN_BYTES, RESULT_BYTES = 80, 3, 40
-"""Approximate bytes of a slice with key and signals, of a prompt token, and of one slice's result."""
 
 HOW_COMPUTED = (
     "(lap - lap of a raw ring whose nodes hold each message as long) / hops, one step in flight : the limit"
@@ -49,12 +42,7 @@ class Load:
 
     @property
     def lap(self) -> Lap:
-        prompt_bytes = TOKEN_BYTES * self.num_tokens if self.num_tokens > self.num_slices else 0
-        return Lap(
-            SLICE_BYTES * self.num_slices + prompt_bytes,
-            self.num_tokens * HIDDEN_SIZE * BF16_BYTES,
-            RESULT_BYTES * self.num_slices,
-        )
+        return lap_of_step(self.num_slices, self.num_tokens, hidden_size=HIDDEN_SIZE)
 
 
 LOADS = (
@@ -134,54 +122,3 @@ async def _lap(cluster: BenchCluster, load: Load, num_decodes: int) -> float:
         if step.num_tokens == load.num_tokens and bool(step.chunks) == (load.num_tokens > load.num_slices)
     ]
     return statistics.median(laps_s)
-
-
-class RawRing:
-    """A ring of this process and one peer per stage."""
-
-    def __init__(self, num_stages: int, *, pause_s: float = 0.0) -> None:
-        """Each node holds each message for `pause_s`, which laps do not include."""
-        self._num_stages = num_stages
-        self._pause_s = pause_s
-        self._exit = AsyncExitStack()
-        self._returned: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            server, address = await serve(self._returned.put)
-            stack.push_async_callback(server.stop, 0)
-            for stage in reversed(range(self._num_stages)):
-                peer = Peer(
-                    "bench.harness.raw_ring", address, _place(stage, self._num_stages), str(self._pause_s)
-                )
-                await stack.enter_async_context(peer)
-                address = (await peer.ask({}))["address"]
-            self._first = Next(address)
-            stack.push_async_callback(self._first.close)
-            await self._first.open()
-            self._exit = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._exit.__aexit__(exception_type, exception, traceback)
-
-    async def lap(self, lap: Lap, *, num_laps: int = 200) -> float:
-        """Median seconds from writing to FIRST until the result arrives, one message in flight."""
-        message, laps_s = lap.message(), []
-        for _ in range(num_laps if lap.hidden_bytes < 1 << 19 else num_laps // 5):
-            started_s = time.monotonic()
-            await self._first.write(message)
-            await self._returned.get()
-            laps_s.append(time.monotonic() - started_s)
-        return statistics.median(laps_s) - self._num_stages * self._pause_s
-
-
-def _place(stage: int, num_stages: int) -> Place:
-    if stage == 0:
-        return Place.FIRST
-    return Place.LAST if stage == num_stages - 1 else Place.MIDDLE

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.harness.figure import Figure
+from bench.harness.figure import Figure, Round, of_rounds
 from bench.harness.group import Setting
-from bench.harness.mock_cluster import mock_cluster
+from bench.harness.mock_cluster import HIDDEN_SIZE, mock_cluster
+from bench.harness.raw_ring import RawRing
+from bench.harness.ring_message import lap_of_step
 from bench.harness.steady import measure_steady
-from bench.harness.step_log import SteadyRate
 from bench.harness.timeline_file import write_timeline
 
 STAGE_MS = 20
@@ -18,8 +19,11 @@ EVEN_TARGET, UNEVEN_TARGET = 0.97, 0.95
 LIMIT = 1.002
 STEP_SEQUENCES = 4
 """Maximum sequences of a step; with enough requests this makes more steps than stages."""
-FREE_STAGES = (4, 8, 16)
+ANY_SIZE_STAGES = (4, 8, 16)
+ANY_SIZE_WINDOW_S = 2.5
 TIMELINE_OF, TIMELINE_S = 8, 0.5
+HOW = "results per second, first to last in a window of steady decode : 1 / slowest stage"
+HOW_RAW = "the same : messages per second of a raw ring, as many in flight as nodes"
 
 
 async def measure(setting: Setting) -> list[Figure]:
@@ -30,12 +34,8 @@ async def measure(setting: Setting) -> list[Figure]:
         figures.append(await efficiency(setting, name, [STAGE_MS] * num_stages, target=EVEN_TARGET))
     name = f"pipeline, stages of {', '.join(map(str, UNEVEN_MS))} ms"
     figures.append(await efficiency(setting, name, UNEVEN_MS, target=UNEVEN_TARGET))
-    for num_stages in FREE_STAGES[:1] if setting.is_quick else FREE_STAGES:
-        name = f"pipeline, {num_stages} stages of {STAGE_MS} ms, steps of any size, tokens"
-        stages_ms = [STAGE_MS] * num_stages
-        figures.append(
-            await efficiency(setting, name, stages_ms, target=EVEN_TARGET, step_sequences=None, noise=0.03)
-        )
+    for num_stages in ANY_SIZE_STAGES[:1] if setting.is_quick else ANY_SIZE_STAGES:
+        figures += await any_size(setting, num_stages)
     return figures
 
 
@@ -46,19 +46,16 @@ async def efficiency(
     *,
     target: float | None,
     window_s: float = 5.0,
-    step_sequences: int | None = STEP_SEQUENCES,
-    noise: float = 0.02,
 ) -> Figure:
     """Steps per second in steady decode, against one step per time of the slowest stage.
 
-    There are enough requests for one step more than stages, with `step_sequences` sequences each. Without a
-    limit (None), steps are as many as stages and larger, which serves more tokens but exposes transfer times.
+    There are enough requests for one step more than stages, with `STEP_SEQUENCES` sequences each.
     """
     if setting.is_quick:
         window_s /= 2
-    num_streams = STEP_SEQUENCES * (len(stages_ms) + (1 if step_sequences else 0))
+    num_streams = STEP_SEQUENCES * (len(stages_ms) + 1)
     specs = [f"step={stage_ms}ms" for stage_ms in stages_ms]
-    arguments = ("--max-step-sequences", str(step_sequences)) if step_sequences else ()
+    arguments = ("--max-step-sequences", str(STEP_SEQUENCES))
     async with mock_cluster(specs, coordinator_arguments=arguments) as cluster:
         rate, window = await measure_steady(
             cluster,
@@ -66,36 +63,54 @@ async def efficiency(
             settle_s=max(1.0, 2 * sum(stages_ms) / 1e3),
             window_s=window_s,
         )
-        if len(stages_ms) == TIMELINE_OF and step_sequences:
+        if len(stages_ms) == TIMELINE_OF:
             begin_s, end_s = window.end_s - TIMELINE_S, window.end_s
             title = f"{name}, {num_streams} streams in decode"
             write_timeline(setting, cluster, begin_s, end_s, name="pipeline", title=title)
     bound = 1e3 / max(stages_ms)
     setting.say(f"{name}: {rate.steps_per_s:.2f} of {bound:.2f} steps/s")
-    return _figure(name, stages_ms, rate, num_streams=num_streams, target=target, noise=noise)
-
-
-def _figure(
-    name: str,
-    stages_ms: Sequence[int],
-    rate: SteadyRate,
-    *,
-    num_streams: int,
-    target: float | None,
-    noise: float,
-) -> Figure:
     return Figure(
         name=f"{name} : one step per {max(stages_ms)} ms",
         measured=rate.steps_per_s,
-        bound=1e3 / max(stages_ms),
+        bound=bound,
         unit="steps/s",
         target=target,
         limit=LIMIT,
-        noise=noise,
-        how="results per second, first to last in a window of steady decode : 1 / slowest stage",
+        noise=0.02,
+        how=HOW,
         details={
             "tokens_per_step": rate.tokens_per_step,
             "num_streams": num_streams,
             "window_s": rate.duration_s,
         },
     )
+
+
+async def any_size(setting: Setting, num_stages: int) -> list[Figure]:
+    """Steps per second with as many steps as stages, which serves more tokens but exposes transfer times.
+
+    A raw ring whose nodes hold each message as long as a stage computes, with as many messages, takes turns.
+    """
+    name = f"pipeline, {num_stages} stages of {STAGE_MS} ms, steps of any size, tokens"
+    lap = lap_of_step(STEP_SEQUENCES, STEP_SEQUENCES, hidden_size=HIDDEN_SIZE)
+    window_s, settle_s = ANY_SIZE_WINDOW_S, max(0.5, 2 * num_stages * STAGE_MS / 1e3)
+    rounds, bound = [], 1e3 / STAGE_MS
+    async with (
+        mock_cluster([f"step={STAGE_MS}ms"] * num_stages) as cluster,
+        RawRing(num_stages, pause_s=STAGE_MS / 1e3) as ring,
+    ):
+        for _ in range(setting.rounds(3)):
+            rate, _ = await measure_steady(
+                cluster, num_streams=STEP_SEQUENCES * num_stages, settle_s=settle_s, window_s=window_s
+            )
+            raw = await ring.rate(lap, settle_s=settle_s, window_s=window_s)
+            rounds.append(Round(rate.steps_per_s * rate.tokens_per_step / STEP_SEQUENCES, raw))
+            setting.say(f"{name}: {rounds[-1].measured:.2f} of {bound:.2f} steps/s, raw ring {raw:.2f}")
+    ideal = [Round(round_.measured, bound) for round_ in rounds]
+    return [
+        of_rounds(f"{name} : {against}", compared, unit="steps/s", target=EVEN_TARGET, noise=0.03, how=how)
+        for against, compared, how in (
+            (f"one step per {STAGE_MS} ms", ideal, HOW),
+            ("raw ring", rounds, HOW_RAW),
+        )
+    ]

@@ -30,9 +30,9 @@ GROUPS = (
     ),
     Group(
         name="pipeline",
-        about="steps/s of 2 to 16 mock stages of 20 ms, of uneven ones, and with steps of any size; timeline",
+        about="steps/s of 2 to 16 mock stages of 20 ms, even or uneven; with steps of any size",
         module="bench.figures.pipeline",
-        about_s=100,
+        about_s=130,
     ),
     Group(
         name="pipeline-64",

@@ -64,12 +64,13 @@ class Peer:
         """Ask a question. Raises NotMeasured if the process has exited or does not answer."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(question).encode() + b"\n")
         try:
             async with asyncio.timeout(timeout_s):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
                 await process.stdin.drain()
                 line = await process.stdout.readline()
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, RuntimeError) as error:
+            # uvloop raises RuntimeError for the pipe of a process that has exited
             raise NotMeasured(f"{self._module} does not answer {question}: {error!r}") from error
         if not line:
             raise NotMeasured(f"{self._module} ended during question {question}")

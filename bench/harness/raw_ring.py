@@ -1,100 +1,80 @@
-"""A node of a ring of raw grpc.aio streams, the lower bound of a hop.
-
-python -m bench.harness.raw_ring NEXT_ADDRESS PLACE PAUSE_S
-
-Answers its first question with {"address": ...} and serves until its input ends. A node reads each message
-from one long-lived stream and writes it to the next in the same coroutine, under uvloop, with the product's
-channel options, without protobuf and without a checksum. With a pause it holds each message for so long, as a
-mock stage computes: processes that sleep wake up later than processes that are always busy.
-"""
+"""A ring of raw grpc.aio streams: its laps and rates are lower bounds of those of a pipeline of stages."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
 
-import grpc
-import uvloop
-
-from bench.harness.ring_message import Place, passed_on
-from stage_worker.backends.mock_backend import Alarm
-from wire.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
-
-METHOD = "/stageline.bench.Ring/Forward"
-
-Take = Callable[[bytes], Awaitable[None]]
+from bench.harness.peer import Peer
+from bench.harness.ring_message import Lap, Place
+from bench.harness.ring_node import Next, serve
 
 
-async def serve(take: Take) -> tuple[grpc.aio.Server, str]:
-    """Start a server that passes every message of a stream to `take`; return it and its address."""
+class RawRing:
+    """A ring of this process and one peer per stage."""
 
-    async def forward(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        yield b""  # opens the call before its first message
-        async for message in messages:
-            await take(message)
-
-    handler: Any = grpc.stream_stream_rpc_method_handler(forward)
-    service, name = METHOD[1:].split("/")
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {name: handler})])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    return server, f"127.0.0.1:{port}"
-
-
-class Next:
-    """The stream to the next node."""
-
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._call: Any = self._channel.stream_stream(METHOD)(wait_for_ready=True)
-
-    async def open(self) -> None:
-        """Connect; returns when the next node accepts messages."""
-        await self._call.read()
-
-    async def write(self, message: bytes) -> None:
-        await self._call.write(message)
-
-    async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
-
-
-class Pause:
-    """Waits as mock stages do, with their precision."""
-
-    def __init__(self, pause_s: float) -> None:
+    def __init__(self, num_stages: int, *, pause_s: float = 0.0) -> None:
+        """Each node holds each message for `pause_s`, which laps do not include."""
+        self._num_stages = num_stages
         self._pause_s = pause_s
-        self._alarm = Alarm()
+        self._exit = AsyncExitStack()
+        self._returned: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def wait(self) -> None:
-        if self._pause_s:
-            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._alarm.set(time.monotonic() + self._pause_s, lambda: over.set_result(None))
-            await over
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            server, address = await serve(self._returned.put)
+            stack.push_async_callback(server.stop, 0)
+            for stage in reversed(range(self._num_stages)):
+                peer = Peer(
+                    "bench.harness.ring_node", address, _place(stage, self._num_stages), str(self._pause_s)
+                )
+                await stack.enter_async_context(peer)
+                address = (await peer.ask({}))["address"]
+            self._first = Next(address)
+            stack.push_async_callback(self._first.close)
+            await self._first.open()
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._exit.__aexit__(exception_type, exception, traceback)
+
+    async def lap(self, lap: Lap, *, num_laps: int = 200) -> float:
+        """Median seconds from writing to FIRST until the result arrives, one message in flight."""
+        message, laps_s = lap.message(), []
+        for _ in range(num_laps if lap.hidden_bytes < 1 << 19 else num_laps // 5):
+            started_s = time.monotonic()
+            await self._first.write(message)
+            await self._returned.get()
+            laps_s.append(time.monotonic() - started_s)
+        return statistics.median(laps_s) - self._num_stages * self._pause_s
+
+    async def rate(self, lap: Lap, *, settle_s: float, window_s: float) -> float:
+        """Messages per second, as many in flight as nodes, in a window that begins after `settle_s`."""
+        message, returned_s = lap.message(), []
+        for _ in range(self._num_stages):
+            await self._first.write(message)
+        begin_s = time.monotonic() + settle_s
+        while time.monotonic() < begin_s + window_s:
+            await self._returned.get()
+            returned_s.append(time.monotonic())
+            await self._first.write(message)
+        for _ in range(self._num_stages):
+            await self._returned.get()
+        within_s = [moment_s for moment_s in returned_s if moment_s >= begin_s]
+        return (len(within_s) - 1) / (within_s[-1] - within_s[0])
 
 
-async def main(next_address: str, place: Place, pause_s: float) -> None:
-    following, pause = Next(next_address), Pause(pause_s)
-    await following.open()
-
-    async def take(message: bytes) -> None:
-        await pause.wait()
-        await following.write(passed_on(message, place))
-
-    server, address = await serve(take)
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, sys.stdin.readline)
-    print(json.dumps({"address": address}), flush=True)
-    await loop.run_in_executor(None, sys.stdin.readline)
-    await following.close()
-    await server.stop(0)
-
-
-if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], Place(sys.argv[2]), float(sys.argv[3])))
+def _place(stage: int, num_stages: int) -> Place:
+    if stage == 0:
+        return Place.FIRST
+    return Place.LAST if stage == num_stages - 1 else Place.MIDDLE

@@ -33,6 +33,21 @@ class Lap:
         return _HEAD.pack(self.hidden_bytes, self.result_bytes) + _ZEROS[: self.step_bytes - _HEAD.size]
 
 
+SLICE_BYTES, TOKEN_BYTES, RESULT_BYTES = 80, 3, 40
+"""Approximate bytes of a slice with key and signals, of a prompt token, and of one slice's result."""
+BF16_BYTES = 2
+
+
+def lap_of_step(num_slices: int, num_tokens: int, *, hidden_size: int) -> Lap:
+    """The lap of a step of decodes, or of prompt chunks if there are more tokens than slices."""
+    prompt_bytes = TOKEN_BYTES * num_tokens if num_tokens > num_slices else 0
+    return Lap(
+        SLICE_BYTES * num_slices + prompt_bytes,
+        num_tokens * hidden_size * BF16_BYTES,
+        RESULT_BYTES * num_slices,
+    )
+
+
 def passed_on(message: bytes, place: Place) -> bytes:
     """The message that a node sends on."""
     if place is Place.MIDDLE:

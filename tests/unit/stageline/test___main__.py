@@ -16,6 +16,7 @@ from tests.fake_processes import ROOT
 SLOW_GRPC = """
 import os, time
 print(os.environ.get("GRPC_VERBOSITY"), flush=True)
+print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), flush=True)
 time.sleep(60)
 """
 
@@ -50,6 +51,16 @@ def test_grpc_logs_nothing_by_default(
     with start_with_slow_imports(tmp_path, **given) as process:
         assert process.stdout is not None
         assert process.stdout.readline().strip() == used
+        process.kill()
+
+
+def test_grpc_does_not_handle_forks_which_can_crash_started_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    with start_with_slow_imports(tmp_path) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline().strip() for _ in range(2)][1] == "false"
         process.kill()
 
 
