@@ -54,14 +54,16 @@ async def _serves_what_is_predicted(address: str) -> None:
 
 
 async def _all_are_ready(address: str) -> None:
-    """Heartbeats of 16 workers on a busy machine may be late, and status says so."""
+    """On a busy machine, heartbeats of 16 workers may be late, and status says so; so may a step, which
+    begins a new epoch.
+    """
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             shown = await run_stageline("status", "--coordinator", address)
             assert (shown.code, shown.stderr) == (0, "")
-            assert shown.stdout.startswith(f"mock in bf16, {NUM_STAGES} stages, epoch 1\nserving\n")
+            serving = re.match(rf"mock in bf16, {NUM_STAGES} stages, epoch \d+\nserving\n", shown.stdout)
             ready = re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d+ +\d+ \(1\) +mock +ready ", shown.stdout)
-            if len(ready) == NUM_STAGES:
+            if serving and len(ready) == NUM_STAGES:
                 return
             await asyncio.sleep(0.5)
 
