@@ -179,7 +179,8 @@ class BlockPool:
         """
         check_pages(
             self.num_blocks,
-            free=[*(page.number for page in self._freed), *range(self._num_made, self.num_blocks)],
+            unused=self.num_blocks - self._num_made,
+            freed=[page.number for page in self._freed],
             active=[page.number for pages in (self._full, self._partial) for page in pages.values()],
             inactive=[page.number for page in self._inactive.values()],
         )

@@ -1,4 +1,5 @@
 import re
+import sys
 from copy import deepcopy
 
 import pytest
@@ -196,3 +197,15 @@ def test_integrity_check_finds_wrong_refcounts_and_lost_pages() -> None:
     pool._num_made += 1
     with pytest.raises(IntegrityBroken, match="1 free"):
         pool.check_integrity()
+    pool = BlockPool(2)
+    pool.apply(use(1, 2))
+    pool._num_made += 1
+    with pytest.raises(IntegrityBroken, match="-1 free"):
+        pool.check_integrity()
+
+
+def test_integrity_check_does_not_visit_pages_that_were_never_used() -> None:
+    pool = BlockPool(sys.maxsize)
+    pool.check_integrity()
+    pool.apply(use(1, 2))
+    pool.check_integrity([FullBlock(1), FullBlock(2)])
