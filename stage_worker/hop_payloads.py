@@ -138,7 +138,9 @@ class IncomingPayloads:
             epoch=epoch.number, secret=epoch.incoming_secret, max_bytes=max_bytes
         )
         if self._receiver is not None:
-            self._inbox, offer = self._receiver.inbox, self._receiver.offer
+            inbox, offer = self._receiver.inbox, self._receiver.offer
+            inbox.damaged.add_done_callback(self._suspend)
+            self._inbox = inbox
             accepted.payloads.host, accepted.payloads.port = offer.host, offer.port
             accepted.payloads.ticket = offer.ticket
 
@@ -158,6 +160,10 @@ class IncomingPayloads:
         except StepFault:
             self._listener.suspend()
             raise
+
+    def _suspend(self, damaged: asyncio.Future[StepFault]) -> None:
+        if not damaged.cancelled():
+            self._listener.suspend()
 
     def close(self) -> None:
         """Idempotent."""

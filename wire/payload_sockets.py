@@ -185,15 +185,24 @@ class PayloadSender:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self.failed: asyncio.Future[str] = self._loop.create_future()
         """Set, with the reason, when the connection breaks after it was open."""
+        self._unnoticed: set[asyncio.Future[PayloadNotice]] = set()
         self._connection: _Connection | None = None
         self._orders: queue.SimpleQueue[tuple[Bytes, asyncio.Future[PayloadNotice]] | None]
         self._orders = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="payload-sender", daemon=True)
 
     async def open(self) -> None:
-        """Connect and greet. Raises ConnectionError with the reason."""
+        """Connect and greet. Raises ConnectionError with the reason.
+
+        The thread has no limit of its own for the resolution of a name, and one per address of the name.
+        """
         self._thread.start()
-        await self._opened
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                await self._opened
+        except TimeoutError:
+            self.close()
+            raise ConnectionError("timed out") from None
 
     async def send(self, data: Bytes) -> PayloadNotice:
         """Send one payload; returns with its notice when the last piece is about to leave.
@@ -204,6 +213,8 @@ class PayloadSender:
         if self.failed.done():
             raise ConnectionError(self.failed.result())
         noticed: asyncio.Future[PayloadNotice] = self._loop.create_future()
+        self._unnoticed.add(noticed)
+        noticed.add_done_callback(self._unnoticed.discard)
         self._orders.put((data, noticed))
         return await noticed
 
@@ -216,7 +227,7 @@ class PayloadSender:
     def _run(self) -> None:
         try:
             connection = self._connect()
-        except (OSError, _Ended) as error:
+        except (OSError, ValueError, _Ended) as error:  # ValueError: no host has such a name
             self._tell(_fail, self._opened, _reason(error))
             return
         try:
@@ -253,8 +264,7 @@ class PayloadSender:
             try:
                 self._send_one(connection, number, memoryview(data).cast("B"), noticed)
             except OSError as error:
-                self._tell(_settle, self.failed, _reason(error))
-                self._tell(_fail, noticed, _reason(error))
+                self._tell(self._fail_open, _reason(error))
                 return
             del data, order
 
@@ -269,6 +279,12 @@ class PayloadSender:
             if begin + step >= len(data):
                 self._tell(_settle, noticed, PayloadNotice(number, len(data), digest.intdigest()))
             connection.send(piece)
+
+    def _fail_open(self, reason: str) -> None:
+        """The connection broke: fail all orders, also those after the end of the thread."""
+        _settle(self.failed, reason)
+        for noticed in tuple(self._unnoticed):
+            _fail(noticed, reason)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         """Call back on the event loop, unless it is closed."""
@@ -428,7 +444,9 @@ class PayloadListener:
         return receiver
 
     def suspend(self) -> None:
-        """Expect no connection for PAYLOAD_RETRY_S, after a fault of one."""
+        """Expect no connection for PAYLOAD_RETRY_S, after a fault of one. Idempotent."""
+        if time.monotonic() < self._suspended_until_s:
+            return
         self._suspended_until_s = time.monotonic() + PAYLOAD_RETRY_S
         log.warning(
             "hidden states travel over gRPC for %g s: a payload did not arrive intact", PAYLOAD_RETRY_S
@@ -514,10 +532,10 @@ def _bound(address: Address) -> socket.socket:
     return socket.create_server(sockaddr[:2], family=family, backlog=MAX_GREETINGS, dualstack_ipv6=is_dual)
 
 
-def _reason(error: OSError | _Ended) -> str:
+def _reason(error: OSError | ValueError | _Ended) -> str:
     if isinstance(error, _Ended):
         return "the connection was closed"
-    return error.strerror or str(error)
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

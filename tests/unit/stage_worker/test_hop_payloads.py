@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 
 import pytest
@@ -12,14 +14,24 @@ from stage_worker.hop_payloads import OutgoingPayloads, PayloadConnections
 from stageline_rpc.internal.v1 import forward_pb2
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.addresses import Address
+from wire.errors import StepFault
 from wire.ids import Incarnation
 from wire.payload_sockets import PayloadListener
-from wire.payloads import PAYLOAD_RETRY_S
+from wire.payloads import PAYLOAD_RETRY_S, PayloadKey, PayloadNotice, encode_header
 from wire.peer_secrets import RefusedPeers
 
 SECRET = b"s" * 32
 SMALL, LARGE = hidden_states(1, 4), hidden_states(3, 4)
 ADDRESS = Address("10.0.0.7", 7499)
+EPOCH = Epoch(
+    plan_id=1,
+    number=1,
+    coordinator_incarnation=Incarnation(bytes(16)),
+    peers=(),
+    incoming_secret=SECRET,
+    outgoing_secret=SECRET,
+)
+DEADLINE_S = 10.0
 
 
 class Clock:
@@ -35,14 +47,7 @@ def connections(clock: Clock | None = None) -> PayloadConnections:
 
 
 def hop(made: PayloadConnections) -> OutgoingPayloads:
-    epoch = Epoch(
-        plan_id=1,
-        number=1,
-        coordinator_incarnation=Incarnation(bytes(16)),
-        peers=(),
-        outgoing_secret=SECRET,
-    )
-    return made.outgoing(epoch, "127.0.0.1:1")
+    return made.outgoing(EPOCH, "127.0.0.1:1")
 
 
 def offer(*, host: str = "", port: int = 1, ticket: bytes = b"t" * 16) -> forward_pb2.HopAccepted:
@@ -77,6 +82,30 @@ async def test_large_hidden_states_travel_on_the_offered_connection() -> None:
     assert (await receiver.inbox.take(notice)).data == LARGE.data
     payloads.close()
     listener.forget(receiver)
+    listener.close()
+
+
+async def test_damage_that_no_frame_waits_for_suspends_the_offers(caplog: pytest.LogCaptureFixture) -> None:
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    listener.listen(Address("127.0.0.1", 0))
+    made = PayloadConnections(listener, min_bytes=LARGE.size_bytes)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    assert incoming.damaged is not None
+    key = PayloadKey(EPOCH.number, SECRET, accepted.payloads.ticket)
+    with socket.create_connection(("127.0.0.1", accepted.payloads.port)) as connection:
+        connection.sendall(key.greeting() + encode_header(2, 3))
+        await asyncio.wait_for(asyncio.shield(incoming.damaged), DEADLINE_S)
+    await asyncio.sleep(0)
+    later = forward_pb2.HopAccepted()
+    made.incoming().expect(EPOCH, later, max_bytes=1000)
+    assert not later.HasField("payloads")
+    with pytest.raises(StepFault, match="payload 2 on the connection, expected 1"):
+        await incoming.take(PayloadNotice(1, 3, 0))
+    assert [message for message in caplog.messages if "over gRPC" in message] == [
+        "hidden states travel over gRPC for 30 s: a payload did not arrive intact"
+    ]
+    incoming.close()
     listener.close()
 
 

@@ -287,6 +287,34 @@ async def test_a_sender_gives_up_when_nothing_answers(monkeypatch: pytest.Monkey
         await PayloadSender(Address("127.0.0.1", silent_port()), PayloadKey(EPOCH, SECRET, b"t" * 16)).open()
 
 
+@pytest.mark.parametrize("host", ["gpu..a", "a" * 64])
+async def test_a_name_that_no_host_can_have_is_an_error_at_once(host: str) -> None:
+    with pytest.raises(ConnectionError, match="label"):
+        async with asyncio.timeout(DEADLINE_S):
+            await PayloadSender(Address(host, 1), PayloadKey(EPOCH, SECRET, b"t" * 16)).open()
+
+
+async def test_a_slow_resolution_of_the_name_does_not_extend_the_time_to_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.2)
+    is_resolved = threading.Event()
+
+    def resolve(address: object, timeout: float) -> socket.socket:
+        assert is_resolved.wait(DEADLINE_S)
+        raise OSError("name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", resolve)
+    sender = PayloadSender(Address("gpu-a", 1), PayloadKey(EPOCH, SECRET, b"t" * 16))
+    try:
+        with pytest.raises(ConnectionError, match="timed out"):
+            async with asyncio.timeout(DEADLINE_S):
+                await sender.open()
+    finally:
+        is_resolved.set()
+    await until(lambda: not _threads())
+
+
 def silent_port() -> int:
     """A port at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -334,6 +362,26 @@ async def test_a_broken_connection_fails_the_payload_that_is_sent_and_later_ones
         await sender.failed
         with pytest.raises(ConnectionError):
             await sender.send(b"x")
+
+
+async def test_a_payload_ordered_before_the_end_is_known_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hop() as to, opened(to) as sender:
+        assert sender._connection is not None
+        has_returned = threading.Event()
+
+        def send(data: bytes) -> None:
+            if data == b"x":  # the only piece, whose notice is out
+                assert has_returned.wait(DEADLINE_S)
+                raise OSError("Connection reset by peer")
+
+        monkeypatch.setattr(sender._connection, "send", send)
+        await sender.send(b"x")
+        has_returned.set()
+        sender._thread.join(DEADLINE_S)  # the event loop does not see the failure before the next send
+        assert not sender.failed.done()
+        with pytest.raises(ConnectionError, match="reset"):
+            async with asyncio.timeout(DEADLINE_S):
+                await sender.send(b"x")
 
 
 async def test_closing_ends_a_send_that_the_receiver_does_not_take() -> None:
