@@ -400,7 +400,8 @@ def _sampling_of(
 def make_echoed_text(request: Request) -> None:
     """Decode the echoed prompts; slow for a long prompt."""
     for choice in request.choices:
-        choice.buffer.detokenize(max_tokens=choice.buffer.num_tokens)
+        num_tokens = choice.buffer.num_tokens
+        choice.buffer.detokenize(num_tokens, max_new=num_tokens)
 
 
 def _output_buffer(

@@ -45,8 +45,8 @@ class OutputBuffer:
     their log-probabilities.
 
     Text is produced on read, or on `append` if there are stop strings; a token takes microseconds
-    (bench/STUDIES.md). `detokenize` splits the work where many tokens are due at once, such as an echoed
-    prompt or output that was not read for long.
+    (bench/STUDIES.md). `detokenize` splits the work where many tokens are due at once, such as output that
+    was not read for long.
     """
 
     def __init__(
@@ -165,10 +165,11 @@ class OutputBuffer:
         require(not self._is_waiting, "choice finished before its prompt log-probabilities were set")
         self._finish_reason = reason
 
-    def detokenize(self, *, max_tokens: int) -> bool:
-        """Produce the text of up to `max_tokens` more tokens. Returns True if all tokens have text."""
-        self._detokenize(min(len(self._tokens), self._text.num_tokens + max_tokens))
-        return self._text.num_tokens == len(self._tokens)
+    def detokenize(self, num_tokens: int, *, max_new: int) -> bool:
+        """Produce text of `max_new` more of the first `num_tokens` tokens. Returns True if all have it."""
+        end = min(num_tokens, len(self._tokens))
+        self._detokenize(min(end, self._text.num_tokens + max_new))
+        return self._text.num_tokens >= end
 
     def read(self, from_token: int, *, max_tokens: int) -> Piece:
         """Read up to `max_tokens` tokens from `from_token`; may be repeated. Raises TokenNotGenerated.

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MESSAGE_ENTRIES = 512
 """Tokens and alternatives in a message: it is encoded within a millisecond, as other calls wait meanwhile."""
 
+TEXT_TOKENS_PER_TURN = 64
+"""Tokens that a reader detokenizes per turn of the event loop: 0.2 to 0.5 ms."""
+
 
 def max_message_tokens(num_top: int | None) -> int:
     """Tokens in a message, if each comes with `num_top` alternatives; None without log-probabilities."""
@@ -90,8 +93,13 @@ class OutputStream:
         while True:
             if self._is_superseded:
                 raise Superseded(f"another call attached to request {id_text(self.request.id)}")
-            if (output := self._next()) is not None:
+            if (output := self._next_prompt_logprobs()) is not None:
                 yield output
+            elif (choice := self._unread_choice()) is not None:
+                if self._has_text(choice):
+                    yield self._read(choice)
+                else:
+                    await asyncio.sleep(0)  # others first: text of a long output takes up to a second
             elif all(self._is_read):
                 return
             elif self.request.error is not None:
@@ -100,23 +108,29 @@ class OutputStream:
                 self._changed.clear()
                 await self._changed.wait()  # no timeout: every request ends
 
-    def _next(self) -> Output | None:
-        if (output := self._next_prompt_logprobs()) is not None:
-            return output
+    def _unread_choice(self) -> Choice | None:
+        """The next choice with output; round-robin, so that one busy choice cannot starve the others."""
         choices = self.request.choices
-        # Round-robin, so that one busy choice cannot starve the others.
         for choice in (*choices[self._next_choice :], *choices[: self._next_choice]):
             index = choice.index
-            if self._is_read[index] or not choice.buffer.has_output(self._cursors[index]):
-                continue
-            most = max_message_tokens(choice.sequence.sampling.logprobs)
-            piece = choice.buffer.read(self._cursors[index], max_tokens=most)
-            self._cursors[index] += len(piece.tokens)
-            self._is_read[index] = piece.is_last
-            self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
-            self._next_choice = index + 1
-            return Output(choice, piece)
+            if not self._is_read[index] and choice.buffer.has_output(self._cursors[index]):
+                return choice
         return None
+
+    def _has_text(self, choice: Choice) -> bool:
+        """Produce text of the choice's next message; return whether it is complete."""
+        end = self._cursors[choice.index] + max_message_tokens(choice.sequence.sampling.logprobs)
+        return choice.buffer.detokenize(end, max_new=TEXT_TOKENS_PER_TURN)
+
+    def _read(self, choice: Choice) -> Output:
+        index = choice.index
+        most = max_message_tokens(choice.sequence.sampling.logprobs)
+        piece = choice.buffer.read(self._cursors[index], max_tokens=most)
+        self._cursors[index] += len(piece.tokens)
+        self._is_read[index] = piece.is_last
+        self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
+        self._next_choice = index + 1
+        return Output(choice, piece)
 
     def _next_prompt_logprobs(self) -> Output | None:
         request, start = self.request, self._prompt_cursor

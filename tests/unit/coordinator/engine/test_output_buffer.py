@@ -226,7 +226,9 @@ def test_text_is_made_in_portions_and_no_more_than_is_read(codecs: Codecs) -> No
     buffer.read(0, max_tokens=2)
     buffer.read(0, max_tokens=2)
     assert pushed == tokens[:2]
-    assert not buffer.detokenize(max_tokens=1)
+    assert buffer.detokenize(2, max_new=1)
+    assert pushed == tokens[:2]
+    assert not buffer.detokenize(len(tokens), max_new=1)
     assert pushed == tokens[:3]
-    assert buffer.detokenize(max_tokens=len(tokens))
+    assert buffer.detokenize(len(tokens) + 1, max_new=len(tokens))
     assert pushed == tokens

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
-from coordinator.engine.output_stream import max_message_tokens
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.output_stream import (
+    TEXT_TOKENS_PER_TURN,
+    OutputStream,
+    Positions,
+    max_message_tokens,
+)
+from coordinator.engine.request import Choice, Request
 from coordinator.scheduler.policy import SchedulerLimits
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
 from tests.unit.coordinator.engine.request_cases import RequestCase, prompt_scores, solo
+from text.detokenizer import IncrementalDetokenizer
 from wire.errors import InvalidRequest, RequestCancelled, RequestNotFound, Superseded
 from wire.ids import new_request_id
 from wire.steps import TokenLogprobs
@@ -86,6 +97,55 @@ def test_an_error_wakes_a_reader_that_waits(new_model: NewModel) -> None:
     model.engine.cancel(request.id)
     assert call.read() is None
     assert isinstance(call.error, RequestCancelled)
+
+
+class LettersOf(IncrementalDetokenizer):
+    """A letter per token, and how many there were."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.num_tokens += len(token_ids)
+        return "".join(chr(token) for token in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def unread_request(detokenizer: IncrementalDetokenizer, text: str) -> Request:
+    """A request with output that nobody has read."""
+    sequence = RequestCase(max_tokens=9).request().choices[0].sequence
+    buffer = OutputBuffer(detokenizer)
+    for letter in text:
+        buffer.append(ord(letter))
+    return Request(sequence.key.request_id, [Choice(sequence, buffer)], client="")
+
+
+async def test_others_run_while_the_text_of_a_long_output_is_produced() -> None:
+    letters = LettersOf()
+    messages = OutputStream(unread_request(letters, 999 * "a" + "z"), Positions(default=999)).outputs()
+    reader = asyncio.ensure_future(anext(messages))
+    per_turn = []
+    while not reader.done():
+        before = letters.num_tokens
+        await asyncio.sleep(0)
+        per_turn.append(letters.num_tokens - before)
+    piece = reader.result().piece
+    assert (piece.first_token_index, piece.text_offset, piece.text) == (999, 999, "z")
+    assert sum(per_turn) == 1000
+    assert max(per_turn) == TEXT_TOKENS_PER_TURN
+
+
+async def test_a_stream_that_is_superseded_produces_no_more_text() -> None:
+    letters = LettersOf()
+    stream = OutputStream(unread_request(letters, 999 * "a"), Positions(default=998))
+    reader = asyncio.ensure_future(anext(stream.outputs()))
+    await asyncio.sleep(0)
+    stream.supersede()
+    with pytest.raises(Superseded):
+        await reader
+    assert letters.num_tokens == TEXT_TOKENS_PER_TURN
 
 
 @pytest.mark.parametrize(("num_top", "full"), [(0, 256), (2, 128)])
