@@ -28,6 +28,7 @@ from coordinator.api.request_handler import RequestHandler
 from coordinator.api.serve_service import ServeStreams
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
+from coordinator.api.tokenizer_service import TokenizerService
 from coordinator.api.worker_services import MembershipService, StepResultsService
 from coordinator.cluster.controller import Controller, ServingSettings
 from coordinator.cluster.state_machine import ClusterState
@@ -175,7 +176,16 @@ class CoordinatorServer:
         secrets = SecretCheck(self.engine, self.metrics.refused_peers("attach_secret"))
         self._streams = ServeStreams(self._requests, self.engine, callers, secrets)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._requests, self.engine, status, callers, operators, secrets, self._streams),
+            InferenceService(
+                self._requests,
+                self.engine,
+                status,
+                callers,
+                operators,
+                secrets,
+                self._streams,
+                TokenizerService(self._model, self._requests.beside),
+            ),
             self._server,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(

@@ -10,6 +10,7 @@ from coordinator.api.output_codec import decode_positions, decode_request_id, en
 from coordinator.api.request_handler import RequestHandler
 from coordinator.api.serve_service import ServeStreams
 from coordinator.api.status import StatusReporter
+from coordinator.api.tokenizer_service import TokenizerService
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_stream import OutputStream
 from coordinator.engine.request import new_attach_secret, secret_digest
@@ -33,6 +34,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         operators: Operators,
         secrets: SecretCheck,
         streams: ServeStreams,
+        tokenizer: TokenizerService,
     ) -> None:
         self._requests = requests
         self._engine = engine
@@ -41,6 +43,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._operators = operators
         self._secrets = secrets
         self._streams = streams
+        self._tokenizer = tokenizer
 
     async def Generate(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context
@@ -88,6 +91,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         return self._status.model()
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: inference_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GetTokenizerResponse]:
+        async for response in self._tokenizer.files(request.known_sha256):
+            yield response
+
+    async def Tokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
+        self, request: bytes, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        with self._engine.preparing(self._callers.of(context).client):
+            return await self._tokenizer.tokenize(request)
+
+    async def Detokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
+        self, request: bytes, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        with self._engine.preparing(self._callers.of(context).client):
+            return await self._tokenizer.detokenize(request)
 
     async def _read(
         self, stream: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()

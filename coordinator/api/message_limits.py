@@ -43,6 +43,8 @@ _FILES: tuple[FileDescriptor, ...] = (
 _RAW_METHODS = (
     "/stageline.v1.Inference/Generate",
     "/stageline.v1.Inference/Serve",
+    "/stageline.v1.Inference/Tokenize",
+    "/stageline.v1.Inference/Detokenize",
     "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
     "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
 )

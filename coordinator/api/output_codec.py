@@ -6,6 +6,7 @@ from coordinator.scheduler.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest, InvariantBroken
 from wire.ids import RequestId, id_text, parse_request_id
+from wire.status_codec import duration
 from wire.steps import TokenLogprobs
 
 FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
@@ -57,13 +58,17 @@ def finish_reason_of(choice: Choice) -> inference_pb2.FinishReason.ValueType:
 
 def usage_of(choice: Choice) -> inference_pb2.Usage:
     """Usage of an ended choice."""
-    sequence = choice.sequence
+    sequence, times = choice.sequence, choice.times
+    first_s, last_s = times.first_token_s, times.last_token_s
     return inference_pb2.Usage(
         prompt_tokens=sequence.num_prompt_tokens,
         completion_tokens=sequence.num_generated_tokens,
         cached_tokens=sequence.num_cached_tokens,
         seed=sequence.sampling.seed,
         restarts=sequence.num_restarts,
+        queue_time=None if times.started_s is None else duration(times.started_s - times.accepted_s),
+        first_token_time=None if first_s is None else duration(first_s - times.accepted_s),
+        decode_time=duration(last_s - first_s) if first_s is not None and last_s is not None else None,
     )
 
 

@@ -174,9 +174,10 @@ class RequestHandler:
         if len(data) <= INLINE_BYTES:
             return self._decoder.decode(data)
         with self._engine.preparing(caller.client):
-            return await self._beside(self._decoder.decode, data)
+            return await self.beside(self._decoder.decode, data)
 
-    async def _beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+    async def beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run `function` on a thread of the tokenizer."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizers, function, *arguments)
 
@@ -199,9 +200,9 @@ class RequestHandler:
             plan = await self._plan_for(request_id)
             if self._state.has_mock_stages:
                 refuse_unmockable(message.sampling)
-            request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
+            request = await self.beside(make, resolved, plan) if is_large else make(resolved, plan)
             if message.sampling.echo:
-                await self._beside(make_echoed_text, request)
+                await self.beside(make_echoed_text, request)
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
@@ -278,4 +279,4 @@ class RequestHandler:
             check_text_size(message, self._model)
         if not is_large and not needs_tokenizer(message):
             return resolve(message, self._model)
-        return await self._beside(resolve, message, self._model)
+        return await self.beside(resolve, message, self._model)

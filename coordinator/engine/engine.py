@@ -278,10 +278,7 @@ class Engine:
             self._registry.forget(request_id)
 
     def stop_choice(self, request: Request, index: int, *, after_token: int) -> Choice:
-        """End a choice of a live request, as FINISHED, after its first `after_token` generated tokens.
-
-        No effect if it has ended. Raises InvalidRequest.
-        """
+        """End a choice, if it is live, after its first `after_token` tokens. Raises InvalidRequest."""
         self.deliver()
         choice = request.choice_to_stop(index, after_token)
         if not request.is_live or choice.buffer.is_finished:
@@ -289,9 +286,8 @@ class Engine:
         sequence = choice.sequence
         if sequence.state.is_live:
             self._scheduler.finish(sequence, FinishReason.STOP)
-        # While journal writes fail, tokens wait.
         self._undelivered = deque(each for each in self._undelivered if each.sequence is not sequence)
-        choice.stop(after_token)
+        choice.stop(after_token, now_s=self._clock())
         self._durability.rewrite(request)
         self._end_if_finished(request)
         self._send_steps()
@@ -519,6 +515,8 @@ class Engine:
             reason = FinishReason.STOP
         if reason is not None:
             choice.buffer.finish(reason)
+        if update.token is not None and (reason is not None or choice.times.first_token_s is None):
+            choice.times.on_token(self._clock())
 
     def _cancel_if_late(self, request: Request) -> bool:
         """Cancel a request whose deadline has passed; return whether it was cancelled."""
@@ -580,6 +578,7 @@ class Engine:
                 self._observer.preempted(preempted, sent_s)
             self._sent_s.append(sent_s)
             self._send(step)
+            self._registry.note_starts(step.starts, sent_s)
             self._facts.append(partial(self._observer.step_scheduled, sent_s - started_s))
             self._facts.append(partial(self._observer.step_sent, step, sent_s))
 

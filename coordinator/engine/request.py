@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 from collections import Counter, abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.engine.output_buffer import OutputBuffer
@@ -21,7 +21,7 @@ from wire.errors import (
     require,
 )
 from wire.ids import RequestId, id_text
-from wire.steps import TokenLogprobs
+from wire.steps import StartRecord, TokenLogprobs
 
 if TYPE_CHECKING:
     from coordinator.engine.output_stream import OutputStream
@@ -60,22 +60,45 @@ class RequestTotals:
     orphaned: int = 0
 
 
+@dataclass(slots=True)
+class ChoiceTimes:
+    """Milestones of a choice on the engine's clock; None until then."""
+
+    accepted_s: float = 0.0
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    def on_start(self, now_s: float) -> None:
+        """A step with the choice was sent; only the first one counts."""
+        if self.started_s is None:
+            self.started_s = now_s
+
+    def on_token(self, now_s: float) -> None:
+        """Call for the first token and for the last one."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of a request and its output buffer."""
+    """One sequence of a request, its output buffer and its times."""
 
     sequence: Sequence
     buffer: OutputBuffer
+    times: ChoiceTimes = field(default_factory=ChoiceTimes)
 
     @property
     def index(self) -> int:
         return self.sequence.key.choice
 
-    def stop(self, after_token: int) -> None:
+    def stop(self, after_token: int, *, now_s: float) -> None:
         """End the output after its first `after_token` generated tokens, of a sequence that has finished."""
         self.sequence.truncate(after_token)
         self.buffer.truncate(after_token)
         self.buffer.finish(FinishReason.STOP)
+        self.times.on_token(now_s)
 
 
 class Trace(Protocol):
@@ -152,7 +175,6 @@ class Request:
         self._ended_s: float | None = None
         self.stream: OutputStream | None = None
         self.deadline_s: float | None = None
-        self.accepted_s = 0.0
         self.detached_s = 0.0
         self.failures = FailureHistory()
         self.trace: Trace | None = None
@@ -169,6 +191,16 @@ class Request:
     @property
     def choices(self) -> tuple[Choice, ...]:
         return self._choices
+
+    @property
+    def accepted_s(self) -> float:
+        """When the request was accepted, or restored by this coordinator."""
+        return self._choices[0].times.accepted_s
+
+    @accepted_s.setter
+    def accepted_s(self, now_s: float) -> None:
+        for choice in self._choices:
+            choice.times.accepted_s = now_s
 
     @property
     def is_live(self) -> bool:
@@ -323,6 +355,12 @@ class RequestRegistry:
 
     def live_request(self, request_id: RequestId) -> Request | None:
         return self._live.get(request_id)
+
+    def note_starts(self, starts: abc.Iterable[StartRecord], now_s: float) -> None:
+        """A step that starts these sequences was sent."""
+        for start in starts:
+            if (request := self._live.get(start.sequence.request_id)) is not None:
+                request.choices[start.sequence.choice].times.on_start(now_s)
 
     def has(self, request_id: RequestId) -> bool:
         """Whether the request is live or kept."""

@@ -50,6 +50,9 @@ async def test_two_gateways_get_the_tokens_of_all_requests_in_one_message_per_st
                 assert numbered.ends[0].finish_reason == LENGTH
                 usage = numbered.ends[0].usage
                 assert (usage.prompt_tokens, usage.completion_tokens) == (5, 40)
+                queue_s, first_s = usage.queue_time.ToMicroseconds(), usage.first_token_time.ToMicroseconds()
+                assert 0 <= queue_s < first_s
+                assert usage.decode_time.ToMicroseconds() > 0
             with_tokens = [each for each in gateway.messages if each.numbers]
             assert max(len(each.numbers) for each in with_tokens) > 12
         assert (await cluster.wait_drained()).requests.finished == 48

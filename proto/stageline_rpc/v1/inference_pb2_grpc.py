@@ -59,6 +59,21 @@ class InferenceStub:
                 request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/stageline.v1.Inference/GetTokenizer',
+                request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/stageline.v1.Inference/Tokenize',
+                request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/stageline.v1.Inference/Detokenize',
+                request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -143,6 +158,32 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """The checkpoint's tokenizer: the first message lists its files, the others have their contents in the same order, each
+        file in one or more chunks. A caller that has the files of `known_sha256` gets the first message alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Token ids of a text or of a conversation.
+
+        Errors: INVALID_ARGUMENT (no tokenizer or chat template, or a text that can never fit into the model).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Text of token ids.
+
+        Errors: INVALID_ARGUMENT (no tokenizer, or an id outside the vocabulary).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +211,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +363,87 @@ class Inference:
             '/stageline.v1.Inference/GetModel',
             stageline__rpc_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stageline.v1.Inference/GetTokenizer',
+            stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stageline.v1.Inference/Tokenize',
+            stageline__rpc_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stageline.v1.Inference/Detokenize',
+            stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

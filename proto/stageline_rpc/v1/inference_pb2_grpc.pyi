@@ -75,6 +75,20 @@ class InferenceStub:
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes the served model and its limits."""
+    GetTokenizer: _aio.UnaryStreamMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]
+    """The checkpoint's tokenizer: the first message lists its files, the others have their contents in the same order, each
+    file in one or more chunks. A caller that has the files of `known_sha256` gets the first message alone.
+    """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Token ids of a text or of a conversation.
+
+    Errors: INVALID_ARGUMENT (no tokenizer or chat template, or a text that can never fit into the model).
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Text of token ids.
+
+    Errors: INVALID_ARGUMENT (no tokenizer, or an id outside the vocabulary).
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -164,5 +178,37 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GetModelRequest, _abc.Awaitable[_inference_pb2.GetModelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.GetModelResponse]:
         """Describes the served model and its limits."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _inference_pb2.GetTokenizerRequest,
+        context: _aio.ServicerContext[_inference_pb2.GetTokenizerRequest, _abc.AsyncIterator[_inference_pb2.GetTokenizerResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GetTokenizerResponse]:
+        """The checkpoint's tokenizer: the first message lists its files, the others have their contents in the same order, each
+        file in one or more chunks. A caller that has the files of `known_sha256` gets the first message alone.
+        """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
+        """Token ids of a text or of a conversation.
+
+        Errors: INVALID_ARGUMENT (no tokenizer or chat template, or a text that can never fit into the model).
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _aio.ServicerContext[_inference_pb2.DetokenizeRequest, _abc.Awaitable[_inference_pb2.DetokenizeResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.DetokenizeResponse]:
+        """Text of token ids.
+
+        Errors: INVALID_ARGUMENT (no tokenizer, or an id outside the vocabulary).
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

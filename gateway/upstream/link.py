@@ -1,0 +1,260 @@
+"""The link to a coordinator: one Serve stream that is opened again when it breaks, and its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import Any
+
+import grpc
+
+from gateway.upstream.contract import ModelInfo, UpstreamFailure
+from gateway.upstream.numbered_request import NumberedRequest, RequestStream
+from gateway.upstream.serve_call import ServeCall
+from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.channels import client_channel
+from wire.errors import ClusterUnavailable, reason_of
+from wire.ids import id_text, new_request_id
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkPolicy:
+    """Waits of a link, in seconds.
+
+    Attributes:
+        unreachable_s: after how long without a coordinator requests fail.
+        retry_s: pause before a new attempt to reach it; `max_retry_s` after several.
+        refresh_s: interval between two looks at the model's limits.
+        call_s: deadline of single calls.
+        keep_s: how long the coordinator keeps the output of a request of a gateway that is lost.
+        credit: tokens of a request that may be on the way.
+    """
+
+    unreachable_s: float = 30.0
+    retry_s: float = 0.1
+    max_retry_s: float = 1.0
+    refresh_s: float = 5.0
+    call_s: float = 10.0
+    keep_s: float = 60.0
+    credit: int = 512
+
+
+DEFAULT_POLICY = LinkPolicy()
+
+
+class CoordinatorLink:
+    """Owns the connection to one coordinator and the requests on it.
+
+    A request survives a broken connection: it attaches again from the tokens that it has, by its secret, and
+    fails when the coordinator stays away. So requests are submitted to detach, unless they say otherwise.
+    """
+
+    def __init__(
+        self, address: str, *, cache_directory: Path | None = None, policy: LinkPolicy = DEFAULT_POLICY
+    ) -> None:
+        """`cache_directory` keeps the tokenizer's files; None for a temporary one."""
+        self._address = address
+        self._policy = policy
+        self._channel = client_channel(address)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._files = TokenizerFiles(cache_directory)
+        self._model: ModelInfo | None = None
+        self._requests: dict[NumberedRequest, None] = {}
+        self._call: ServeCall | None = None
+        self._away_since_s: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model, with the limits that the coordinator last reported; after `start`."""
+        assert self._model is not None, "the link is not started"
+        return self._model
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the coordinator is connected."""
+        return self._call is not None
+
+    @property
+    def tokenizer_directory(self) -> Path | None:
+        """The tokenizer's files, as in the checkpoint; None for a model without one, and before `start`."""
+        return self._files.directory
+
+    async def start(self) -> None:
+        """Wait for the coordinator, and fetch its model and tokenizer."""
+        pause_s = self._policy.retry_s
+        while True:
+            try:
+                await self._fetch()
+                break
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+                log.debug("coordinator %s cannot be reached: %s", self._address, error.details())
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._policy.max_retry_s)
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._refresh())]
+
+    async def stop(self) -> None:
+        """Close the stream; the coordinator keeps what its requests generate."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for request in list(self._requests):
+            request.fail(_failure(ClusterUnavailable("the gateway is stopping")))
+        await self._channel.close()
+        self._files.close()
+
+    async def submit(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        deadline_s: float | None = None,
+        traceparent: str = "",
+        client: str = "",
+    ) -> RequestStream:
+        """Return once the request is accepted. Raises UpstreamFailure.
+
+        After `deadline_s` seconds the request is cancelled. Without `on_disconnect` it is detached when the
+        connection breaks.
+        """
+        message = inference_pb2.GenerateRequest()
+        message.CopyFrom(request)
+        message.request_id = message.request_id or id_text(new_request_id())
+        if not message.HasField("on_disconnect"):
+            message.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
+            message.on_disconnect.keep_for.FromMilliseconds(round(self._policy.keep_s * 1000))
+        return await self._open(
+            NumberedRequest(
+                message.request_id,
+                token_urlsafe(32),
+                message=message,
+                credit=self._policy.credit,
+                deadline_s=self._deadline(deadline_s),
+                traceparent=traceparent,
+                client=client,
+            )
+        )
+
+    async def attach(
+        self,
+        request_id: str,
+        secret: str,
+        from_token: Sequence[int],
+        *,
+        deadline_s: float | None = None,
+    ) -> RequestStream:
+        """Read a request of this or another gateway from `from_token[i]` of choice i on.
+
+        Its number of choices is the length of `from_token`. Raises UpstreamFailure.
+        """
+        return await self._open(
+            NumberedRequest(
+                request_id,
+                secret,
+                from_token=from_token,
+                credit=self._policy.credit,
+                deadline_s=self._deadline(deadline_s),
+            )
+        )
+
+    async def _open(self, request: NumberedRequest) -> RequestStream:
+        stream = RequestStream(request)
+        self._requests[request] = None
+        request.on_end = self._forget
+        if self._call is not None:
+            self._call.begin(request)
+        try:
+            await request.wait_accepted()
+        except asyncio.CancelledError:
+            request.cancel()
+            raise
+        return stream
+
+    def _forget(self, request: NumberedRequest) -> None:
+        self._requests.pop(request, None)
+
+    def _deadline(self, deadline_s: float | None) -> float | None:
+        return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+
+    async def _fetch(self) -> None:
+        """Fetch model and tokenizer. Raises AioRpcError."""
+        await fetch_tokenizer(self._stub, self._files, timeout_s=self._policy.call_s)
+        await self._fetch_model()
+
+    async def _fetch_model(self) -> None:
+        response = await self._stub.GetModel(
+            inference_pb2.GetModelRequest(), timeout=self._policy.call_s, wait_for_ready=True
+        )
+        known = self._model
+        if known is not None and known.fingerprint != response.fingerprint:
+            log.error("coordinator %s now serves model %s: restart the gateway", self._address, response.name)
+        self._model = ModelInfo(
+            name=response.name,
+            fingerprint=response.fingerprint,
+            vocab_size=response.vocab_size,
+            max_sequence_tokens=response.max_sequence_tokens,
+            eos_token_ids=frozenset(response.eos_token_ids),
+            generation_config=self._files.generation_config,
+        )
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._policy.refresh_s)
+            try:
+                await self._fetch_model()
+            except grpc.aio.AioRpcError as error:
+                log.debug("failed to read the model: %s", error.details())
+
+    async def _run(self) -> None:
+        """Keep a stream open; requests that cannot wait longer fail."""
+        loop, pause_s = asyncio.get_running_loop(), self._policy.retry_s
+        self._away_since_s = loop.time()
+        while True:
+            call = ServeCall(self._stub, on_open=self._opened)
+            try:
+                await call.run()
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            if self._call is not None:
+                self._call, self._away_since_s = None, loop.time()
+                pause_s = self._policy.retry_s
+                log.warning(
+                    "lost coordinator %s (%s): %d requests wait to attach again",
+                    *(self._address, reason, len(self._requests)),
+                )
+            self._fail_overdue(reason)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._policy.max_retry_s)
+
+    def _opened(self, call: ServeCall) -> None:
+        self._call, self._away_since_s = call, None
+        for request in list(self._requests):
+            call.begin(request)
+
+    def _fail_overdue(self, reason: str) -> None:
+        """Fail requests past their deadline, and all when the coordinator has been away too long."""
+        now_s, since_s = asyncio.get_running_loop().time(), self._away_since_s
+        away_s = 0.0 if since_s is None else now_s - since_s
+        for request in list(self._requests):
+            waited_s = min(away_s, now_s - request.created_s)
+            if waited_s >= self._policy.unreachable_s or request.is_late(now_s):
+                text = f"coordinator {self._address} cannot be reached for {waited_s:.1f} s ({reason})"
+                request.fail(_failure(ClusterUnavailable(text), retry_after_s=1.0))
+
+
+def _failure(error: ClusterUnavailable, *, retry_after_s: float | None = None) -> UpstreamFailure:
+    return UpstreamFailure(
+        str(error),
+        status=grpc.StatusCode.UNAVAILABLE,
+        reason=reason_of(error),
+        retry_after_s=retry_after_s,
+    )

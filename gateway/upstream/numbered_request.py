@@ -1,0 +1,281 @@
+"""One request of a gateway: its place in the output, its credit, and what its reader has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+
+from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, UpstreamFailure
+from stageline_rpc.v1 import inference_pb2
+from wire.errors import ClusterUnavailable, reason_of
+
+if TYPE_CHECKING:
+    from gateway.upstream.serve_call import ServeCall
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+_ATTACH_AGAIN = ("REQUEST_SUSPENDED",)
+
+Item = Tokens | PromptLogprobs | ChoiceEnd
+
+
+class NumberedRequest:
+    """A request on the calls that carry it, one after the other."""
+
+    def __init__(
+        self,
+        request_id: str,
+        secret: str,
+        *,
+        message: inference_pb2.GenerateRequest | None = None,
+        from_token: Sequence[int] = (0,),
+        credit: int,
+        deadline_s: float | None = None,
+        traceparent: str = "",
+        client: str = "",
+    ) -> None:
+        """Without `message`, the request was submitted before, and is read from `from_token` on.
+
+        `deadline_s` is a time of the event loop.
+        """
+        self.request_id = request_id
+        self.secret = secret
+        self.is_accepted = False
+        self.created_s = asyncio.get_running_loop().time()
+        self.on_end: Callable[[NumberedRequest], None] = lambda request: None
+        self._message = message
+        self._deadline_s = deadline_s
+        self._traceparent = traceparent
+        self._client = client
+        self._was_sent = message is None
+        counts = from_token if message is None else (0,) * max(1, message.sampling.n)
+        self._received = dict(enumerate(counts))
+        self._num_prompt_logprobs = 0
+        self._stops: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._window = credit
+        self._num_queued = self._num_taken = 0
+        self._items = deque[Item]()
+        self._failure: UpstreamFailure | None = None
+        self._is_over = False
+        self._changed = asyncio.Event()
+        self._call: ServeCall | None = None
+        self._number = 0
+
+    # The side of the call
+
+    def first_command(self, number: int) -> inference_pb2.ServeRequest:
+        """The command that begins this request on a new call."""
+        credit = max(0, self._window - self._num_queued)
+        if self._message is not None and not self._was_sent:
+            self._was_sent = True
+            submit = inference_pb2.Submit(
+                number=number,
+                request=self._message,
+                credit=credit,
+                attach_secret=self.secret,
+                traceparent=self._traceparent,
+                client=self._client,
+            )
+            self._set_timeout(submit)
+            return inference_pb2.ServeRequest(submit=submit)
+        attach = inference_pb2.AttachNumber(
+            number=number, request=self._position(), credit=credit, attach_secret=self.secret
+        )
+        self._set_timeout(attach)
+        return inference_pb2.ServeRequest(attach=attach)
+
+    def connect(self, call: ServeCall, number: int) -> None:
+        """The first command is on its way under `number`."""
+        self._call, self._number, self._num_taken = call, number, 0
+
+    def disconnect(self) -> None:
+        """The call broke; another one follows."""
+        self._call, self.is_accepted = None, False
+
+    def accept(self) -> None:
+        self.is_accepted = True
+        for choice, after_token in self._stops.items():
+            if choice not in self._ended:
+                self._send_stop(choice, after_token)
+        self._changed.set()
+
+    def num_received(self, choice: int) -> int:
+        return self._received.get(choice, 0)
+
+    def push(self, item: Tokens | PromptLogprobs) -> None:
+        """Take new output for the reader."""
+        if isinstance(item, Tokens):
+            count = len(item.token_ids)
+            self._received[item.choice] = item.first_token_index + count
+        else:
+            count = len(item.logprobs)
+            self._num_prompt_logprobs = item.first_index + count
+        self._num_queued += count
+        self._items.append(item)
+        self._changed.set()
+
+    def end(self, end: ChoiceEnd) -> bool:
+        """Take the end of a choice, which comes again after each attach; whether all have ended."""
+        if end.choice not in self._ended:
+            self._ended.add(end.choice)
+            self._items.append(end)
+        if is_over := len(self._ended) == len(self._received):
+            self._finish()
+        self._changed.set()
+        return is_over
+
+    def reject(self, failure: inference_pb2.NumberFailure) -> None:
+        """Take the failure of the number: the request's own, or one of the way to it."""
+        call, self._call = self._call, None
+        is_untouched = self._message is not None and not any(self._received.values())
+        if failure.reason == "REQUEST_EXISTS" and self._message is not None and call is not None:
+            call.begin(self)  # it was submitted by a call that broke
+        elif failure.reason == "REQUEST_NOT_FOUND" and is_untouched and call is not None:
+            self._was_sent = False
+            call.begin(self)
+        elif failure.reason in _ATTACH_AGAIN:
+            self.disconnect()
+        else:
+            self.fail(_failure_of(failure, was_running=self._message is not None))
+
+    def fail(self, failure: UpstreamFailure) -> None:
+        """End the request with an error, which follows the output before it."""
+        self._failure = self._failure or failure
+        self._finish()
+
+    def is_late(self, now_s: float) -> bool:
+        return self._deadline_s is not None and now_s >= self._deadline_s
+
+    # The side of the reader
+
+    async def wait_accepted(self) -> None:
+        """Wait until the coordinator has accepted the request. Raises UpstreamFailure."""
+        while not self.is_accepted and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()  # the link bounds it
+        if self._failure is not None and not self._items:
+            raise self._failure
+
+    async def next(self) -> Item | None:
+        """The next item; None after the last one. Raises UpstreamFailure."""
+        while True:
+            while self._items:
+                item = self._items.popleft()
+                self._return_credit(item)
+                if (shown := self._shown(item)) is not None:
+                    return shown
+            if self._failure is not None:
+                raise self._failure
+            if self._is_over:
+                return None
+            self._changed.clear()
+            await self._changed.wait()  # no timeout: the request has a deadline, or none
+
+    def stop(self, choice: int, num_tokens: int) -> None:
+        """End a choice after its first `num_tokens` tokens."""
+        self._stops.setdefault(choice, num_tokens)
+        if self.is_accepted and choice not in self._ended:
+            self._send_stop(choice, num_tokens)
+
+    def cancel(self) -> None:
+        """Cancel the request, without an error for its reader."""
+        if self._call is not None and not self._is_over:
+            self._call.send(
+                inference_pb2.ServeRequest(cancel=inference_pb2.CancelNumber(number=self._number))
+            )
+            self._call.leave(self._number)
+        self._items.clear()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._is_over = True
+        self._call = None
+        self._changed.set()
+        self.on_end(self)
+
+    def _shown(self, item: Item) -> Item | None:
+        """What the reader sees of an item: nothing after a stop but the end that it asked for."""
+        if isinstance(item, PromptLogprobs) or (num_tokens := self._stops.get(item.choice)) is None:
+            return item
+        if isinstance(item, Tokens):
+            return None
+        usage = inference_pb2.Usage()
+        usage.CopyFrom(item.usage)
+        usage.completion_tokens = num_tokens
+        return replace(item, finish_reason=inference_pb2.FINISH_REASON_STOP, usage=usage)
+
+    def _return_credit(self, item: Item) -> None:
+        if isinstance(item, ChoiceEnd):
+            return
+        count = len(item.token_ids) if isinstance(item, Tokens) else len(item.logprobs)
+        self._num_queued -= count
+        self._num_taken += count
+        if self._num_taken >= self._window // 2 and self._call is not None:
+            self._call.grant(self._number, self._num_taken)
+            self._num_taken = 0
+
+    def _send_stop(self, choice: int, num_tokens: int) -> None:
+        if self._call is not None:
+            stop = inference_pb2.StopChoice(number=self._number, choice=choice, after_token=num_tokens)
+            self._call.send(inference_pb2.ServeRequest(stop=stop))
+
+    def _position(self) -> inference_pb2.AttachRequest:
+        request = inference_pb2.AttachRequest(
+            request_id=self.request_id, from_prompt_token=self._num_prompt_logprobs
+        )
+        for choice, count in self._received.items():
+            request.positions.add(choice=choice, from_token=min(count, self._stops.get(choice, count)))
+        return request
+
+    def _set_timeout(self, command: inference_pb2.Submit | inference_pb2.AttachNumber) -> None:
+        if self._deadline_s is not None:
+            remaining_s = max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+            command.timeout.FromMicroseconds(round(remaining_s * 1e6))
+
+
+class RequestStream:
+    """The reader's end of a request; one that is dropped cancels it."""
+
+    def __init__(self, request: NumberedRequest) -> None:
+        self.request_id = request.request_id
+        self.secret = request.secret
+        self._request = request
+        weakref.finalize(self, _drop, request, asyncio.get_running_loop())
+
+    async def __aiter__(self) -> AsyncIterator[Item]:
+        """Yield output until every choice has ended. Raises UpstreamFailure."""
+        while (item := await self._request.next()) is not None:
+            yield item
+
+    def stop(self, choice: int, num_tokens: int) -> None:
+        """End a choice after its first `num_tokens` generated tokens; its ChoiceEnd still comes."""
+        self._request.stop(choice, num_tokens)
+
+    async def cancel(self) -> None:
+        """Cancel the request; no effect after its end. Iteration is then over."""
+        self._request.cancel()
+
+
+def _drop(request: NumberedRequest, loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(request.cancel)
+
+
+def _failure_of(failure: inference_pb2.NumberFailure, *, was_running: bool) -> UpstreamFailure:
+    """The error of a request; one that its coordinator forgot was lost with it."""
+    if failure.reason == "REQUEST_NOT_FOUND" and was_running:
+        error = ClusterUnavailable("the request was lost with its coordinator, which keeps no journal")
+        return UpstreamFailure(str(error), status=grpc.StatusCode.UNAVAILABLE, reason=reason_of(error))
+    delay = failure.retry_delay
+    return UpstreamFailure(
+        failure.message,
+        status=_STATUS.get(failure.code, grpc.StatusCode.UNKNOWN),
+        reason=failure.reason,
+        retry_after_s=delay.seconds + delay.nanos / 1e9 if failure.HasField("retry_delay") else None,
+    )

@@ -1,0 +1,76 @@
+"""The files of a checkpoint's tokenizer: which they are, and what identifies them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from checkpoint.files import open_regular
+
+GENERATION_CONFIG = "generation_config.json"
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    "tiktoken.model",
+    "spiece.model",
+)
+_NAMES = frozenset(
+    {
+        *VOCABULARIES,
+        GENERATION_CONFIG,
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+    }
+)
+_TEMPLATES = "additional_chat_templates"
+MAX_BYTES = 256 * 1024 * 1024
+"""Of all files together."""
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether `name` is the path of such a file; no other path is written."""
+    path = PurePosixPath(name)
+    is_template = path.parts[:-1] == (_TEMPLATES,) and path.suffix == ".jinja"
+    return name == str(path) and (name in _NAMES or is_template)
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Read the files by name. Raises CheckpointError, also for a FIFO or device in place of a file."""
+    paths = [directory / name for name in sorted(_NAMES)]
+    paths += sorted((directory / _TEMPLATES).glob("*.jinja"))
+    files = {}
+    for path in paths:
+        if path.exists():
+            with open_regular(path) as file:
+                files[path.relative_to(directory).as_posix()] = file.read()
+    return files
+
+
+def files_digest(files: Mapping[str, bytes]) -> str:
+    """SHA-256 of all names, sizes and contents, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\n{len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def has_vocabulary(directory: Path) -> bool:
+    """Whether a tokenizer can be loaded from these files."""
+    return any((directory / name).exists() for name in VOCABULARIES)
+
+
+def parse_generation_config(directory: Path) -> dict[str, object]:
+    """The checkpoint's generation_config.json, unchecked; empty without one."""
+    try:
+        values = json.loads((directory / GENERATION_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
