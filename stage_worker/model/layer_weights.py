@@ -86,8 +86,14 @@ class CompiledProjection:
     __slots__ = ("_bias", "_multiply", "_packed", "_sizes", "_width")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
-        """Raises ValueError for an odd number of columns, or of rows of a gated projection."""
+        """Raises ValueError for an odd number of columns, or of rows of a gated projection.
+
+        `weight` and `bias` are contiguous bfloat16: the kernel reads their memory as it lies.
+        """
         module = load()
+        for given in (weight, bias):
+            is_plain = given is None or (given.is_contiguous() and given.dtype is torch.bfloat16)
+            assert is_plain, "not contiguous bfloat16"
         out, self._width = weight.shape
         if self._width % 2 or (is_gated and out % 2):
             raise ValueError(f"a weight of {out} x {self._width} elements for pairs of elements")
@@ -107,6 +113,7 @@ class CompiledProjection:
         assert width == self._width and x.stride(1) == 1, "rows of another width"
         out, _, is_gated = self._sizes
         result = x.new_empty(rows, out // 2 if is_gated else out)
+        assert residual is None or residual.shape == result.shape, "a residual of another shape"
         self._multiply(
             *(x.data_ptr(), x.stride(0), self._packed.data_ptr()),
             *(0 if extra is None else extra.data_ptr() for extra in (self._bias, residual)),

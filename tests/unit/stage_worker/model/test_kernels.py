@@ -227,7 +227,17 @@ def test_compiled_products_take_rows_of_a_wider_tensor(checkpoints: dict[str, Ch
     assert torch.equal(projection(wide[::2, 32:64]), projection(wide[::2, 32:64].contiguous()))
     assert projection(wide[:0, :32]).shape == (0, 70)
     with pytest.raises(ValueError, match="70 x 31 elements"):
-        CompiledProjection(weight[:, :31], None)
+        CompiledProjection(weight[:, :31].contiguous(), None)
+
+
+def test_compiled_products_refuse_memory_that_they_would_misread(checkpoints: dict[str, Checkpoint]) -> None:
+    skip_unless_possible(ALL_COMPILED, checkpoints["llama"].config)
+    weight, x = torch.randn(64, 32).bfloat16(), torch.randn(3, 32).bfloat16()
+    for misread in ((weight.t(), None), (weight.float(), None), (weight, torch.randn(128).bfloat16()[::2])):
+        with pytest.raises(AssertionError, match="not contiguous bfloat16"):
+            CompiledProjection(*misread)
+    with pytest.raises(AssertionError, match="a residual of another shape"):
+        CompiledProjection(weight, None).added_to(torch.zeros(1, 64).bfloat16(), x)
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
