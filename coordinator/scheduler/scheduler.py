@@ -291,8 +291,9 @@ class Scheduler:
         if plan is None:
             return None
         builder = StepBuilder()
-        # Leave room for a chunk: decodes that fill every step would block prompts until one of them ends.
-        max_decodes = min(limits.max_step_sequences, limits.max_step_tokens) - bool(prefill.num_waiting)
+        # Leave room for a block: decodes that fill every step would block prompts until one of them ends.
+        chunks = (1, kv.block_size) if prefill.num_waiting else (0, 0)
+        max_decodes = min(limits.max_step_sequences - chunks[0], limits.max_step_tokens - chunks[1])
         self._add_decodes(builder, kv, plan.num_shares, max_decodes=max(1, max_decodes))
         self._add_chunks(builder, kv, limits, plan)
         if not builder.num_slices and not self._ends and not kv.has_pending:

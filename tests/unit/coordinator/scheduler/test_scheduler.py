@@ -356,6 +356,19 @@ def test_a_cancel_in_the_queue_sends_nothing() -> None:
     assert model.scheduler.queue == ()
 
 
+@pytest.mark.parametrize("max_step_tokens", [5, 6, 9])
+def test_decodes_that_could_fill_every_step_leave_a_block_for_prompts(max_step_tokens: int) -> None:
+    model = model_of(num_blocks=128, max_step_tokens=max_step_tokens)
+    decoding = [model.submit([number], max_tokens=40) for number in range(12)]
+    while any(sequence.state is not SequenceState.DECODE for sequence in decoding):
+        assert model.run_step()
+    late = model.submit(range(20, 30), max_tokens=1)
+    while late.state.is_live:
+        assert model.run_step()
+    assert all(sequence.state is SequenceState.DECODE for sequence in decoding)
+    model.drain(max_steps=1000)
+
+
 def test_a_cancel_waits_for_room_in_the_pipeline() -> None:
     model = model_of(max_steps_in_flight=1)
     sequence = model.submit(range(9), max_tokens=9)
