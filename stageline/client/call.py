@@ -1,8 +1,8 @@
-"""One generate call over several gRPC calls: retries, reattaches, delivers exactly once."""
+"""Streams over several gRPC calls: a request's outputs, exactly once, and the contents of the KV cache."""
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,7 +13,7 @@ import grpc.aio
 from stageline.client.connection import CLOSED, Connection, is_connection_loss, is_journalled, typed_errors
 from stageline.client.errors import Cancelled, DeadlineExceeded, ServerError, Unavailable, from_rpc_error
 from stageline.client.output import GenerateOutput, output_from
-from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_events_pb2
 from wire.channels import ATTACH_SECRET_KEY
 from wire.trace_context import trace_headers
 
@@ -326,25 +326,95 @@ class GenerateCall:
             raise typed from None
 
     async def _reconnected(self) -> grpc.aio.Channel:
-        """The channel for the next call. Raises Unavailable when the outage has lasted too long."""
         self._cursor.interrupt()
-        pause_s = self._retry_policy.fail(_now_s()) * random.uniform(0.5, 1.0)
-        await asyncio.sleep(min(pause_s, self._retry_policy.outage_left_s(_now_s())))
-        if not self._connection.is_open:
-            raise Cancelled(CLOSED)
-        outage_left_s = self._retry_policy.outage_left_s(_now_s())
-        if outage_left_s == 0:
-            raise Unavailable(f"{self._loss}; {self._describe_outage()}")
-        try:
-            return await self._connection.ready(outage_left_s)
-        except Unavailable:
-            self._retry_policy.time_left_s(_now_s())  # raises DeadlineExceeded if the timeout caused this
-            message = f"no coordinator at {self._connection.address}"
-            raise Unavailable(f"{message}; {self._describe_outage()}") from None
+        return await _reconnect(
+            self._connection,
+            self._retry_policy,
+            loss=self._loss,
+            given_up=f"request {self._spec.request_id} could not be attached to for "
+            f"{self._timeouts.reattach_timeout_s:g} s",
+        )
 
-    def _describe_outage(self) -> str:
-        waited_s = self._timeouts.reattach_timeout_s
-        return f"request {self._spec.request_id} could not be attached to for {waited_s:g} s"
+
+async def _reconnect(
+    connection: Connection, retry_policy: RetryPolicy, *, loss: str, given_up: str
+) -> grpc.aio.Channel:
+    """The channel for the next call, after a pause. Raises Unavailable after too long an outage."""
+    pause_s = retry_policy.fail(_now_s()) * random.uniform(0.5, 1.0)
+    await asyncio.sleep(min(pause_s, retry_policy.outage_left_s(_now_s())))
+    if not connection.is_open:
+        raise Cancelled(CLOSED)
+    outage_left_s = retry_policy.outage_left_s(_now_s())
+    if outage_left_s == 0:
+        raise Unavailable(f"{loss}; {given_up}")
+    try:
+        return await connection.ready(outage_left_s)
+    except Unavailable:
+        retry_policy.time_left_s(_now_s())  # raises DeadlineExceeded if the timeout caused this
+        raise Unavailable(f"no coordinator at {connection.address}; {given_up}") from None
+
+
+_SUBSCRIPTION_ENDS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""The coordinator stops, or the subscriber was too slow."""
+
+
+class KvSubscriptions:
+    """Subscribes until the reader leaves; after a lost or ended subscription, once more."""
+
+    def __init__(self, connection: Connection, timeouts: Timeouts, *, with_token_ids: bool) -> None:
+        self._connection = connection
+        self._timeouts = timeouts
+        self._request = kv_events_pb2.WatchKvEventsRequest(with_token_ids=with_token_ids)
+
+    async def events(self) -> AsyncGenerator[kv_events_pb2.KvSnapshot | kv_events_pb2.KvEvent, None]:
+        """Yield a snapshot and its events, per subscription. Raises errors of the StagelineError tree."""
+        with typed_errors():
+            channel = await self._connection.ready(self._timeouts.connect_timeout_s)
+            outage_s = self._timeouts.reattach_timeout_s
+            retry_policy = RetryPolicy(outage_s=outage_s, timeout_s=None, now_s=_now_s())
+            while True:
+                call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(self._request)
+                try:
+                    async for item in _checked(call):
+                        retry_policy.succeed()
+                        yield item
+                    raise ServerError("the stream of KV events ended without a status")
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in _SUBSCRIPTION_ENDS and not is_connection_loss(error):
+                        raise
+                    loss = from_rpc_error(error).message
+                finally:
+                    call.cancel()
+                given_up = f"KV events could not be subscribed to for {outage_s:g} s"
+                channel = await _reconnect(self._connection, retry_policy, loss=loss, given_up=given_up)
+
+
+async def _checked(
+    messages: AsyncIterable[kv_events_pb2.WatchKvEventsResponse],
+) -> AsyncIterator[kv_events_pb2.KvSnapshot | kv_events_pb2.KvEvent]:
+    """One whole snapshot, then events. Raises ServerError for a missing or repeated event."""
+    snapshot = await _read_snapshot(messages)
+    next_event_id = snapshot.next_event_id
+    yield snapshot
+    async for message in messages:
+        event = message.event
+        if message.WhichOneof("message") != "event" or event.event_id != next_event_id:
+            raise ServerError(f"the server sent KV event {event.event_id}, expected event {next_event_id}")
+        next_event_id += 1
+        yield event
+
+
+async def _read_snapshot(
+    messages: AsyncIterable[kv_events_pb2.WatchKvEventsResponse],
+) -> kv_events_pb2.KvSnapshot:
+    whole = kv_events_pb2.KvSnapshot()
+    async for message in messages:
+        if message.WhichOneof("message") != "snapshot":
+            raise ServerError("the server sent a KV event before the end of the snapshot")
+        whole.MergeFrom(message.snapshot)
+        if whole.is_last:
+            return whole
+    raise ServerError("the stream of KV events ended within the snapshot")
 
 
 def _now_s() -> float:

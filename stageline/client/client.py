@@ -5,16 +5,17 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, Unpack
 
-from stageline.client.call import GenerateCall, RequestSpec, StreamCursor, Timeouts
+from stageline.client.call import GenerateCall, KvSubscriptions, RequestSpec, StreamCursor, Timeouts
 from stageline.client.connection import AttachSecrets, Connection, answer, new_attach_secret
 from stageline.client.errors import RequestNotFound, WorkerNotFound
 from stageline.client.output import Completion, Completions, GenerateOutput
-from stageline.client.request import GenerateOptions, Prompt, build_request, seconds, text, uint32
+from stageline.client.request import GenerateOptions, Prompt, build_request, flag, seconds, text, uint32
 from stageline_rpc.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
+    kv_events_pb2,
     telemetry_pb2,
     telemetry_pb2_grpc,
 )
@@ -165,6 +166,20 @@ class Client:
         channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         stub = cluster_pb2_grpc.ClusterStub(channel)
         return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
+
+    def kv_events(
+        self, *, with_token_ids: bool = False
+    ) -> AsyncGenerator[kv_events_pb2.KvSnapshot | kv_events_pb2.KvEvent, None]:
+        """Yield what is in the KV cache: a `KvSnapshot`, then each change as a `KvEvent`, without gaps.
+
+        Another `KvSnapshot` follows whenever the subscription was renewed, after a lost connection, a
+        restart of the coordinator, or more than 4,096 unread changes: it replaces all that is known, and
+        the changes before it are not sent. Its `next_event_id` minus the one expected is the number of
+        missed events; a smaller one is from a restarted coordinator. Raises Unavailable when the
+        coordinator is unreachable for `reattach_timeout_s`: until then, what is known may be out of date.
+        """
+        given = flag("with_token_ids", with_token_ids)
+        return KvSubscriptions(self._connection, self._timeouts, with_token_ids=given).events()
 
     async def traces(self, max_traces: int | None = None) -> telemetry_pb2.ListTracesResponse:
         """List requests with kept traces, newest first (default: all), page by page."""

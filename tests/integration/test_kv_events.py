@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
 from tests.integration.request_cases import mixed_cases
 from wire.channels import client_channel
+from wire.errors import Overloaded
 
 LAYERS = (1, 2)
 
@@ -124,6 +126,27 @@ async def test_a_disconnected_subscriber_is_removed(tiny_llama: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while feed._subscriptions:
                 await asyncio.sleep(0.01)
+
+
+async def test_the_client_follows_the_cache_and_gets_a_new_snapshot_when_it_was_too_slow(
+    tiny_llama: Path,
+) -> None:
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster, asyncio.timeout(DEADLINE_S):
+        await cluster.generate_all(mixed_cases(3))
+        feed = cluster.server.engine.kv_events
+        async with aclosing(cluster.client.kv_events()) as items:
+            first = await anext(items)
+            assert isinstance(first, kv_events_pb2.KvSnapshot)
+            assert {block.sequence_hash for block in first.blocks} == cached_now(cluster) != set()
+            (subscription,) = feed._subscriptions
+            subscription.end(Overloaded("for the test"))
+            await cluster.generate_all(mixed_cases(6, seed=1))
+            second = await anext(items)
+            assert isinstance(second, kv_events_pb2.KvSnapshot)
+            assert second.next_event_id >= first.next_event_id
+            assert {block.sequence_hash for block in second.blocks} <= cached_now(cluster)
+        while feed._subscriptions:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.full
