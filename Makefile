@@ -56,6 +56,7 @@ lint: venv lint-proto
 	@$(BIN)/mypy
 	@$(BIN)/vulture
 	@$(BIN)/python tools/house.py --no-trace --check
+	@$(BIN)/python tools/sync_client.py --check
 	@$(BIN)/python tools/reference.py --check
 
 lint-proto: $(BUF)

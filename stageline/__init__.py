@@ -34,12 +34,14 @@ if TYPE_CHECKING:
         Usage,
     )
     from stageline.client.request import ChatMessage, Detach, GenerateOptions, Priority, Prompt
+    from stageline.client.sync_client import SyncClient
 else:  # hidden from type checkers, which would take every name for one of ours
     _HOMES = {
         "Client": "client.client",
         "Completion": "client.output",
         "ChatMessage": "client.request",
         "Prompt": "client.request",
+        "SyncClient": "client.sync_client",
     }
     _HOMES["new_attach_secret"] = "client.connection"
     _HOMES |= dict.fromkeys(
@@ -79,6 +81,7 @@ __all__ = [
     "StagelineError",
     "StepFailed",
     "Superseded",
+    "SyncClient",
     "TokenLogprobs",
     "TopLogprob",
     "Unavailable",
