@@ -236,6 +236,7 @@ class NoStage(ObservedStage):
 
     loaded = None
     is_idle = True
+    payload_fallback = ""
 
 
 class KeptSpans(NoSink):

@@ -107,6 +107,11 @@ class EpochSession:
         """Serving, with no step that is prepared, queued or being computed."""
         return self.is_serving and not self._num_unfinished
 
+    @property
+    def payload_fallback(self) -> str:
+        """Why large hidden states to or from this stage travel over gRPC; empty if nothing is wrong."""
+        return self._next_stage.payload_fallback or self._payloads.fallback
+
     def start(self) -> None:
         """Start the task that resets the stage, dials the next one, and serves."""
         self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")

@@ -47,7 +47,7 @@ class PayloadConnections:
         self._listener = listener
         self._min_bytes = min_bytes
         self._clock = clock
-        self._avoided_until_s: dict[Address, float] = {}
+        self._avoided: dict[Address, tuple[float, str]] = {}
 
     def incoming(self) -> IncomingPayloads:
         """The connection from the previous stage in a new epoch."""
@@ -57,16 +57,17 @@ class PayloadConnections:
         """The connection to the stage at this address in a new epoch."""
         return OutgoingPayloads(self, epoch, next_stage, min_bytes=self._min_bytes)
 
-    def is_avoided(self, address: Address) -> bool:
-        return self._clock() < self._avoided_until_s.get(address, 0.0)
+    def reason_to_avoid(self, address: Address) -> str:
+        """Why this address is not dialled now; empty if it is."""
+        until_s, reason = self._avoided.get(address, (0.0, ""))
+        return reason if self._clock() < until_s else ""
 
-    def avoid(self, address: Address, problem: str) -> None:
-        """Record and log that the connection did not work."""
-        self._avoided_until_s[address] = self._clock() + PAYLOAD_RETRY_S
-        log.warning(
-            "hidden states travel over gRPC for %g s: the payload connection to %s %s",
-            *(PAYLOAD_RETRY_S, address, problem),
-        )
+    def avoid(self, address: Address, problem: str) -> str:
+        """Record and log that the connection did not work; return the reason."""
+        reason = f"the payload connection to {address} {problem}"
+        self._avoided[address] = self._clock() + PAYLOAD_RETRY_S, reason
+        log.warning("hidden states travel over gRPC for %g s: %s", PAYLOAD_RETRY_S, reason)
+        return reason
 
 
 class OutgoingPayloads:
@@ -81,6 +82,8 @@ class OutgoingPayloads:
         self._min_bytes = min_bytes
         self._sender: PayloadSender | None = None
         self._is_open = False
+        self.fallback = ""
+        """Why large hidden states travel over gRPC in this epoch, although a connection was offered."""
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
         """Open the offered connection; without one, all hidden states belong into frames."""
@@ -88,7 +91,8 @@ class OutgoingPayloads:
             return
         offer = accepted.payloads
         address = Address(offer.host or self._host, offer.port)
-        if self._connections.is_avoided(address):
+        self.fallback = self._connections.reason_to_avoid(address)
+        if self.fallback:
             return
         self._sender = PayloadSender(
             address, PayloadKey(self._epoch.number, self._epoch.outgoing_secret, offer.ticket)
@@ -97,7 +101,7 @@ class OutgoingPayloads:
             await self._sender.open()
             self._is_open = True
         except ConnectionError as error:
-            self._connections.avoid(address, f"could not be opened: {error}")
+            self.fallback = self._connections.avoid(address, f"could not be opened: {error}")
 
     async def send(self, hidden: TensorView) -> PayloadNotice | None:
         """Send large hidden states; None if they belong into the frame. Raises ConnectionError."""
@@ -129,6 +133,8 @@ class IncomingPayloads:
         self._min_bytes = min_bytes
         self._receiver: PayloadReceiver | None = None
         self._inbox: PayloadInbox | None = None
+        self.fallback = ""
+        """Why large hidden states arrive over gRPC in this epoch, although this worker has a payload port."""
 
     def expect(self, epoch: Epoch, accepted: forward_pb2.HopAccepted, *, max_bytes: int) -> None:
         """Expect a connection, and write the offer into `accepted`."""
@@ -137,6 +143,7 @@ class IncomingPayloads:
         self._receiver = self._listener.expect(
             epoch=epoch.number, secret=epoch.incoming_secret, max_bytes=max_bytes
         )
+        self.fallback = self._listener.reason_to_wait
         if self._receiver is not None:
             inbox, offer = self._receiver.inbox, self._receiver.offer
             inbox.damaged.add_done_callback(self._suspend)

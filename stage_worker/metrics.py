@@ -93,6 +93,10 @@ class ObservedStage(Protocol):
     def is_idle(self) -> bool:
         """Whether an epoch serves and no frame is queued or computed."""
 
+    @property
+    def payload_fallback(self) -> str:
+        """Why large hidden states travel over gRPC; empty if nothing is wrong."""
+
 
 @dataclass(slots=True)
 class _Series:
@@ -130,6 +134,7 @@ class StageMetrics(StepObserver):
         self._load_time = registry.number(definitions.LOAD_TIME)
         self._memory = registry.number(definitions.STAGE_MEMORY)
         self._how = registry.number(definitions.STAGE_COMPUTE)
+        self._fallback = registry.number(definitions.PAYLOAD_FALLBACK)
         self._by_stage: dict[int, _Series] = {}
         self._now: _Series | None = None
         self._counted_s = 0.0
@@ -188,10 +193,11 @@ class StageMetrics(StepObserver):
 
     def _read(self) -> None:
         self._read_counters()
-        for family in (self._blocks, self._load_time, self._memory, self._how):
+        for family in (self._blocks, self._load_time, self._memory, self._how, self._fallback):
             family.clear()
         if self._stage is not None and (loaded := self._stage.loaded) is not None:
             self._read_stage(loaded)
+            self._fallback.of(str(loaded.assignment.stage)).set(bool(self._stage.payload_fallback))
 
     def _read_counters(self) -> None:
         """Update counters that grow during an epoch even without steps."""

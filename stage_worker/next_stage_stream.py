@@ -49,6 +49,11 @@ class NextStageStream:
         self._writes = OrderedWrites()
         self._steps: list[bytes] = []
 
+    @property
+    def payload_fallback(self) -> str:
+        """Why large hidden states travel on the stream instead of their own connection; empty otherwise."""
+        return "" if self._payloads is None else self._payloads.fallback
+
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""
         self._channel = client_channel(self._address)

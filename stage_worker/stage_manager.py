@@ -168,6 +168,11 @@ class StageManager:
         return self._session is not None and self._session.is_idle
 
     @property
+    def payload_fallback(self) -> str:
+        """Why large hidden states to or from this stage travel over gRPC in this epoch; empty otherwise."""
+        return "" if self._session is None else self._session.payload_fallback
+
+    @property
     def is_loading(self) -> bool:
         return self._loading is not None
 
@@ -257,6 +262,7 @@ class StageManager:
         heartbeat.kv_integrity.CopyFrom(encode_integrity(stats.integrity))
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0
+        heartbeat.payload_fallback = self.payload_fallback
         return heartbeat
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:

@@ -436,21 +436,24 @@ class PayloadListener:
 
     def expect(self, *, epoch: int, secret: bytes, max_bytes: int) -> PayloadReceiver | None:
         """Expect one connection of this hop until it is forgotten; None without a port or when suspended."""
-        if self._listening is None or time.monotonic() < self._suspended_until_s:
+        if self._listening is None or self.reason_to_wait:
             return None
         key = PayloadKey(epoch, secret, new_ticket())
         offer = PayloadOffer(self._offered.host, self._offered.port, key.ticket)
         receiver = self._expected[key.ticket] = PayloadReceiver(key, offer, max_bytes=max_bytes)
         return receiver
 
+    @property
+    def reason_to_wait(self) -> str:
+        """Why no connection is expected now, after `suspend`; empty otherwise."""
+        return "a payload did not arrive intact" if time.monotonic() < self._suspended_until_s else ""
+
     def suspend(self) -> None:
         """Expect no connection for PAYLOAD_RETRY_S, after a fault of one. Idempotent."""
-        if time.monotonic() < self._suspended_until_s:
+        if self.reason_to_wait:
             return
         self._suspended_until_s = time.monotonic() + PAYLOAD_RETRY_S
-        log.warning(
-            "hidden states travel over gRPC for %g s: a payload did not arrive intact", PAYLOAD_RETRY_S
-        )
+        log.warning("hidden states travel over gRPC for %g s: %s", PAYLOAD_RETRY_S, self.reason_to_wait)
 
     def forget(self, receiver: PayloadReceiver) -> None:
         """End the receiver's connection, or expect none any longer. Idempotent."""

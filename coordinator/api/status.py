@@ -218,3 +218,4 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
     status.load_progress = heartbeat.load_progress
     status.kv.CopyFrom(heartbeat.kv)
     status.kv_integrity.CopyFrom(heartbeat.kv_integrity)
+    status.payload_fallback = heartbeat.payload_fallback

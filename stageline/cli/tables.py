@@ -33,6 +33,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_journal(status.journal),
         *_last_end(status.end_cause),
         *_describe_weights(status),
+        *_payload_fallbacks(status),
         *_details(status),
     ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
@@ -151,6 +152,14 @@ def _loop_lag(status: cluster_pb2.GetStatusResponse) -> list[str]:
         return []
     p50, p99 = (f"{lag.ToMicroseconds() / 1e3:.1f} ms" for lag in (status.loop_lag.p50, status.loop_lag.p99))
     return [f"Coordinator: loop lag p50 {p50}, p99 {p99}"]
+
+
+def _payload_fallbacks(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    return [
+        f"Stage {worker.stage}: large hidden states travel over gRPC: {worker.payload_fallback}"
+        for worker in workers_by_stage(status)
+        if worker.payload_fallback
+    ]
 
 
 def _describe_weights(status: cluster_pb2.GetStatusResponse) -> list[str]:

@@ -436,6 +436,14 @@ STAGE_COMPUTE = _of(
     DTYPE,
     KERNELS,
 )
+PAYLOAD_FALLBACK = _of(
+    _WORKER,
+    "stageline.stage.payload.fallback",
+    _GAUGE,
+    "1",
+    "Whether large hidden states travel over gRPC because a payload connection did not work: 1 or 0.",
+    STAGE,
+)
 JOURNAL_FAILING = _of(
     _COORDINATOR,
     "stageline.journal.failing",

@@ -116,11 +116,14 @@ async def test_a_blocked_port_costs_one_log_line(
             epoch = cluster.epoch
             solo.check(await cluster.generate_all(mixed_cases(6)))
             assert cluster.epoch == epoch
-    reason = "timed out" if is_silent else "Connection refused"
-    assert fallbacks(caplog) == [
-        f"hidden states travel over gRPC for 30 s: the payload connection to {address} "
-        f"could not be opened: {reason}"
-    ]
+            reason = "timed out" if is_silent else "Connection refused"
+            problem = f"the payload connection to {address} could not be opened: {reason}"
+            status = await cluster.wait_status(
+                lambda status: any(worker.payload_fallback for worker in status.workers)
+            )
+            told = {worker.stage: worker.payload_fallback for worker in status.workers}
+            assert told == {0: problem, 1: "", 2: ""}
+    assert fallbacks(caplog) == [f"hidden states travel over gRPC for 30 s: {problem}"]
 
 
 def _cut(line: ByteProxy) -> None:

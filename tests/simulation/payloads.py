@@ -101,6 +101,8 @@ class SimListener:
         self._expected.pop(receiver.key.ticket, None)
         receiver.close()
 
+    reason_to_wait = ""
+
     def suspend(self) -> None:
         """The next epoch may have a connection again."""
 

@@ -729,6 +729,7 @@ class WorkerStatus(_message.Message):
     BUSY_TIME_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -761,6 +762,10 @@ class WorkerStatus(_message.Message):
     """Fraction of the stage's weights that is loaded, 0 to 1."""
     num_steps: _builtins.int
     """Steps computed in this epoch."""
+    payload_fallback: _builtins.str
+    """Why large hidden states to or from its stage travel over gRPC in this epoch; empty unless their payload connection did
+    not work.
+    """
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Age of the last heartbeat."""
@@ -800,10 +805,11 @@ class WorkerStatus(_message.Message):
         busy_time: _duration_pb2.Duration | None = ...,
         kv: Global___KvUsage | None = ...,
         kv_integrity: Global___KvIntegrity | None = ...,
+        payload_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015

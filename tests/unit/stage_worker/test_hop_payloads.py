@@ -57,16 +57,15 @@ def offer(*, host: str = "", port: int = 1, ticket: bytes = b"t" * 16) -> forwar
 def test_an_address_is_avoided_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     made = connections(clock)
-    assert not made.is_avoided(ADDRESS)
-    made.avoid(ADDRESS, "broke: Connection reset by peer")
-    assert caplog.messages == [
-        "hidden states travel over gRPC for 30 s: "
-        "the payload connection to 10.0.0.7:7499 broke: Connection reset by peer"
-    ]
+    reason = "the payload connection to 10.0.0.7:7499 broke: Connection reset by peer"
+    assert made.reason_to_avoid(ADDRESS) == ""
+    assert made.avoid(ADDRESS, "broke: Connection reset by peer") == reason
+    assert caplog.messages == [f"hidden states travel over gRPC for 30 s: {reason}"]
     clock.now_s = PAYLOAD_RETRY_S - 0.001
-    assert made.is_avoided(ADDRESS) and not made.is_avoided(Address("10.0.0.8", 7499))
+    assert made.reason_to_avoid(ADDRESS) == reason
+    assert made.reason_to_avoid(Address("10.0.0.8", 7499)) == ""
     clock.now_s = PAYLOAD_RETRY_S
-    assert not made.is_avoided(ADDRESS)
+    assert made.reason_to_avoid(ADDRESS) == ""
 
 
 async def test_large_hidden_states_travel_on_the_offered_connection() -> None:
@@ -98,8 +97,10 @@ async def test_damage_that_no_frame_waits_for_suspends_the_offers(caplog: pytest
         await asyncio.wait_for(asyncio.shield(incoming.damaged), DEADLINE_S)
     await asyncio.sleep(0)
     later = forward_pb2.HopAccepted()
-    made.incoming().expect(EPOCH, later, max_bytes=1000)
+    waiting = made.incoming()
+    waiting.expect(EPOCH, later, max_bytes=1000)
     assert not later.HasField("payloads")
+    assert (incoming.fallback, waiting.fallback) == ("", "a payload did not arrive intact")
     with pytest.raises(StepFault, match="payload 2 on the connection, expected 1"):
         await incoming.take(PayloadNotice(1, 3, 0))
     assert [message for message in caplog.messages if "over gRPC" in message] == [
@@ -113,6 +114,7 @@ async def test_without_an_offer_everything_belongs_into_frames() -> None:
     payloads = hop(connections())
     await payloads.open(forward_pb2.HopAccepted())
     assert await payloads.send(LARGE) is None
+    assert payloads.fallback == ""
     payloads.close()
 
 
@@ -120,10 +122,14 @@ async def test_an_avoided_address_is_not_dialled(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = connections()
-    await hop(made).open(offer())
-    assert made.is_avoided(Address("127.0.0.1", 1)) and len(caplog.messages) == 1
+    refused = hop(made)
+    await refused.open(offer())
+    reason = "the payload connection to 127.0.0.1:1 could not be opened: Connection refused"
+    assert refused.fallback == made.reason_to_avoid(Address("127.0.0.1", 1)) == reason
+    assert len(caplog.messages) == 1
     monkeypatch.setattr(hop_payloads, "PayloadSender", None)
     payloads = hop(made)
     await payloads.open(offer())
+    assert payloads.fallback == reason
     assert await payloads.send(LARGE) is None
     assert len(caplog.messages) == 1

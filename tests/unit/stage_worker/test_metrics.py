@@ -26,6 +26,7 @@ class Stage:
 
     loaded: LoadedStage | None = None
     is_idle: bool = True
+    payload_fallback: str = ""
 
 
 class Watched:
@@ -170,6 +171,9 @@ def test_only_the_present_stage_is_reported() -> None:
         assert watched.values(definitions.LOAD_TIME) == {(text, "load"): 1.5, (text, "warmup"): 0.25}
         assert watched.values(definitions.STAGE_MEMORY) == {(text, "weights"): 1000, (text, "kv"): 2000}
         assert watched.values(definitions.STAGE_COMPUTE) == {("cuda:1", assignment.dtype.value, "plain"): 1}
+        watched.stage.payload_fallback = "refused" if stage == 2 else ""
+        assert watched.values(definitions.PAYLOAD_FALLBACK) == {(text,): stage == 2}
     watched.stage.loaded = None
+    assert watched.values(definitions.PAYLOAD_FALLBACK) == {}
     assert watched.values(definitions.STAGE_MEMORY) == {}
     assert watched.values(definitions.STAGE_COMPUTE) == {}

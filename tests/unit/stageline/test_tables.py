@@ -138,6 +138,16 @@ def test_the_status_shows_the_lag_of_the_coordinators_event_loop() -> None:
     assert "Coordinator: loop lag p50 0.1 ms, p99 1.2 ms" in _render(status_view(status))
 
 
+def test_the_status_shows_a_hop_whose_payload_connection_does_not_work() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "over gRPC" not in "\n".join(_render(status_view(status)))
+    reason = "the payload connection to 10.0.0.8:7482 could not be opened: timed out"
+    next(worker for worker in status.workers if worker.name == "worker-0").payload_fallback = reason
+    lines = _render(status_view(status), width=160)
+    assert f"Stage 0: large hidden states travel over gRPC: {reason}" in lines
+
+
 def test_the_status_shows_a_wire_dtype_that_differs() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

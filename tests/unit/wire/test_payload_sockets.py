@@ -157,6 +157,16 @@ async def test_received_payloads_share_a_buffer_once_released() -> None:
         assert len(set(addresses)) <= 2
 
 
+async def test_a_hop_has_as_many_buffers_as_payloads_at_once() -> None:
+    async with hop() as to, opened(to) as sender:
+        before = _mapped_kib()
+        for _ in range(6):
+            held = [await to.receiver.inbox.take(await sender.send(b"x" * LIMIT)) for _ in range(2)]
+            # The receiver holds a third one until its callback is done.
+            assert _mapped_kib() <= before + 3 * LIMIT // 1024
+            del held
+
+
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_an_idle_hop_returns_its_buffers(monkeypatch: pytest.MonkeyPatch, has_tls: bool) -> None:
     monkeypatch.setattr(payload_sockets, "IDLE_S", 0.2)

@@ -358,6 +358,7 @@ class Heartbeat(_message.Message):
     CLOCK_UNCERTAINTY_US_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -378,6 +379,10 @@ class Heartbeat(_message.Message):
     clock_uncertainty_us: _builtins.int
     weights: _cluster_pb2.WeightsCheck.ValueType
     """Comparison of the loaded weights with the coordinator's checkpoint."""
+    payload_fallback: _builtins.str
+    """Why large hidden states to or from this stage travel over gRPC in this epoch; empty unless their payload connection did
+    not work.
+    """
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property
@@ -398,10 +403,11 @@ class Heartbeat(_message.Message):
         clock_uncertainty_us: _builtins.int = ...,
         weights: _cluster_pb2.WeightsCheck.ValueType = ...,
         kv_integrity: _cluster_pb2.KvIntegrity | None = ...,
+        payload_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
