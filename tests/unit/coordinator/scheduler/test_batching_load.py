@@ -13,8 +13,8 @@ from tests.properties import examples
 
 TARGET_S = 0.1
 LONG_STEPS = StepTimes(base_ms=6.5, decode_ms=0.9, token_ms=0.4, million_pairs_ms=0.2)
-"""One depth of the pipeline is clearly the best; where two are within 1 %, plans may move between them, and the
-steps of one lap differ meanwhile.
+"""One depth of the pipeline is clearly the best. Where two are within 1 %, plans may move between them, and
+the steps of one lap differ meanwhile.
 """
 
 
