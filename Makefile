@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
-# Tests come in tiers: test, test-full, test-chaos and nightly; a test without a marker is in `make test`.
+# Tests come in tiers: test, test-full, test-chaos, test-clients and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS := $(VENV)/clients
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
@@ -26,22 +27,25 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-gpu nightly lint lint-proto proto proto-accept bench chaos churn venv clean
+.PHONY: demo test test-full test-chaos test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: venv
-	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or nightly or gpu)"
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or nightly or gpu or clients)"
 
 test-full: venv
-	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or nightly or gpu)"
+	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or nightly or gpu or clients)"
 
 test-chaos: venv
 	@$(PYTEST) -m chaos
 
 test-gpu: venv
 	@$(PYTEST) -m gpu tests/gpu
+
+test-clients: venv $(CLIENTS)/.installed
+	@$(PYTEST) -m clients tests/clients
 
 nightly: venv
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
@@ -94,6 +98,12 @@ $(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) $(TORCH)
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+# Clients of other projects, which need other versions of our own dependencies.
+$(CLIENTS)/.installed: constraints-clients.txt
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-clients.txt openai pytest
 	@touch $@
 
 clean:

@@ -50,7 +50,7 @@ class RestartPolicy:
 _KILLED = frozenset(-number for number in signal.Signals)
 
 
-_LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
+_LISTENING = re.compile(r"^stageline (?:coordinator|gateway|worker \S+) listening on (\S+)\n", re.MULTILINE)
 _DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
 _PROGRAM = "stageline: "
 _ERROR_LINE = f"{_PROGRAM}error["

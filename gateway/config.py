@@ -99,6 +99,8 @@ class GatewayConfig:
             format=exact_size,
         ),
     ] = 16 * 2**20
+    cache_directory: Path | None = None
+    """Directory for the coordinator's tokenizer, if it is to be kept."""
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from google.protobuf.duration_pb2 import Duration
+
 from gateway.output import ChoiceOutput, Delta, OutputRules
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, TokenStream
@@ -42,12 +44,36 @@ class GenerationSpec:
 
 @dataclass(slots=True)
 class UsageCounts:
-    """Token counts of a request; cached tokens are those of the first choice of each prompt."""
+    """Token counts and times of a request, in seconds from its acceptance.
+
+    Cached tokens are those of the first choice of each prompt. The times are those of the choice that began
+    first, and the longest decoding. None before the coordinator has reported them.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     restarts: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    decode_s: float | None = None
+
+    def add_end(self, choice: int, usage: inference_pb2.Usage) -> None:
+        """Add what the coordinator reports at the end of a choice, except its tokens."""
+        self.restarts = max(self.restarts, usage.restarts)
+        if choice == 0:
+            self.cached_tokens += usage.cached_tokens
+        if usage.HasField("queue_time"):
+            self.queue_s = _reduce(min, self.queue_s, usage.queue_time)
+        if usage.HasField("first_token_time"):
+            self.first_token_s = _reduce(min, self.first_token_s, usage.first_token_time)
+        if usage.HasField("decode_time"):
+            self.decode_s = _reduce(max, self.decode_s, usage.decode_time)
+
+
+def _reduce(choose: Callable[[float, float], float], known_s: float | None, duration: Duration) -> float:
+    duration_s = duration.ToMicroseconds() / 1e6
+    return duration_s if known_s is None else choose(known_s, duration_s)
 
 
 @dataclass(slots=True)
@@ -177,9 +203,7 @@ class Generation:
             yield partial(self._push, output, item)
             return
         prompt.num_live -= 1
-        self.usage.restarts = max(self.usage.restarts, item.usage.restarts)
-        if item.choice == 0:
-            self.usage.cached_tokens += item.usage.cached_tokens
+        self.usage.add_end(item.choice, item.usage)
         if not output.is_stopped:
             yield partial(output.finish, FINISH_REASONS.get(item.finish_reason, "abort"))
 

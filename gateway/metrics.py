@@ -24,19 +24,24 @@ class GatewayMetrics:
         self._active = self._registry.number(definitions.HTTP_ACTIVE).of()
         self._ignored = self._registry.number(definitions.IGNORED_FIELDS).of()
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._process = psutil.Process()
         self._registry.read_with(lambda: self._memory.set(self._process.memory_info().rss))
 
-    @property
-    def num_active(self) -> int:
-        return int(self._active.value)
+    async def idle(self) -> None:
+        """Wait until no request is in progress."""
+        await self._idle.wait()
 
     def request_began(self) -> None:
         self._active.add()
+        self._idle.clear()
 
     def request_ended(self, endpoint: str, status: int) -> None:
         self._active.add(-1)
         self._requests.of(endpoint, str(status)).add()
+        if not self._active.value:
+            self._idle.set()
 
     def count_ignored(self, number: int) -> None:
         self._ignored.add(number)

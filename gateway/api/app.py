@@ -109,6 +109,8 @@ def _guarded(handler: Handler, gateway: Gateway) -> Callable[[Request], Awaitabl
     async def handle(request: Request) -> Response:
         try:
             return await handler(gateway, request)
+        except HTTPException as error:
+            return await _http_exception(request, error)
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:

@@ -26,7 +26,12 @@ def usage_body(usage: UsageCounts) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": 0},
-        "stageline": {"restarts": usage.restarts},
+        "stageline": {
+            "restarts": usage.restarts,
+            "queue_s": usage.queue_s,
+            "first_token_s": usage.first_token_s,
+            "decode_s": usage.decode_s,
+        },
     }
 
 

@@ -21,6 +21,7 @@ _COMMANDS = {
     "up": ("stageline.cli.up", _SERVE),
     "coordinator": ("stageline.cli.serve", _SERVE),
     "worker": ("stageline.cli.serve", _SERVE),
+    "gateway": ("stageline.cli.serve", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
     "generate": ("stageline.cli.generate", _USE),
     "chat": ("stageline.cli.chat", _USE),

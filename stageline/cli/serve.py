@@ -1,4 +1,4 @@
-"""`stageline coordinator` and `stageline worker`: one of them in this process."""
+"""`stageline coordinator`, `stageline worker` and `stageline gateway`: one of them in this process."""
 
 import os
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 from coordinator.config import CoordinatorConfig
+from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig, pin_to
 from stageline.cli.config_flags import config_parameters, file_parameters, make_config, toml_of
 from stageline.cli.options import default_token_directory, read_token, takes, telemetry_settings
@@ -51,5 +52,23 @@ def worker(context: typer.Context, **flags: Any) -> int:
     if config.cpu_set is not None:
         pin_to(config.cpu_set)  # before torch creates its threads
     from stage_worker.server import run  # loads torch
+
+    return run(config)
+
+
+@takes(config_parameters(GatewayConfig), file_parameters(GatewayConfig))
+def gateway(context: typer.Context, **flags: Any) -> int:
+    """Serve OpenAI's HTTP API over a coordinator until stopped. Any number per coordinator."""
+    config = make_config(
+        GatewayConfig,
+        context,
+        flags,
+        cache_directory=user_cache_directory(os.environ),
+        telemetry=telemetry_settings(),
+    )
+    if flags["print_config"]:
+        print(toml_of(config), end="")
+        return 0
+    from gateway.server import run  # loads FastAPI
 
     return run(config)

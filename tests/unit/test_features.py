@@ -26,6 +26,7 @@ README = (REPOSITORY / "README.md").read_text()
 PROTOS = REPOSITORY / "proto" / "stageline_rpc" / "v1"
 _BY_HAND = "e2e/test_by_hand.py"
 _CONFIG = "unit/stageline/test_cli_config.py"
+_GATEWAY = "e2e/test_gateway.py"
 _LOAD = "e2e/served/test_bench_serve.py"
 _REQUESTS = "unit/stageline/test_cli_requests.py"
 _STRANGER = "e2e/served/test_any_grpc_client.py"
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Row] = {
     "up": (_UP, 'Terminal("up"'),
     "coordinator": (_BY_HAND, "shell.coordinator("),
     "worker": (_BY_HAND, '"worker", "--coordinator"'),
+    "gateway": (_GATEWAY, '"gateway", "--coordinator"'),
     "plan": (_UP, 'run_stageline("plan"'),
     "generate": (_UP, 'run_stageline("generate"'),
     "chat": (_UP, 'Terminal("chat"'),
@@ -73,6 +75,10 @@ FLAG_GROUPS: dict[str, Row] = {
     "worker: Compute": (_BY_HAND, "--memory"),
     "worker: Logs": (_USAGE, "--log-format"),
     f"worker: {_FILE}": (_CONFIG, "--print-config"),
+    "gateway: Addresses": (_GATEWAY, "--listen"),
+    "gateway: API": (_GATEWAY, "--served-model-name"),
+    "gateway: Logs": (_GATEWAY, "--log-format"),
+    f"gateway: {_FILE}": (_CONFIG, "--print-config"),
     "plan: Model and stages": ("unit/stageline/test_plan_command.py", "--layers"),
     "plan: Batching and KV cache": ("unit/stageline/test_plan_command.py", "--kv-tokens"),
     "generate: Length and stopping": (_REQUESTS, "--min-tokens"),
@@ -123,6 +129,7 @@ PAGES: dict[str, Row] = {
     "architecture": ("unit/test_documents.py", "ARCHITECTURE"),
     "benchmarking": (_LOAD, "--slo-e2e", "--plot"),
     "dashboard": ("integration/test_dashboard_page.py", "keyboard"),
+    "gateway": (_GATEWAY, '"/v1/completions"', "usage"),
     "failures": ("integration/test_cluster_recovery.py", ".stop()"),
     "hosts": (_BY_HAND, "--listen", "--advertise"),
     "journal": ("integration/test_journal.py", "positions="),

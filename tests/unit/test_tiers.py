@@ -14,15 +14,19 @@ from tests.summary import Results, main
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TIERS = dict(
-    re.findall(r'^(test[a-z-]*|nightly): venv\n\t.*-m "?([^"\n]+?)"?(?: tests/gpu)?$', MAKEFILE, re.M)
+    re.findall(
+        r'^(test[a-z-]*|nightly): venv[^\n]*\n\t.*-m "?([^"\n]+?)"?(?: tests/(?:gpu|clients))?$',
+        MAKEFILE,
+        re.M,
+    )
 )
 
 
-def test_there_are_five_tiers() -> None:
-    assert TIERS.keys() == {"test", "test-full", "test-chaos", "test-gpu", "nightly"}
+def test_there_are_six_tiers() -> None:
+    assert TIERS.keys() == {"test", "test-full", "test-chaos", "test-gpu", "test-clients", "nightly"}
 
 
-@pytest.mark.parametrize("marker", ["matrix", "full", "chaos", "nightly", "gpu"])
+@pytest.mark.parametrize("marker", ["matrix", "full", "chaos", "nightly", "gpu", "clients"])
 def test_a_test_runs_in_one_tier(marker: str) -> None:
     assert len(chosen_by({marker})) == 1
 

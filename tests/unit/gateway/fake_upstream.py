@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from httpx2 import ASGITransport, AsyncClient
 
 from builtin_model import MODEL_DIRECTORY
@@ -49,7 +50,15 @@ def token_logprobs(
 
 
 def end_of(choice: int, num_tokens: int, reason: inference_pb2.FinishReason.ValueType = LENGTH) -> ChoiceEnd:
-    usage = inference_pb2.Usage(prompt_tokens=3, completion_tokens=num_tokens, cached_tokens=2, restarts=1)
+    usage = inference_pb2.Usage(
+        prompt_tokens=3,
+        completion_tokens=num_tokens,
+        cached_tokens=2,
+        restarts=1,
+        queue_time=Duration(nanos=250_000_000 * (choice + 1)),
+        first_token_time=Duration(nanos=500_000_000 * (choice + 1)),
+        decode_time=Duration(seconds=2 * (choice + 1)),
+    )
     return ChoiceEnd(choice, reason, usage)
 
 

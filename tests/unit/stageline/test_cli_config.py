@@ -1,4 +1,4 @@
-"""Each setting of `coordinator` and `worker` comes from its flag, its variable or its key in a file."""
+"""Each setting of the processes comes from its flag, its variable or its key in a file."""
 
 import os
 import tomllib
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import CoordinatorConfig
+from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
 from stageline.cli.config_flags import flags_of, toml_of
@@ -17,7 +18,11 @@ from tests.error_lines import parse_error_line
 from wire.flags import Setting, key_of, settings_of, variable_of, variables_of
 
 TOKEN = "0123456789abcdef"
-LINES = {CoordinatorConfig: ("coordinator", "--stages", "3"), WorkerConfig: ("worker",)}
+LINES = {
+    CoordinatorConfig: ("coordinator", "--stages", "3"),
+    WorkerConfig: ("worker",),
+    GatewayConfig: ("gateway",),
+}
 SETTINGS = [(config, setting) for config in LINES for setting in settings_of(config)]
 SOURCES = ("flag", "environment", "file")
 SAMPLES = {
@@ -36,6 +41,8 @@ SAMPLES = {
     "SHAPE": "layers=4",
     "KEY": "x-user",
     "NAME": "gpu-a",
+    "NAME,NAME,...": "mine,org/mine",
+    "URL": "http://head:7481/",
     "DEVICE": "cuda:1",
     "LIST": str(min(os.sched_getaffinity(0))),
     "TIMES": "step=0.02s,token=0.00005s,oom_at=7",
@@ -59,7 +66,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
             seen.append(config)
             return 3
 
-    for module in ("coordinator.server", "stage_worker.server"):
+    for module in ("coordinator.server", "gateway.server", "stage_worker.server"):
         monkeypatch.setitem(__import__("sys").modules, module, Server)
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
     monkeypatch.setattr("os.cpu_count", lambda: 64)

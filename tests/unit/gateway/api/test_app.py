@@ -10,10 +10,12 @@ from tests.unit.gateway.fake_upstream import builtin_codec, serve
 
 
 async def test_the_model_is_listed_under_all_names() -> None:
-    async with serve(served_model_names=("mine", "org/mine")) as served:
+    async with serve(served_model_names=("mine", "org/mine"), dashboard_url="http://head:7481/") as served:
         listed = (await served.client.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["mine", "org/mine"]
         assert listed["data"][0]["max_model_len"] == 256
+        extension = {"has_chat_template": True, "dashboard_url": "http://head:7481/"}
+        assert listed["data"][0]["stageline"] == extension
         one = await served.client.get("/v1/models/org/mine")
         assert one.json() == listed["data"][1]
         for name in ("mine", "org/mine", ""):

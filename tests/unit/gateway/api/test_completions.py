@@ -72,7 +72,7 @@ async def test_the_body_of_a_completion() -> None:
                 "total_tokens": 5,
                 "prompt_tokens_details": {"cached_tokens": 2},
                 "completion_tokens_details": {"reasoning_tokens": 0},
-                "stageline": {"restarts": 1},
+                "stageline": {"restarts": 1, "queue_s": 0.25, "first_token_s": 0.5, "decode_s": 2.0},
             },
         }
         assert served.request.max_tokens == 16
@@ -138,6 +138,13 @@ async def test_tokens_behind_a_stop_string_are_never_sent() -> None:
         assert choice["token_ids"] == ENCODE(" a bird")
         assert choice["prompt_token_ids"] == ENCODE("Once upon")
         assert body["usage"]["completion_tokens"] == 2
+
+
+async def test_times_are_of_the_first_choice_and_of_the_longest_decoding() -> None:
+    async with serve() as served:
+        body = await complete(served, n=3)
+        expected = {"restarts": 1, "queue_s": 0.25, "first_token_s": 0.5, "decode_s": 6.0}
+        assert body["usage"]["stageline"] == expected
 
 
 async def test_a_stop_token_is_reported() -> None:

@@ -26,8 +26,7 @@ async def test_a_client_that_leaves_cancels_its_request(body: dict[str, Any]) ->
                 await asyncio.sleep(0.005)
             posting.cancel()
             await asyncio.gather(*(stream.cancelled.wait() for stream in served.upstream.streams))
-            while served.gateway.metrics.num_active:
-                await asyncio.sleep(0.005)
+            await served.gateway.metrics.idle()
 
 
 async def test_a_request_that_ended_is_not_cancelled() -> None:

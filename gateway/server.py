@@ -1,0 +1,154 @@
+"""The gateway process: builds every part, serves, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.api.app import make_app
+from gateway.api.call import Gateway
+from gateway.api.errors import error_response, unavailable
+from gateway.config import GatewayConfig
+from gateway.metrics import GatewayMetrics
+from gateway.upstream.contract import UpstreamFailure
+from gateway.upstream.link import CoordinatorLink
+from telemetry import logs
+from text.tokenizer import TextCodec, TokenizerError, load_text_codec
+from web.server import HttpServer
+from wire.addresses import parse_address
+from wire.channels import raise_file_limit
+from wire.errors import reason_of
+from wire.exit_codes import ExitCode, error_line
+
+log = logging.getLogger(__name__)
+
+INTERPRETER_SWITCH_S = 0.0005
+"""How long the event loop waits for a thread that runs Python, such as a chat template; CPython has 5 ms."""
+HEALTH_PATHS = ("/health", "/ping")
+PORT_HINT = "choose another address with --listen HOST:PORT"
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Return the exit code; failures are one line on stderr."""
+    logs.configure(config.logs, "gateway")
+    raise_file_limit()
+    sys.setswitchinterval(INTERPRETER_SWITCH_S)
+    try:
+        template = None if config.chat_template is None else config.chat_template.read_text(encoding="utf-8")
+        uvloop.run(_serve(config, template))
+    except UpstreamFailure as error:
+        logs.log_fatal(config.logs, error_line(error.reason, error.message))
+        return ExitCode.FAILED
+    except (TokenizerError, ValueError, OSError) as error:
+        logs.log_fatal(config.logs, error_line(reason_of(error), str(error)))
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+class GatewayServer:
+    """All parts of a gateway. Until the coordinator is connected, only `/health` answers with success."""
+
+    def __init__(self, config: GatewayConfig, template: str | None) -> None:
+        self._config, self._template = config, template
+        self._link = CoordinatorLink(config.coordinator, cache_directory=config.cache_directory)
+        self._app: ASGIApp = self._not_connected
+        self._gateway: Gateway | None = None
+        self._http = HttpServer(self, parse_address(config.listen), name="the gateway", hint=PORT_HINT)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT where it listens."""
+        return str(self._http.address)
+
+    async def start(self) -> None:
+        """Listen, then wait for the coordinator.
+
+        Raises OSError if the address cannot be bound, TokenizerError, and UpstreamFailure.
+        """
+        await self._http.start()
+        await self._link.start()
+        codec = await asyncio.to_thread(_load_codec, self._link)
+        self._gateway = Gateway(
+            config=self._config,
+            upstream=self._link,
+            codec=codec,
+            metrics=GatewayMetrics(),
+            template=self._template,
+        )
+        self._app = make_app(self._gateway)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and wait for those in progress, at most `drain_timeout_s`."""
+        gateway = self._gateway
+        if gateway is None:
+            return
+        gateway.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await gateway.metrics.idle()
+
+    async def stop(self) -> None:
+        """Close every connection; what still runs is cancelled."""
+        await self._http.stop()
+        await self._link.stop()
+        if self._gateway is not None:
+            self._gateway.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def _not_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in HEALTH_PATHS:
+            response: Response = Response(status_code=200)
+        else:
+            text = f"the gateway is waiting for the coordinator {self._config.coordinator}"
+            response = error_response(unavailable(text))
+        await response(scope, receive, send)
+
+
+def _load_codec(link: CoordinatorLink) -> TextCodec | None:
+    if link.tokenizer_directory is None:
+        return None
+    return load_text_codec(link.tokenizer_directory, model_vocab_size=link.model.vocab_size)
+
+
+async def _serve(config: GatewayConfig, template: str | None) -> None:
+    stopping, draining = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
+    server = GatewayServer(config, template)
+    try:
+        await _first_of(stopping.wait(), draining.wait(), server.start())
+        if not (stopping.is_set() or draining.is_set()):
+            # Objects made at start are permanent: scanning them in each collection would pause streams.
+            gc.freeze()
+            print(f"stageline gateway listening on {server.address}", flush=True)
+            await _first_of(stopping.wait(), draining.wait())
+        if not stopping.is_set():
+            log.info("draining; send SIGTERM again to stop immediately")
+            await _first_of(stopping.wait(), server.drain())
+        log.info("stopping")
+    finally:
+        await server.stop()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Await the first of `waits` and cancel the others. Raises its exception."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,118 @@
+"""`stageline gateway` as a process: start, requests, drain, errors of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+from httpx2 import AsyncClient, ConnectError
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from tests.e2e.clusters import START_TIMEOUT_S, wait_for_status
+from tests.e2e.commands import ENVIRONMENT, Shell, exit_code, run_stageline
+
+TIMEOUT_S = 60.0
+
+
+async def test_requests_through_a_gateway_and_its_drain(tmp_path: Path) -> None:
+    config = LocalClusterConfig(
+        num_workers=2, mocks=("step=20ms",), environment=ENVIRONMENT, log_directory=tmp_path,
+        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
+    )  # fmt: skip
+    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        gateway = await shell.start(
+            "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
+        )
+        url = f"http://{await gateway.listening_address(timeout_s=TIMEOUT_S)}"
+        async with AsyncClient(base_url=url, timeout=TIMEOUT_S) as http, Client(cluster.address) as client:
+            body = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 5, "n": 2, "return_token_ids": True}
+            found = (await http.post("/v1/completions", json=body)).json()
+            expected = await client.complete([1, 2, 3], max_tokens=8, seed=5, n=2, temperature=1.0)
+            assert [choice["token_ids"] for choice in found["choices"]] == [
+                completion.token_ids for completion in expected
+            ]
+            assert found["usage"]["stageline"]["first_token_s"] > 0
+            refused = await http.post("/v1/completions", json={"prompt": "text"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+            long = {
+                "prompt": [1],
+                "max_tokens": 50,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            async with http.stream("POST", "/v1/completions", json=long) as response:
+                lines = response.aiter_lines()
+                assert (await anext(lines)).startswith("data: ")
+                gateway.send_signal(signal.SIGTERM)
+                events = [line.removeprefix("data: ") async for line in lines if line]
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["usage"]["completion_tokens"] == 50
+        assert await exit_code(gateway) == "exit code 0"
+        assert "Traceback" not in gateway.read_log()
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = LocalClusterConfig(
+        num_workers=1, mocks=("step=20ms",), environment=ENVIRONMENT, log_directory=tmp_path,
+        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
+    )  # fmt: skip
+    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        gateway = await shell.start(
+            "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
+        )
+        url = f"http://{await gateway.listening_address(timeout_s=TIMEOUT_S)}"
+        for streams in (False, True):
+            async with AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+                body = {"prompt": [1, 2, 3], "max_tokens": 2000, "stream": streams}
+                posting = asyncio.create_task(http.post("/v1/completions", json=body))
+                await wait_for_status(cluster.address, lambda status: status.requests.decode == 1)
+                posting.cancel()
+                await asyncio.gather(posting, return_exceptions=True)
+            await wait_for_status(cluster.address, lambda status: status.requests.decode == 0)
+
+
+async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address: str) -> None:
+    async with Shell(tmp_path) as shell:
+        listen = ("--listen", free_address, "--log-format", "json")
+        gateway = await shell.start("gw", "gateway", "--coordinator", "127.0.0.1:1", *listen)
+        async with AsyncClient(base_url=f"http://{free_address}", timeout=TIMEOUT_S) as http:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not await _is_healthy(http):
+                    await asyncio.sleep(0.05)
+            for path in ("/readyz", "/v1/models"):
+                response = await http.get(path)
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        taken = await run_stageline("gateway", "--listen", free_address)
+        assert taken.code == 1
+        assert taken.the_error() == (
+            f"stageline: error[OS_ERROR]: cannot serve the gateway on {free_address}: "
+            "address already in use; choose another address with --listen HOST:PORT"
+        )
+        gateway.send_signal(signal.SIGTERM)
+        assert await exit_code(gateway) == "exit code 0"
+
+
+async def _is_healthy(http: AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).status_code == 200
+    except ConnectError:
+        return False
+
+
+async def test_wrong_settings_are_refused(tmp_path: Path) -> None:
+    for arguments, text in (
+        (("--listen", "nowhere"), "address 'nowhere' is not HOST:PORT"),
+        (("--coordinator", "127.0.0.1:0"), "has port 0"),
+        (("--chat-template", str(tmp_path / "none")), "does not exist"),
+        (("--served-model-name", "a,,b"), "has an empty name"),
+        (("--max-body", "5"), "has no unit"),
+    ):
+        finished = await run_stageline("gateway", *arguments)
+        assert finished.code == 2
+        assert text in finished.the_error()
