@@ -332,9 +332,7 @@ class _ArgumentsWriter:
 
 def argument_json(text: str, schema: object) -> str:
     """Return an argument that stands without quotes as JSON, by the types that its schema allows."""
-    types = _types(schema)
-    if types == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
+    types = types_of(schema)
     word = _PYTHON_WORDS.get(text.strip(), text)
     value = parse_json(word)
     if isinstance(value, str) or (types and not _is_any(value, types)):
@@ -353,7 +351,7 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _types(schema: object) -> set[str]:
+def types_of(schema: object) -> set[str]:
     """Return the names of the types that a schema names, in unions too; nothing for any type."""
     if not isinstance(schema, dict):
         return set()
@@ -364,7 +362,7 @@ def _types(schema: object) -> set[str]:
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
         for branch in branches if isinstance(branches, list) else ():
-            types |= _types(branch)
+            types |= types_of(branch)
     return types
 
 

@@ -56,6 +56,13 @@ def call_id(seed: str, index: int, *, is_short: bool = False) -> str:
     return digest[:_SHORT_ID_CHARACTERS] if is_short else f"call_{digest[:_LONG_ID_CHARACTERS]}"
 
 
+def short_call_id(identifier: str) -> str:
+    """Return the short id for another one, such as a client's; a short one stays."""
+    if len(identifier) == _SHORT_ID_CHARACTERS and identifier.isascii() and identifier.isalnum():
+        return identifier
+    return hashlib.sha256(identifier.encode()).hexdigest()[:_SHORT_ID_CHARACTERS]
+
+
 @dataclass(slots=True)
 class ParsedCall:
     """A call of a whole answer."""

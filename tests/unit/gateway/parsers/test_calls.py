@@ -206,6 +206,16 @@ def test_an_answer_cut_within_a_call_ends_by_length(family: str) -> None:
         assert finish_reason("stop", parser) == ("tool_calls" if parser.num_complete_calls else "stop")
 
 
+@pytest.mark.parametrize("family", MARKED)
+def test_the_budget_may_end_within_a_call_after_a_complete_one(family: str) -> None:
+    text = ANSWERS[family]
+    end = text.rindex("get_weather") + 3
+    for pieces in all_cuts(text[:end]):
+        parser = new_parser(family)
+        assert len(parse(parser, pieces).calls) == parser.num_complete_calls == 1
+        assert finish_reason("length", parser) == "length"
+
+
 def test_finish_reasons_follow_openais_table() -> None:
     parser = new_parser("hermes")
     parse(parser, [HERMES])
@@ -244,6 +254,7 @@ def test_the_types_of_a_value_may_be_a_union() -> None:
     assert argument_json("null", {"type": ["string", "null"]}) == "null"
     assert argument_json("3", {"enum": ["3", "4"]}) == '"3"'
     assert argument_json("NaN", {"type": "number"}) == '"NaN"'
+    assert argument_json("True", {"type": "string"}) == '"True"'
     assert argument_json("true", {"type": "integer"}) == '"true"'
 
 

@@ -1,0 +1,186 @@
+"""Tools of a request and conversations with tool calls, as chat templates of transformers read them.
+
+Templates take tools in OpenAI's form, arguments of calls as objects, and the text of tool results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.parsers.calls import ToolDefinition
+from gateway.parsers.events import short_call_id
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class BadTools(ValueError):
+    """Tools or a tool choice that cannot be served; `param` names the field."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSelection:
+    """The functions that an answer may call.
+
+    Attributes:
+        tools: None of them for "none".
+        is_required: The answer is a call.
+        is_named: The caller named the one function to call.
+    """
+
+    tools: tuple[ToolDefinition, ...] = ()
+    is_required: bool = False
+    is_named: bool = False
+
+    @property
+    def needs_grammar(self) -> bool:
+        """The calls have to follow a grammar: required ones, and those of strict tools."""
+        return bool(self.tools) and (self.is_required or any(tool.is_strict for tool in self.tools))
+
+
+def read_tools(bodies: Sequence[object]) -> list[ToolDefinition]:
+    """Read `tools` of a chat completion, or of a response, which has no "function" level. Raises BadTools."""
+    tools: list[ToolDefinition] = []
+    for index, body in enumerate(bodies):
+        param = f"tools[{index}]"
+        if not isinstance(body, dict) or body.get("type", "function") != "function":
+            raise BadTools(f"{param} is no function: only functions are served", param)
+        tool = _read_function(body.get("function", body), param)
+        if any(tool.name == other.name for other in tools):
+            raise BadTools(f"{param} has the name {tool.name!r} of another tool", param)
+        tools.append(tool)
+    return tools
+
+
+def _read_function(function: object, param: str) -> ToolDefinition:
+    if not isinstance(function, dict):
+        raise BadTools(f"{param}.function is no object", param)
+    name, parameters = function.get("name"), function.get("parameters", function.get("input_schema"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadTools(
+            f"{param} has the name {name!r}: use 1 to 128 of the characters A-Z a-z 0-9 _ . : / -", param
+        )
+    if not isinstance(parameters, dict | None):
+        raise BadTools(f"{param} has parameters that are no JSON schema", param)
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise BadTools(f"{param} has parameters of type {parameters['type']!r}: use 'object'", param)
+    description = function.get("description")
+    return ToolDefinition(
+        name,
+        parameters,
+        description if isinstance(description, str) else "",
+        is_strict=function.get("strict") is True,
+    )
+
+
+def select_tools(tools: Sequence[ToolDefinition], choice: object) -> ToolSelection:
+    """Apply `tool_choice`: OpenAI's forms for chat completions and responses. Raises BadTools."""
+    if choice is None or choice == "auto":
+        return ToolSelection(tuple(tools))
+    if choice == "none":
+        return ToolSelection()
+    if choice == "required":
+        return _required(tools, is_named=False)
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return _required([_named(tools, choice)], is_named=True)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        if isinstance(listed, list) and allowed.get("mode", "auto") in ("auto", "required"):
+            named = [_named(tools, item) for item in listed]
+            return ToolSelection(tuple(named)) if allowed.get("mode") != "required" else _required(named)
+    raise BadTools("tool_choice is none of none, auto, required, a function, allowed_tools", "tool_choice")
+
+
+def _required(tools: Sequence[ToolDefinition], *, is_named: bool = False) -> ToolSelection:
+    if not tools:
+        raise BadTools("tool_choice demands a call, but there are no tools", "tool_choice")
+    return ToolSelection(tuple(tools), is_required=True, is_named=is_named)
+
+
+def _named(tools: Sequence[ToolDefinition], item: object) -> ToolDefinition:
+    function = item.get("function", item) if isinstance(item, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    found = next((tool for tool in tools if tool.name == name), None)
+    if found is None:
+        raise BadTools(
+            f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice"
+        )
+    return found
+
+
+def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]] | None:
+    """Return the tools for the variable `tools` of a chat template; None without any."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters or {"type": "object", "properties": {}}),
+            },
+        }
+        for tool in tools
+    ] or None
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], *, has_short_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Return OpenAI's messages as templates read them.
+
+    Arguments of calls become objects (text that is none stays), results of tools get the name of their
+    function, and reasoning is under both of its names. `has_short_ids` shortens ids for the templates that
+    demand it.
+    """
+    names: dict[str, str] = {}
+    return [_template_message(message, names, has_short_ids=has_short_ids) for message in messages]
+
+
+def _template_message(
+    message: Mapping[str, Any], names: dict[str, str], *, has_short_ids: bool
+) -> dict[str, Any]:
+    found = dict(message)
+    reasoning = found.get("reasoning_content") or found.get("reasoning")
+    if isinstance(reasoning, str):
+        found["reasoning_content"] = found["reasoning"] = reasoning
+    if not found.get("tool_calls"):
+        found.pop("tool_calls", None)
+    elif isinstance(found["tool_calls"], list):
+        found["tool_calls"] = [
+            _template_call(call, names, has_short_ids=has_short_ids) for call in found["tool_calls"]
+        ]
+    call_id = found.get("tool_call_id")
+    if isinstance(call_id, str):
+        if call_id in names:
+            found.setdefault("name", names[call_id])
+        found["tool_call_id"] = short_call_id(call_id) if has_short_ids else call_id
+    return found
+
+
+def _template_call(call: object, names: dict[str, str], *, has_short_ids: bool) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    found = {"type": "function", **call}
+    if isinstance(identifier := call.get("id"), str):
+        if isinstance(name := function.get("name"), str):
+            names[identifier] = name
+        found["id"] = short_call_id(identifier) if has_short_ids else identifier
+    return {**found, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,211 @@
+"""Grammars that force calls accept what the parsers read, and nothing else."""
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer
+from gateway.parsers.answer import finish_reason
+from gateway.parsers.calls import ToolDefinition
+from gateway.parsers.families import TOOL_FORMATS
+from gateway.parsers.forced_calls import ForcedCalls, UnenforceableSchema, call_grammar, special_marker_ids
+from tests.unit.gateway.parsers.answers import CLOCK, TOOLS, WEATHER, choice_of, parse
+from tests.unit.gateway.parsers.test_calls import ANSWERS
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
+from text.grammars import GrammarCompiler, GrammarKind
+from text.tokenizer import TextCodec, load_text_codec
+
+VOCAB_SIZE = 500
+EOS = (2,)
+EMPTY_CALL = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "glm45": "<tool_call>clock\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "clock", "arguments": {}}]',
+    "mistral_v11": "[TOOL_CALLS]clock[ARGS]{}",
+    "llama3_json": '{"name": "clock", "parameters": {}}',
+    "json": '{"name": "clock", "arguments": {}}',
+}
+ODD_FORMS = {
+    "deepseek_v3": ('{"city":"Oslo","days":3}', '{"city": "Oslo", "days": 3}'),
+    "hermes": ('"arguments": {"city": "Oslo", "days": 3}, "name": "get_weather"',) * 2,
+    "mistral": (', "id": "abcdefghi"', ""),
+    "mistral_v11": ("[CALL_ID]abcdefghi", ""),
+    "llama3_json": ('"type": "function", ', ""),
+}
+"""Parts of the answers that are read but never forced, and what is forced instead."""
+FORCED = {family: text.replace(*ODD_FORMS.get(family, ("", ""))) for family, text in ANSWERS.items()}
+FORCED["hermes"] = ANSWERS["hermes"].replace(
+    ODD_FORMS["hermes"][0], '"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}'
+)
+
+
+@cache
+def tokenizer_json(special: tuple[str, ...]) -> str:
+    tokenizer = Tokenizer.from_str(byte_level())
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in special])
+    return tokenizer.to_str()
+
+
+class Model:
+    """A small tokenizer, with or without special tokens for markers, and its grammars."""
+
+    def __init__(self, directory: Path, special: tuple[str, ...] = ()) -> None:
+        save_tokenizer(directory, tokenizer_json(special))
+        self._compiler = GrammarCompiler(directory, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+        self._tables = GrammarTokenizer.open(directory, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+        codec = load_text_codec(directory)
+        assert codec is not None
+        self.codec: TextCodec = codec
+
+    def accepts(self, family: str, forced: ForcedCalls, *texts: str) -> bool:
+        """Whether the texts, which are tokenized one by one, are an answer."""
+        tool_format = TOOL_FORMATS[family]
+        tags = forced.reasoning
+        markers = (*tool_format.markers, *((tags.opens, tags.closes) if tags else ()))
+        forced = dataclasses.replace(forced, special_ids=special_marker_ids(markers, self.codec))
+        spec = self._compiler.compile(GrammarKind.GRAMMAR, [call_grammar(tool_format, forced)])
+        matcher = self._tables.matcher(spec.definition)
+        try:
+            for text in texts:
+                matcher.consume(self.codec.spellings(text)[0])
+        except GrammarError:
+            return False
+        return matcher.is_accepting
+
+
+@pytest.fixture(params=["plain", "special"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    markers = sorted({marker for each in TOOL_FORMATS.values() for marker in each.markers} | {"</think>"})
+    return Model(tmp_path, tuple(markers) if request.param == "special" else ())
+
+
+FAMILIES = sorted(TOOL_FORMATS)
+BOTH = ForcedCalls(tools=TOOLS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_calls_are_those_that_the_parser_reads(model: Model, family: str) -> None:
+    for text, num_calls in ((FORCED[family], 2), (EMPTY_CALL[family], 1)):
+        assert model.accepts(family, BOTH, text)
+        parser = choice_of(family).new_parser(prompt="", tools=TOOLS, id_seed="", is_forced=True)
+        answer = parse(parser, [text])
+        assert (len(answer.calls), parser.num_complete_calls, answer.content) == (num_calls, num_calls, "")
+        assert finish_reason("stop", parser) == "tool_calls"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neither_text_nor_broken_nor_unknown_calls_are_accepted(model: Model, family: str) -> None:
+    call = EMPTY_CALL[family]
+    for text in ("Yes.", f"x{call}", f"{call}x", call[:-1], call.replace("clock", "clocks")):
+        assert not model.accepts(family, BOTH, text)
+    assert not model.accepts(family, BOTH, FORCED[family].replace("days", "hours"))
+    assert not model.accepts(family, BOTH, FORCED[family].replace("3", '"three"'))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_named_choice_and_one_call_at_a_time(model: Model, family: str) -> None:
+    assert not model.accepts(family, ForcedCalls(tools=[WEATHER]), EMPTY_CALL[family])
+    assert model.accepts(family, ForcedCalls(tools=[CLOCK]), EMPTY_CALL[family])
+    single = ForcedCalls(tools=TOOLS, is_parallel=False)
+    assert model.accepts(family, single, EMPTY_CALL[family])
+    assert not model.accepts(family, single, FORCED[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reasoning_may_come_before_the_call(model: Model, family: str) -> None:
+    tags = choice_of("none", "think").reasoning
+    closed = ForcedCalls(tools=TOOLS, reasoning=tags)
+    opened = ForcedCalls(tools=TOOLS, reasoning=tags, is_reasoning_open=True)
+    call = EMPTY_CALL[family]
+    assert model.accepts(family, closed, f"<think>\nHm {{.\n</think>\n\n{call}")
+    assert model.accepts(family, closed, call)
+    assert model.accepts(family, opened, f"Hm.</think>{call}")
+    assert not model.accepts(family, opened, call)
+    assert not model.accepts(family, opened, "Hm.</think>Yes.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_tools_may_stay_uncalled_but_not_be_called_otherwise(model: Model, family: str) -> None:
+    optional = ForcedCalls(tools=TOOLS, is_required=False)
+    has_marker = bool(TOOL_FORMATS[family].markers) and family != "llama3_json"
+    assert model.accepts(family, optional, "I know: 5 < 6.\n")
+    assert model.accepts(family, optional, FORCED[family])
+    assert model.accepts(family, optional, f"I look it up.\n{FORCED[family]}") or not has_marker
+    if has_marker:
+        marker = TOOL_FORMATS[family].markers[0]
+        assert model.accepts(family, optional, "Hm. ", marker[:3])
+        assert not model.accepts(family, optional, "Hm. ", marker[:3], marker[3:])
+        assert not model.accepts(family, optional, f"Hm. {EMPTY_CALL[family].replace('clock', 'clocks')}")
+    assert not model.accepts(family, optional, EMPTY_CALL[family].replace("clock", "clocks"))
+
+
+STRING = {"type": "string"}
+
+
+@pytest.mark.parametrize("family", ["glm45", "qwen3_coder"])
+def test_values_without_quotes_follow_their_types(model: Model, family: str) -> None:
+    begin, end = ("<arg_key>", "</arg_value>\n") if family == "glm45" else ("<parameter=", "\n</parameter>\n")
+    middle = "</arg_key>\n<arg_value>" if family == "glm45" else ">\n"
+    properties = {
+        "a": {"enum": ["x", "y"]},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/s"}},
+        "c": STRING,
+    }
+    schema = {"type": "object", "$defs": {"s": STRING}, "properties": properties, "required": ["c"]}
+    tool = ToolDefinition("clock", schema)
+    forced = ForcedCalls(tools=[tool])
+
+    def accepts(**values: str) -> bool:
+        texts = "".join(f"{begin}{key}{middle}{value}{end}" for key, value in values.items())
+        closing = "</tool_call>" if family == "glm45" else "</function>"
+        return model.accepts(family, forced, EMPTY_CALL[family].replace(closing, texts + closing, 1))
+
+    assert accepts(a="x", b='["u"]', c="any\n<text> \"'")
+    assert accepts(c="")
+    assert not accepts(a="x")
+    assert not accepts(a="z", c="t")
+    assert not accepts(b="u", c="t")
+    assert not accepts(c="t", a="x")
+
+
+def test_a_schema_beyond_the_library_is_any_object_unless_the_tool_is_strict(model: Model) -> None:
+    schema = {"type": "object", "properties": {"when": {"type": "string", "format": "moon-phase"}}}
+    text = '{"name": "clock", "arguments": {"when": 5}}'
+    assert model.accepts("json", ForcedCalls(tools=[ToolDefinition("clock", schema)]), text)
+    strict = ToolDefinition("clock", schema, is_strict=True)
+    with pytest.raises(UnenforceableSchema, match="moon-phase") as caught:
+        call_grammar(TOOL_FORMATS["json"], ForcedCalls(tools=[CLOCK, strict]))
+    assert caught.value.tool == 1
+    pattern = ToolDefinition("a", {"properties": {"b": {**STRING, "pattern": "x"}}}, is_strict=True)
+    with pytest.raises(UnenforceableSchema, match="'pattern' of 'b'"):
+        call_grammar(TOOL_FORMATS["glm45"], ForcedCalls(tools=[pattern]))
+
+
+def test_schemas_with_definitions_and_without_a_type_are_enforced(model: Model) -> None:
+    schema = {
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+        "properties": {"at": {"$ref": "#/$defs/point"}},
+        "required": ["at"],
+    }
+    forced = ForcedCalls(tools=[ToolDefinition("clock", schema, is_strict=True)])
+    for at, is_valid in (({"x": 1}, True), ({"x": "1"}, False)):
+        text = '{"name": "clock", "arguments": ' + json.dumps({"at": at}) + "}"
+        assert model.accepts("json", forced, text) is is_valid
+    bare = ForcedCalls(tools=[ToolDefinition("clock")])
+    assert not model.accepts("json", bare, '{"name": "clock", "arguments": {"a": 1}}')
+
+
+def test_only_special_tokens_have_special_ids(tmp_path: Path) -> None:
+    codec = Model(tmp_path, ("[TOOL_CALLS]",)).codec
+    ids = special_marker_ids(("[TOOL_CALLS]", "<tool>", "<think>"), codec)
+    assert list(ids) == ["[TOOL_CALLS]"]
+    assert codec.piece(ids["[TOOL_CALLS]"]) == "[TOOL_CALLS]"
