@@ -12,6 +12,7 @@ from stageline_rpc.v1 import inference_pb2
 
 GENERATE = "/stageline.v1.Inference/Generate"
 ATTACH = "/stageline.v1.Inference/Attach"
+SERVE = "/stageline.v1.Inference/Serve"
 TRACES = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 METRICS = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 GENERATE_LIMIT = 1024 * 1024 + 16 * 4096
@@ -82,6 +83,12 @@ HOSTILE: dict[str, Hostile] = {
     "biases in 8 kB": Hostile(data=filled(inside(11, b""), 6, size=8192), reason="INVALID_REQUEST"),
     "positions": Hostile(data=filled(inside(3, b""), size=65_000), method=ATTACH),
     "15 MB of positions": Hostile(data=filled(inside(3, b""), size=15_000_000), method=ATTACH),
+    "credits": Hostile(data=filled(b"\x01", 5, 1), method=SERVE),
+    "empty commands": Hostile(data=filled(inside(3, b"")), method=SERVE),
+    "positions of a number": Hostile(data=filled(inside(3, b""), 2, 2), method=SERVE),
+    "numbers of no command": Hostile(
+        data=filled(varint(99 << 3) + b"\x01"), method=SERVE, reason="INVALID_REQUEST"
+    ),
     "empty spans": Hostile(data=filled(inside(2, b""), 1, 2, size=4_000_000), method=TRACES),
     "15 MB of spans": Hostile(data=filled(inside(1, b""), size=15_000_000), method=TRACES),
     "empty metrics": Hostile(data=filled(inside(1, b""), size=4_000_000), method=METRICS),
@@ -91,7 +98,11 @@ HOSTILE: dict[str, Hostile] = {
 def send(channel: grpc.Channel, hostile: Hostile, *, timeout_s: float = 30.0) -> tuple[str, str]:
     """Status and reason of the answer, which must be an error."""
     try:
-        for _ in channel.unary_stream(hostile.method)(hostile.data, timeout=timeout_s):
+        if hostile.method == SERVE:
+            answers = channel.stream_stream(hostile.method)(iter([hostile.data]), timeout=timeout_s)
+        else:
+            answers = channel.unary_stream(hostile.method)(hostile.data, timeout=timeout_s)
+        for _ in answers:
             pass
     except grpc.RpcError as error:
         return error.code().name, _reason(error)

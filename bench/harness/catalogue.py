@@ -114,6 +114,14 @@ GROUPS = (
         is_default=False,
     ),
     Group(
+        name="serve",
+        about="processor time of the coordinator per token: 256 streams through Serve : Generate",
+        module="bench.figures.serve",
+        about_s=60,
+        is_default=False,
+        timeout_s=400.0,
+    ),
+    Group(
         name="big-frames",
         about="16 MiB of hidden states per hop : raw TCP; event loop of the receiving stage",
         module="bench.figures.big_frames",

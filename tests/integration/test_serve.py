@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from stageline_rpc.v1 import inference_pb2
+from tests.hostile_messages import HOSTILE, inside
 from tests.integration.calls import LENGTH, SECRET, STOP, Caller, StatusCode, again, message, until
 from tests.integration.cluster import Cluster
 from tests.integration.gate import Gate, num_generated
@@ -269,6 +270,21 @@ async def test_a_message_that_cannot_be_read_ends_the_stream(data: bytes) -> Non
             assert error is not None
             assert error.code() is StatusCode.INVALID_ARGUMENT
         assert (await cluster.wait_drained()).requests.cancelled == 1
+
+
+@pytest.mark.parametrize("name", ["7.5 million empty chat messages", "packed ids", "unknown groups"])
+async def test_a_hostile_request_is_the_error_of_its_number(name: str) -> None:
+    async with mock_cluster(1) as cluster, Gateway(cluster.address) as gateway:
+        running = await gateway.submit(message(prompt_of(0), 200))
+        raw: Any = gateway.call
+        serializer, raw._request_serializer = raw._request_serializer, lambda data: data
+        await raw.write(inside(1, b"\x08\x05" + inside(2, HOSTILE[name].data)))
+        raw._request_serializer = serializer
+        await gateway.until(lambda: gateway.numbers[5].is_ended and running.is_ended)
+        failure = gateway.numbers[5].failure
+        assert failure is not None
+        assert failure.reason == HOSTILE[name].reason
+        assert running.tokens[0] == expected(0, 200)
 
 
 async def test_a_stream_that_ends_cancels_or_detaches_and_another_attaches() -> None:
