@@ -25,6 +25,7 @@ _COMMANDS = {
     "plan": ("stageline.cli.plan", _SERVE),
     "generate": ("stageline.cli.generate", _USE),
     "chat": ("stageline.cli.chat", _USE),
+    "batch": ("stageline.cli.batch", _USE),
     "attach": ("stageline.cli.attach", _USE),
     "cancel": ("stageline.cli.attach", _USE),
     "drain": ("stageline.cli.status", _SERVE),

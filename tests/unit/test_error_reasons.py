@@ -18,7 +18,14 @@ from wire.errors import STATUS_OF_ERROR, reason_of
 from wire.interceptors import sent_reason
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
-WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE", "NO_SECRET", "NO_TOKEN"}
+WRITTEN_IN_COMMANDS = {
+    USAGE,
+    "NO_TOKENIZER",
+    "NO_CHAT_TEMPLATE",
+    "NO_SECRET",
+    "NO_TOKEN",
+    "GATEWAY_UNREACHABLE",
+}
 OF_PROCESSES = (
     JournalUnusable,
     PlanImpossible,

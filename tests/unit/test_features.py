@@ -44,6 +44,7 @@ COMMANDS: dict[str, Row] = {
     "plan": (_UP, 'run_stageline("plan"'),
     "generate": (_UP, 'run_stageline("generate"'),
     "chat": (_UP, 'Terminal("chat"'),
+    "batch": ("unit/stageline/test_cli_batch.py", '"batch"'),
     "attach": (_REQUESTS, 'main(["attach"'),
     "cancel": (_REQUESTS, '"cancel"'),
     "drain": ("integration/test_drain.py", '"drain"'),
@@ -127,6 +128,7 @@ README_BLOCKS: dict[str, Row] = {
 """Code blocks, by the beginning of their first line."""
 PAGES: dict[str, Row] = {
     "architecture": ("unit/test_documents.py", "ARCHITECTURE"),
+    "batch": ("unit/stageline/test_cli_batch.py", "process.kill()"),
     "benchmarking": (_LOAD, "--slo-e2e", "--plot"),
     "dashboard": ("integration/test_dashboard_page.py", "keyboard"),
     "gateway": (_GATEWAY, '"/v1/completions"', "usage"),

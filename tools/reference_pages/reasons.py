@@ -41,6 +41,7 @@ ACTIONS = {
     "NO_SECRET": "run the command on the host that started the request",
     "NO_TOKEN": "run the command on the coordinator's host, or pass `--token-file`",
     "NO_CHAT_TEMPLATE": "use `stageline generate`",
+    "GATEWAY_UNREACHABLE": "check `--gateway`, and that the gateway runs; start the command again",
     "WARMUP_FAILED": "fix the cause in the text, then start the load again",
     "CLUSTER_FAILED": "read the end of the log in the text",
     "PLAN_IMPOSSIBLE": "raise `--memory`, add workers, or lower `--max-model-len`",
@@ -78,4 +79,5 @@ IN_COMMANDS = {
     "NO_SECRET": "The secret of a detached request is not on this host.",
     "NO_TOKEN": "The coordinator's operator token is not on this host.",
     "NO_CHAT_TEMPLATE": "A chat with a model without a chat template.",
+    "GATEWAY_UNREACHABLE": "No connection to the gateway of a batch.",
 }

@@ -1,0 +1,1 @@
+"""Batches of requests to a gateway: files in and out in OpenAI's form."""
