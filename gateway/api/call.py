@@ -55,6 +55,13 @@ class Gateway:
         self.logprobs = LogprobWriter(self.codec)
 
     @property
+    def max_sequence_tokens(self) -> int:
+        """Raises ApiError before the coordinator has planned its stages, which sets the limit."""
+        if not (limit := self.upstream.model.max_sequence_tokens):
+            raise unavailable("the coordinator has no workers yet")
+        return limit
+
+    @property
     def system_fingerprint(self) -> str:
         """Identity of the model's weights."""
         return f"fp_{self.upstream.model.fingerprint[:16]}"
@@ -88,7 +95,7 @@ class Gateway:
         """Reject a text that can never fit before tokenizing it, which takes seconds per megabyte."""
         if self.codec is None:
             return
-        limit = self.upstream.model.max_sequence_tokens
+        limit = self.max_sequence_tokens
         size_bytes = sum(len(text.encode()) for text in texts)
         if size_bytes > TEXT_SLACK * limit * self.codec.longest_token_bytes:
             raise invalid(
@@ -106,7 +113,7 @@ class Gateway:
         Without `max_tokens` it is all that the context has room for. Raises ApiError.
         """
         model = self.upstream.model
-        limit = model.max_sequence_tokens
+        limit = self.max_sequence_tokens
         if (keep := fields.truncate_prompt_tokens) is not None:
             keep = max(1, limit - (max_tokens or 1)) if keep == -1 else keep
             prompt = prompt[-keep:] if keep else []

@@ -75,7 +75,7 @@ async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission
 def _fit(gateway: Gateway, fields: CompletionRequest, ids: Sequence[int]) -> tuple[Sequence[int], int]:
     wanted = fields.max_tokens
     if wanted is None:
-        wanted = max(1, min(DEFAULT_MAX_TOKENS, gateway.upstream.model.max_sequence_tokens - len(ids)))
+        wanted = max(1, min(DEFAULT_MAX_TOKENS, gateway.max_sequence_tokens - len(ids)))
     return gateway.fit(ids, fields, param="prompt", max_tokens=wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -148,6 +149,15 @@ async def test_text_beyond_the_context_is_refused_without_tokenizing(path: str) 
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 256 tokens" in error["message"]
+
+
+async def test_before_the_first_plan_there_is_no_limit_to_exceed() -> None:
+    async with serve() as served:
+        served.upstream.model = replace(served.upstream.model, max_sequence_tokens=0)
+        for body in ({"prompt": [1]}, {"prompt": "a"}, {"prompt": [1], "max_tokens": 5}):
+            response = await served.client.post(PATH, json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+            assert response.headers["retry-after"] == "1"
 
 
 async def test_tokens_beyond_the_context_are_refused_with_the_numbers() -> None:
