@@ -152,14 +152,16 @@ async def test_a_full_message_leaves_the_rest_for_the_next_one() -> None:
 
 async def test_log_probabilities_take_more_room_than_tokens() -> None:
     readings = Readings()
-    request = RequestCase(max_tokens=1000, logprobs=2).request()
-    readings.open(0, request)
     row = TokenLogprobs(-1.0, 1, ((1, -1.0), (2, -2.0)))
-    for _ in range(300):
-        request.choices[0].buffer.append(1, row)
+    for number in range(2):
+        request = RequestCase(max_tokens=1000, logprobs=2).request()
+        readings.open(number, request)
+        for _ in range(100):
+            request.choices[0].buffer.append(1, row)
     message = await readings.next()
-    assert 0 < len(message.token_ids) == len(message.logprobs[0].rows) <= 128
-    assert set(message.logprobs[0].rows) == {row}
+    assert message.counts == [100, 28]
+    assert [len(rows.rows) for rows in message.logprobs] == [100, 28]
+    assert columns(await readings.next()) == [(1, 0, [1] * 72)]
 
 
 def test_numbers_increase_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
