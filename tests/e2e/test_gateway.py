@@ -77,6 +77,40 @@ async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> Non
             await wait_for_status(cluster.address, lambda status: status.requests.decode == 0)
 
 
+async def test_a_batch_has_the_tokens_of_the_grpc_client(tmp_path: Path) -> None:
+    config = LocalClusterConfig(
+        num_workers=1, mocks=("step=1ms",), environment=ENVIRONMENT, log_directory=tmp_path,
+        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
+    )  # fmt: skip
+    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        gateway = await shell.start(
+            "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
+        )
+        url = f"http://{await gateway.listening_address(timeout_s=TIMEOUT_S)}"
+        bodies = {
+            f"seed {seed}": {"prompt": [1, 2, 3], "max_tokens": 8, "seed": seed, "return_token_ids": True}
+            for seed in range(20)
+        }
+        lines = [
+            {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+            for custom_id, body in bodies.items()
+        ]
+        (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        files = (str(tmp_path / "in"), str(tmp_path / "out"))
+        finished = await run_stageline("batch", *files, "--gateway", url)
+        assert (finished.code, finished.stderr) == (0, "")
+        assert "20 served, 0 failed" in finished.stdout
+        assert "; 160 output tokens, " in finished.stdout
+        answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+        assert {answer["custom_id"] for answer in answers} == bodies.keys()
+        async with Client(cluster.address) as client:
+            for answer in answers:
+                seed = int(answer["custom_id"].removeprefix("seed "))
+                (expected,) = await client.complete([1, 2, 3], max_tokens=8, seed=seed, temperature=1.0)
+                assert answer["response"]["body"]["choices"][0]["token_ids"] == expected.token_ids
+
+
 async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address: str) -> None:
     async with Shell(tmp_path) as shell:
         listen = ("--listen", free_address, "--log-format", "json")
