@@ -14,7 +14,8 @@ from stageline_rpc.v1 import inference_pb2
 from wire.ids import id_text, new_request_id
 
 REQUEST_ID = id_text(new_request_id())
-PROMPT_AND_GROUPS = {"text", "token_ids", "conversation", "sampling"}
+# The prompt, the group of sampling parameters, and `output`: a client always asks for text.
+NO_KEYWORD = {"text", "token_ids", "conversation", "sampling", "output"}
 NO_FIELD = {"attach_secret", "timeout_s"}
 
 SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
@@ -63,7 +64,7 @@ FIELDS = [
     *(
         (inference_pb2.GenerateRequest, field.name)
         for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields
-        if field.name not in PROMPT_AND_GROUPS
+        if field.name not in NO_KEYWORD
     ),
 ]
 
