@@ -84,15 +84,15 @@ class Reading:
 
 
 async def test_a_link_reads_the_tokens_of_many_requests() -> None:
-    async with mock_cluster(2) as cluster, Link(cluster.address) as link:
+    async with mock_cluster(2) as cluster, Link(cluster.address, policy=replace(QUICK, credit=64)) as link:
         assert (link.model.name, link.model.vocab_size) == ("mock", VOCAB_SIZE)
         assert link.tokenizer_directory is None
-        requests = [message(PROMPT, 700, n=1 + index % 3) for index in range(9)]
+        requests = [message(PROMPT, 200, n=1 + index % 3) for index in range(9)]
         readings = [Reading(await link.submit(request)) for request in requests]
         await asyncio.gather(*(reading.end() for reading in readings))
         for request, reading in zip(requests, readings, strict=True):
             for choice in range(request.sampling.n):
-                assert reading.tokens[choice] == expected(700)
+                assert reading.tokens[choice] == expected(200)
                 assert reading.ends[choice].finish_reason == LENGTH
         await cluster.wait_drained()
 
@@ -159,13 +159,13 @@ async def test_requests_that_nobody_reads_any_more_are_cancelled() -> None:
 
 async def test_requests_attach_again_when_the_connection_breaks() -> None:
     async with mock_cluster(2) as cluster, ByteProxy(cluster.address) as proxy, Link(proxy.address) as link:
-        readings = [Reading(await link.submit(message(PROMPT, 600, n=2))) for _ in range(4)]
-        for count in (20, 200):
+        readings = [Reading(await link.submit(message(PROMPT, 200, n=2))) for _ in range(4)]
+        for count in (20, 70):
             await asyncio.gather(*(reading.until(count) for reading in readings))
             proxy.cut()
         await asyncio.gather(*(reading.end() for reading in readings))
         for reading in readings:
-            assert reading.tokens == {0: expected(600), 1: expected(600)}
+            assert reading.tokens == {0: expected(200), 1: expected(200)}
         assert (await cluster.wait_drained()).requests.finished == 4
 
 
@@ -173,7 +173,7 @@ async def test_requests_continue_at_a_coordinator_restarted_with_its_journal(tmp
     async with mock_cluster(2, journal=tmp_path / "j.db") as first, ByteProxy(first.address) as proxy:
         link = Link(proxy.address)
         async with link:
-            readings = [Reading(await link.submit(message(PROMPT, 900))) for _ in range(3)]
+            readings = [Reading(await link.submit(message(PROMPT, 300))) for _ in range(3)]
             await asyncio.gather(*(reading.until(30) for reading in readings))
             proxy.target = ""
             proxy.cut()
@@ -182,7 +182,7 @@ async def test_requests_continue_at_a_coordinator_restarted_with_its_journal(tmp
                 proxy.target = second.address
                 await asyncio.gather(*(reading.end() for reading in readings))
                 for reading in readings:
-                    assert reading.tokens[0] == expected(900)
+                    assert reading.tokens[0] == expected(300)
 
 
 async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -> None:
