@@ -62,8 +62,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request_id,
             decode_positions(request),
             deadline_s=self._callers.of(context).deadline_s,
+            observes=request.observe,
         )
+        state = stream.request.client_state if request.include_client_state else b""
         async for response in self._read(stream, context):
+            response.client_state, state = state, b""
             yield response
 
     async def Cancel(  # noqa: N802

@@ -23,6 +23,7 @@ PARAMETER_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Limit per prompt token: an id takes up to 5 bytes, text rarely more than 8."""
 MAX_GENERATE_FIELDS = 131_072
+MAX_CLIENT_STATE_BYTES = 256 * 1024
 MAX_CONVERSATION_MESSAGES = 4096
 MAX_CHOICE_TEXTS = 16_384
 INLINE_BYTES = 8 * 1024
@@ -79,7 +80,12 @@ class GenerateDecoder:
         """Decode a message in at most 100 ms. Raises MessageTooLarge, InvalidRequest or DecodeError."""
         self.check_size(data)
         self._scan.check(data)
-        return inference_pb2.GenerateRequest.FromString(data)
+        message = inference_pb2.GenerateRequest.FromString(data)
+        if (size_bytes := len(message.client_state)) > MAX_CLIENT_STATE_BYTES:
+            raise MessageTooLarge(
+                f"client_state has {size_bytes} bytes, the limit is {MAX_CLIENT_STATE_BYTES}"
+            )
+        return message
 
 
 class MessageLimits(grpc.aio.ServerInterceptor):

@@ -379,6 +379,7 @@ def make_request(
         request_id,
         [Choice(sequence, _output_buffer(generation, prompt, codec)) for sequence in sequences],
         client=client,
+        client_state=message.client_state,
         keep_s=keep_s,
         num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
         num_top_echoed=generation.num_top_echoed,

@@ -144,6 +144,8 @@ class ServeStream:
                 self._try(self._stop, command.stop)
             case "credit":
                 self._grant(command.credit)
+            case "detach":
+                self._try(self._detach, command.detach)
             case None:
                 raise InvalidRequest("message has no command")
 
@@ -203,7 +205,12 @@ class ServeStream:
             request_id,
             decode_positions(message.request),
             deadline_s=self._set_deadline(message.number, message),
-            open_stream=NumberedOpening(batch=self.batch, number=message.number),
+            observes=message.request.observe,
+            open_stream=NumberedOpening(
+                batch=self.batch,
+                number=message.number,
+                includes_state=message.request.include_client_state,
+            ),
         )
 
     def _cancel(self, message: inference_pb2.CancelNumber) -> None:
@@ -214,6 +221,13 @@ class ServeStream:
         if stream is not None and stream.request.is_live:
             self._engine.cancel(stream.request.id)
         self._fail(number, RequestCancelled("the request was cancelled"))
+
+    def _detach(self, message: inference_pb2.DetachNumber) -> None:
+        number = message.number
+        self.batch.find(number)
+        if self.batch.is_reserved(number):
+            raise InvalidRequest(f"number {number} is not accepted yet: cancel it")
+        self.batch.end(number)
 
     def _stop(self, message: inference_pb2.StopChoice) -> None:
         stream = self.batch.find(message.number)
@@ -281,8 +295,9 @@ def encode_batch(message: BatchMessage) -> inference_pb2.ServeResponse:
         counts=message.counts,
         token_ids=message.token_ids,
     )
-    for number, request, secret in message.accepted:
-        response.accepted.add(number=number, request_id=id_text(request.id), attach_secret=secret)
+    for number, request, secret, state in message.accepted:
+        request_id = id_text(request.id)
+        response.accepted.add(number=number, request_id=request_id, attach_secret=secret, client_state=state)
     for rows in message.logprobs:
         _encode_rows(rows, response.logprobs.add(number=rows.number, choice=rows.choice.index).tokens)
     for rows in message.prompt_logprobs:

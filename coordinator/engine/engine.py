@@ -84,8 +84,7 @@ class Engine:
         self._undelivered = deque[SequenceUpdate]()
         self._facts = deque[Callable[[], None]]()
         self._call_soon = call_soon
-        self._is_delivery_due = False
-        self._has_freed_blocks = False
+        self._is_delivery_due = self._has_freed_blocks = False
         self._readers = ReaderWakeups(call_soon, is_delivering=self._has_deliverable)
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
@@ -210,16 +209,20 @@ class Engine:
         positions: Positions,
         *,
         deadline_s: float | None = None,
+        observes: bool = False,
         open_stream: OpenStream = OutputStream,
     ) -> OutputStream:
-        """Open a new output stream of a request and supersede the previous one.
+        """Open a new output stream of a request.
 
-        The switch happens between two steps: the previous stream gets no output after it. Raises
-        RequestNotFound, and InvalidRequest for positions beyond the output.
+        It supersedes the previous one between two steps, or `observes` beside it. Raises RequestNotFound,
+        InvalidRequest for positions beyond the output, and Overloaded for too many observers.
         """
         self.deliver()
         self._durability.check_not_suspended()
-        stream = self._attach(open_stream(self._registry.find(request_id), positions), deadline_s)
+        request = self._registry.find(request_id)
+        if observes:
+            return request.observe(lambda: open_stream(request, positions))
+        stream = self._attach(open_stream(request, positions), deadline_s)
         self._durability.set_deadline(stream.request, deadline_s, now_s=self._clock())
         return stream
 
@@ -255,12 +258,11 @@ class Engine:
         """Close `stream`. Its request continues without a reader if it is kept, else it is cancelled."""
         self.deliver()
         request = stream.request
+        request.drop_observer(stream)
         if request.stream is not stream:
             return
         request.stream, request.detached_s = None, self._clock()
-        if not request.is_live:
-            return
-        if not self._cancel_if_late(request) and not request.is_kept:
+        if request.is_live and not self._cancel_if_late(request) and not request.is_kept:
             self._cancel(request, RequestCancelled("the client disconnected"))
         self._send_steps()
 
@@ -487,8 +489,8 @@ class Engine:
             known = error if isinstance(error, InvariantBroken) else None
             self.fail(request, known or InvariantBroken("output could not be stored"))
             return
-        if not self._end_if_finished(request) and request.stream is not None:
-            self._notify(request, request.stream, num_tokens=int(update.token is not None))
+        if not self._end_if_finished(request):
+            self._notify(request, num_tokens=int(update.token is not None))
 
     def _end_if_finished(self, request: Request) -> bool:
         if is_finished := request.is_finished:
@@ -496,12 +498,13 @@ class Engine:
             self._end(request)
         return is_finished
 
-    def _notify(self, request: Request, stream: OutputStream, *, num_tokens: int) -> None:
-        """Wake the reader; cancel the request if the reader lags too far behind."""
+    def _notify(self, request: Request, *, num_tokens: int) -> None:
+        """Wake reader and observers; cancel the request if the reader lags too far behind."""
+        self._readers.add(*request.streams)
+        if (stream := request.stream) is None:
+            return
         stream.num_unread_tokens += num_tokens
-        self._readers.add(stream)
-        unread, limit = stream.num_unread_tokens, self._limits.max_unread_tokens
-        if unread > limit:
+        if (unread := stream.num_unread_tokens) > (limit := self._limits.max_unread_tokens):
             text = f"the client reads too slowly: {unread} tokens are unread, the limit is {limit}"
             self._cancel(request, RequestCancelled(text))
 
@@ -545,8 +548,7 @@ class Engine:
         now_s = self._clock()
         self._retry_after.record_end(now_s)
         request.end(now_s, error)
-        if request.stream is not None:
-            self._readers.add(request.stream)
+        self._readers.add(*request.streams)
         self._registry.end(request)
         self._durability.end(request)
         self._observer.ended(request, error, now_s)

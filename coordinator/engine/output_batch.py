@@ -20,6 +20,9 @@ MESSAGE_TOKENS = 4096
 LOGPROBS_COST = 8
 """Tokens that the encoding of one log-probability counts as."""
 
+STATE_BYTES_PER_TOKEN = 64
+"""Bytes of client state that count as a token."""
+
 
 class Accepted(NamedTuple):
     """A request that begins to be read; `secret` is empty if its client chose it."""
@@ -27,6 +30,7 @@ class Accepted(NamedTuple):
     number: int
     request: Request
     secret: str
+    client_state: bytes
 
 
 class LogprobRows(NamedTuple):
@@ -75,12 +79,14 @@ class NumberedStream(OutputStream):
     batch: "OutputBatch"
 
     def __init__(
-        self, request: Request, positions: Positions, *, batch: "OutputBatch", number: int, credit: int
+        self, request: Request, positions: Positions, *, opening: "NumberedOpening", credit: int
     ) -> None:
         super().__init__(request, positions)
-        self.batch = batch
-        self.number = number
+        self.batch = opening.batch
+        self.number = opening.number
         self.credit = credit
+        state = request.client_state if opening.includes_state else b""
+        self._acceptance: Accepted | None = Accepted(opening.number, request, opening.secret, state)
 
     def wake(self) -> None:
         self.batch.add(self)
@@ -92,6 +98,10 @@ class NumberedStream(OutputStream):
 
     def collect(self, message: BatchMessage) -> bool:
         """Move output into `message` while it has room; return whether the number has ended."""
+        if (acceptance := self._acceptance) is not None:
+            self._acceptance = None
+            message.accepted.append(acceptance)
+            message.room -= len(acceptance.client_state) // STATE_BYTES_PER_TOKEN
         if self.request.num_top_prompt_logprobs is not None:
             self._collect_prompt_logprobs(message)
         for choice in self.request.choices:
@@ -164,6 +174,7 @@ class NumberedOpening:
     batch: "OutputBatch"
     number: int
     secret: str = ""
+    includes_state: bool = False
 
     def __call__(self, request: Request, positions: Positions) -> OutputStream:
         return self.batch.open(self, request, positions)
@@ -202,11 +213,9 @@ class OutputBatch:
     def open(self, opening: NumberedOpening, request: Request, positions: Positions) -> NumberedStream:
         """Begin to read the request of a reserved number. Raises InvalidRequest for the positions."""
         number = opening.number
-        stream = NumberedStream(request, positions, batch=self, number=number, credit=self._reserved[number])
+        stream = NumberedStream(request, positions, opening=opening, credit=self._reserved[number])
         del self._reserved[number]
         self._streams[number] = stream
-        accepted = self._next.accepted
-        accepted.append(Accepted(number, request, opening.secret))
         stream.wake()
         return stream
 
@@ -242,6 +251,12 @@ class OutputBatch:
         failures = self._next.failures
         failures.append(Failure(number, error))
         self.wake()
+
+    def end(self, number: int) -> None:
+        """End a number without a message; no effect after its end."""
+        self._reserved.pop(number, None)
+        if (stream := self._streams.get(number)) is not None:
+            self._end(stream)
 
     def reject(self, number: int, error: ServingError) -> None:
         """Report a command that had no effect."""

@@ -167,14 +167,15 @@ class ReaderWakeups:
         self._batches: dict[OutputBatch, None] = {}
         self._is_due = False
 
-    def add(self, stream: OutputStream) -> None:
-        """Wake `stream` after those that were added before."""
-        if (batch := stream.batch) is not None:
-            batch.add(stream)
-            self._batches[batch] = None
-        else:
-            self._waiting[stream] = None
-        self._wake_soon()
+    def add(self, *streams: OutputStream) -> None:
+        """Wake `streams` after those that were added before."""
+        for stream in streams:
+            if (batch := stream.batch) is not None:
+                batch.add(stream)
+                self._batches[batch] = None
+            else:
+                self._waiting[stream] = None
+            self._wake_soon()
 
     def _wake_soon(self) -> None:
         if not self._is_due:

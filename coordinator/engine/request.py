@@ -15,6 +15,7 @@ from coordinator.scheduler.sequence import FinishReason, Sequence
 from wire.errors import (
     AttachSecretMismatch,
     InvalidRequest,
+    Overloaded,
     RequestExists,
     RequestNotFound,
     ServingError,
@@ -26,6 +27,9 @@ from wire.steps import StartRecord, TokenLogprobs
 if TYPE_CHECKING:
     from coordinator.engine.output_stream import OutputStream
 
+
+MAX_OBSERVERS = 64
+"""Streams that read one request beside its reader."""
 
 _VALID_SECRET = re.compile(r"[\x21-\x7e]{32,128}")
 
@@ -152,6 +156,7 @@ class Request:
         choices: abc.Sequence[Choice],
         *,
         client: str,
+        client_state: bytes = b"",
         keep_s: float | None = None,
         num_top_prompt_logprobs: int | None = None,
         num_top_echoed: int | None = None,
@@ -167,6 +172,7 @@ class Request:
         self._id = request_id
         self._choices = tuple(choices)
         self.client = client
+        self.client_state = client_state
         self.keep_s = keep_s
         self.num_top_prompt_logprobs = num_top_prompt_logprobs
         self._num_top_echoed = num_top_echoed
@@ -174,6 +180,7 @@ class Request:
         self._error: ServingError | None = None
         self._ended_s: float | None = None
         self.stream: OutputStream | None = None
+        self._observers: dict[OutputStream, None] = {}
         self.deadline_s: float | None = None
         self.detached_s = 0.0
         self.failures = FailureHistory()
@@ -201,6 +208,24 @@ class Request:
     def accepted_s(self, now_s: float) -> None:
         for choice in self._choices:
             choice.times.accepted_s = now_s
+
+    @property
+    def streams(self) -> tuple[OutputStream, ...]:
+        """The reader's stream and those of observers."""
+        return (*self._observers,) if self.stream is None else (self.stream, *self._observers)
+
+    def observe(self, open_stream: abc.Callable[[], OutputStream]) -> OutputStream:
+        """Open an observer. Raises Overloaded if there are too many."""
+        if (number := len(self._observers)) >= MAX_OBSERVERS:
+            text = f"{number} calls observe request {id_text(self._id)}, the limit is {MAX_OBSERVERS}"
+            raise Overloaded(text)
+        stream = open_stream()
+        self._observers[stream] = None
+        return stream
+
+    def drop_observer(self, stream: OutputStream) -> None:
+        """No effect for a stream that does not observe."""
+        self._observers.pop(stream, None)
 
     @property
     def is_live(self) -> bool:
@@ -318,6 +343,9 @@ def _with_top(logprobs: abc.Sequence[TokenLogprobs | None], num_top: int) -> tup
 MAX_KEPT = 1024
 """Maximum number of ended requests whose output is kept; beyond it the oldest is removed."""
 
+MAX_KEPT_STATE_BYTES = 64 * 2**20
+"""Maximum size of the `client_state` of all ended requests; beyond it the oldest requests are removed."""
+
 
 class RequestRegistry:
     """Owns live and kept requests by id."""
@@ -325,6 +353,7 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
         self._kept: dict[RequestId, Request] = {}
+        self._kept_state_bytes = 0
         self._num_live_of: Counter[str] = Counter()
 
     @property
@@ -381,12 +410,13 @@ class RequestRegistry:
             del self._num_live_of[request.client]
         if request.is_kept:
             self._kept[request.id] = request
-            if len(self._kept) > MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            self._kept_state_bytes += len(request.client_state)
+            while len(self._kept) > MAX_KEPT or self._kept_state_bytes > MAX_KEPT_STATE_BYTES:
+                self.forget(next(iter(self._kept)))
 
     def forget(self, request_id: RequestId) -> None:
         """Remove a kept request."""
-        del self._kept[request_id]
+        self._kept_state_bytes -= len(self._kept.pop(request_id).client_state)
 
     def expire(self, now_s: float) -> None:
         """Remove expired requests."""

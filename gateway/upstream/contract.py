@@ -70,10 +70,16 @@ class UpstreamFailure(Exception):
 
 
 class TokenStream(Protocol):
-    """One request. Iteration ends after the end of every choice; it raises UpstreamFailure."""
+    """One request. Iteration ends after the end of every choice; it raises UpstreamFailure.
+
+    `client_state` is that of the request's message, also for those that attach.
+    """
 
     request_id: str
     secret: str
+
+    @property
+    def client_state(self) -> bytes: ...
 
     def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]: ...
 
@@ -82,6 +88,9 @@ class TokenStream(Protocol):
 
     async def cancel(self) -> None:
         """Cancel the request; no effect after its end. Iteration is then over."""
+
+    def detach(self) -> None:
+        """Stop reading; the request continues. Iteration is then over."""
 
 
 class Upstream(Protocol):
@@ -99,3 +108,12 @@ class Upstream(Protocol):
         self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str
     ) -> TokenStream:
         """Return once the request is accepted. Raises UpstreamFailure."""
+
+    async def observe(self, request_id: str, secret: str) -> TokenStream:
+        """Read a request from its first token, beside other readers. Raises UpstreamFailure.
+
+        It has one choice, and no log-probabilities of its prompt.
+        """
+
+    async def cancel(self, request_id: str, secret: str) -> None:
+        """Cancel a request, or drop the kept output of an ended one. Raises UpstreamFailure."""

@@ -17,7 +17,7 @@ from gateway.upstream.numbered_request import NumberedRequest, RequestStream
 from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.channels import client_channel
+from wire.channels import ATTACH_SECRET_KEY, client_channel
 from wire.errors import ClusterUnavailable, reason_of
 from wire.ids import id_text, new_request_id
 
@@ -165,6 +165,23 @@ class CoordinatorLink:
             )
         )
 
+    async def observe(self, request_id: str, secret: str) -> RequestStream:
+        """Read a request of one choice from its first token, beside other readers. Raises UpstreamFailure."""
+        return await self._open(
+            NumberedRequest(request_id, secret, observes=True, credit=self._policy.credit)
+        )
+
+    async def cancel(self, request_id: str, secret: str) -> None:
+        """Cancel a request, or drop the kept output of an ended one. Raises UpstreamFailure."""
+        try:
+            await self._stub.Cancel(
+                inference_pb2.CancelRequest(request_id=request_id),
+                metadata=((ATTACH_SECRET_KEY, secret),),
+                timeout=self._policy.call_s,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _call_failure(error) from None
+
     async def _open(self, request: NumberedRequest) -> RequestStream:
         stream = RequestStream(request)
         self._requests[request] = None
@@ -174,7 +191,7 @@ class CoordinatorLink:
         try:
             await request.wait_accepted()
         except asyncio.CancelledError:
-            request.cancel()
+            request.drop()
             raise
         return stream
 
@@ -258,3 +275,8 @@ def _failure(error: ClusterUnavailable, *, retry_after_s: float | None = None) -
         reason=reason_of(error),
         retry_after_s=retry_after_s,
     )
+
+
+def _call_failure(error: grpc.aio.AioRpcError) -> UpstreamFailure:
+    """The failure of a single call, whose status says enough of its reason."""
+    return UpstreamFailure(error.details() or "", status=error.code(), reason=error.code().name)

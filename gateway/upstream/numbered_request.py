@@ -34,6 +34,7 @@ class NumberedRequest:
         *,
         message: inference_pb2.GenerateRequest | None = None,
         from_token: Sequence[int] = (0,),
+        observes: bool = False,
         credit: int,
         deadline_s: float | None = None,
         traceparent: str = "",
@@ -41,7 +42,7 @@ class NumberedRequest:
     ) -> None:
         """Without `message`, the request was submitted before, and is read from `from_token` on.
 
-        `deadline_s` is a time of the event loop.
+        With `observes` it is read beside its reader. `deadline_s` is a time of the event loop.
         """
         self.request_id = request_id
         self.secret = secret
@@ -50,16 +51,16 @@ class NumberedRequest:
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
         self._message = message
         self._deadline_s = deadline_s
-        self._traceparent = traceparent
-        self._client = client
+        self._traceparent, self._client = traceparent, client
+        self._observes = observes
+        self._client_state = None if message is None else message.client_state
         self._was_sent = message is None
         counts = from_token if message is None else (0,) * max(1, message.sampling.n)
         self._received = dict(enumerate(counts))
-        self._num_prompt_logprobs = 0
         self._stops: dict[int, int] = {}
         self._ended: set[int] = set()
         self._window = credit
-        self._num_queued = self._num_taken = 0
+        self._num_prompt_logprobs = self._num_queued = self._num_taken = 0
         self._items = deque[Item]()
         self._failure: UpstreamFailure | None = None
         self._is_over = False
@@ -98,8 +99,10 @@ class NumberedRequest:
         """The call broke; another one follows."""
         self._call, self.is_accepted = None, False
 
-    def accept(self) -> None:
+    def accept(self, client_state: bytes) -> None:
+        """The coordinator reads the request out; `client_state` comes with the first attach."""
         self.is_accepted = True
+        self._client_state = client_state if self._client_state is None else self._client_state
         for choice, after_token in self._stops.items():
             if choice not in self._ended:
                 self._send_stop(choice, after_token)
@@ -142,7 +145,7 @@ class NumberedRequest:
         elif failure.reason in _ATTACH_AGAIN:
             self.disconnect()
         else:
-            self.fail(_failure_of(failure, was_running=self._message is not None))
+            self.fail(_failure_of(failure, was_running=self._client_state is not None))
 
     def fail(self, failure: UpstreamFailure) -> None:
         """End the request with an error, which follows the output before it."""
@@ -183,12 +186,33 @@ class NumberedRequest:
         if self.is_accepted and choice not in self._ended:
             self._send_stop(choice, num_tokens)
 
+    @property
+    def client_state(self) -> bytes:
+        return self._client_state or b""
+
     def cancel(self) -> None:
         """Cancel the request, without an error for its reader."""
+        number = inference_pb2.CancelNumber(number=self._number)
+        self._leave(inference_pb2.ServeRequest(cancel=number))
+
+    def detach(self) -> None:
+        """Stop reading; the request continues. One that is not accepted yet is cancelled."""
+        if not self.is_accepted and not self._observes:
+            self.cancel()
+            return
+        number = inference_pb2.DetachNumber(number=self._number)
+        self._leave(inference_pb2.ServeRequest(detach=number))
+
+    def drop(self) -> None:
+        """Nobody reads any more."""
+        if self._observes:
+            self.detach()
+        else:
+            self.cancel()
+
+    def _leave(self, command: inference_pb2.ServeRequest) -> None:
         if self._call is not None and not self._is_over:
-            self._call.send(
-                inference_pb2.ServeRequest(cancel=inference_pb2.CancelNumber(number=self._number))
-            )
+            self._call.send(command)
             self._call.leave(self._number)
         self._items.clear()
         self._finish()
@@ -227,7 +251,10 @@ class NumberedRequest:
 
     def _position(self) -> inference_pb2.AttachRequest:
         request = inference_pb2.AttachRequest(
-            request_id=self.request_id, from_prompt_token=self._num_prompt_logprobs
+            request_id=self.request_id,
+            from_prompt_token=self._num_prompt_logprobs,
+            include_client_state=self._client_state is None,
+            observe=self._observes,
         )
         for choice, count in self._received.items():
             request.positions.add(choice=choice, from_token=min(count, self._stops.get(choice, count)))
@@ -240,7 +267,7 @@ class NumberedRequest:
 
 
 class RequestStream:
-    """The reader's end of a request; one that is dropped cancels it."""
+    """The reader's end of a request; one that is dropped cancels it, unless it observes."""
 
     def __init__(self, request: NumberedRequest) -> None:
         self.request_id = request.request_id
@@ -261,10 +288,18 @@ class RequestStream:
         """Cancel the request; no effect after its end. Iteration is then over."""
         self._request.cancel()
 
+    @property
+    def client_state(self) -> bytes:
+        return self._request.client_state
+
+    def detach(self) -> None:
+        """Stop reading; the request continues. Iteration is then over."""
+        self._request.detach()
+
 
 def _drop(request: NumberedRequest, loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(request.cancel)
+        loop.call_soon_threadsafe(request.drop)
 
 
 def _failure_of(failure: inference_pb2.NumberFailure, *, was_running: bool) -> UpstreamFailure:

@@ -25,6 +25,7 @@ class Numbered:
 
     request_id: str = ""
     secret: str = ""
+    client_state: bytes = b""
     is_accepted: bool = False
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: defaultdict[int, list[inference_pb2.TokenLogprobs]] = field(
@@ -96,7 +97,15 @@ class Gateway:
         return numbered
 
     async def attach(
-        self, old: Numbered, *, request_id: str = "", secret: str = SECRET, credit: int = PLENTY, **more: Any
+        self,
+        old: Numbered,
+        *,
+        request_id: str = "",
+        secret: str = SECRET,
+        credit: int = PLENTY,
+        observe: bool = False,
+        include_client_state: bool = False,
+        **more: Any,
     ) -> Numbered:
         """Attach at the tokens of `old`, under a new number with a copy of them."""
         number, self._next = self._next, self._next + 1
@@ -108,7 +117,12 @@ class Gateway:
         ]
         for choice, tokens in old.tokens.items():
             numbered.tokens[choice] = list(tokens)
-        request = inference_pb2.AttachRequest(request_id=request_id or old.request_id, positions=positions)
+        request = inference_pb2.AttachRequest(
+            request_id=request_id or old.request_id,
+            positions=positions,
+            observe=observe,
+            include_client_state=include_client_state,
+        )
         attach = inference_pb2.AttachNumber(
             number=number, request=request, credit=credit, attach_secret=secret, **more
         )
@@ -117,6 +131,9 @@ class Gateway:
 
     async def cancel(self, number: int) -> None:
         await self.send(cancel=inference_pb2.CancelNumber(number=number))
+
+    async def detach(self, number: int) -> None:
+        await self.send(detach=inference_pb2.DetachNumber(number=number))
 
     async def stop(self, number: int, choice: int, after_token: int) -> None:
         stop = inference_pb2.StopChoice(number=number, choice=choice, after_token=after_token)
@@ -157,7 +174,7 @@ class Gateway:
             numbered = self.numbers[accepted.number]
             assert not numbered.is_accepted, "accepted twice"
             numbered.is_accepted, numbered.request_id = True, accepted.request_id
-            numbered.secret = accepted.attach_secret
+            numbered.secret, numbered.client_state = accepted.attach_secret, accepted.client_state
         self._add_tokens(message)
         for rows in message.prompt_logprobs:
             known = self.numbers[rows.number].prompt_logprobs

@@ -18,6 +18,7 @@ from stageline_rpc.v1 import inference_pb2
 from tests.faults.byte_proxy import ByteProxy
 from tests.integration.calls import LENGTH, STOP, message, until
 from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.gate import Gate
 from tests.integration.test_mock_cluster import VOCAB_SIZE, mock_cluster
 from tests.mock_answers import mock_tokens
 from tests.unit.coordinator.journal.journals import crashed
@@ -183,6 +184,60 @@ async def test_requests_continue_at_a_coordinator_restarted_with_its_journal(tmp
                 await asyncio.gather(*(reading.end() for reading in readings))
                 for reading in readings:
                     assert reading.tokens[0] == expected(300)
+
+
+async def test_observers_read_beside_a_link_and_over_a_restart(tmp_path: Path) -> None:
+    async with (
+        mock_cluster(2, journal=tmp_path / "j.db") as first,
+        ByteProxy(first.address) as proxy,
+        Link(proxy.address) as one,
+        Link(proxy.address) as other,
+    ):
+        request = message(PROMPT, 900, keep_s=60.0)
+        request.client_state = b"state"
+        reader = Reading(await one.submit(request))
+        await reader.until(20)
+        observer = Reading(await other.observe(request.request_id, reader.stream.secret))
+        assert observer.stream.client_state == reader.stream.client_state == b"state"
+        await observer.until(10)
+        proxy.target = ""
+        proxy.cut()
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+        async with mock_cluster(2, journal=journal) as second:
+            proxy.target = second.address
+            await asyncio.gather(reader.end(), observer.end())
+            assert reader.tokens == observer.tokens == {0: expected(900)}
+            assert (await second.wait_drained()).requests.finished == 1
+
+
+async def test_a_request_goes_on_without_its_readers_until_another_link_cancels_it() -> None:
+    async with (
+        mock_cluster(2, hop_proxies=[0]) as cluster,
+        Link(cluster.address) as one,
+        Link(cluster.address) as other,
+    ):
+        request, gate = message(PROMPT, 4000, keep_s=60.0), Gate(cluster)
+        stream = await one.submit(request)
+        await Reading(stream).until(60)
+        gate.close()
+        observer = await other.observe(request.request_id, stream.secret)
+        del observer
+        gc.collect()
+        stream.detach()
+        again = Reading(await other.observe(request.request_id, stream.secret))
+        await again.until(50)
+        with pytest.raises(UpstreamFailure) as wrong:
+            await other.cancel(request.request_id, "x" * 43)
+        assert wrong.value.status is grpc.StatusCode.PERMISSION_DENIED
+        await other.cancel(request.request_id, stream.secret)
+        with pytest.raises(UpstreamFailure, match="cancelled"):
+            await again.end()
+        await other.cancel(request.request_id, stream.secret)
+        with pytest.raises(UpstreamFailure) as gone:
+            await other.cancel(request.request_id, stream.secret)
+        assert gone.value.status is grpc.StatusCode.NOT_FOUND
+        gate.open()
+        assert (await cluster.wait_drained()).requests.cancelled == 1
 
 
 async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -> None:

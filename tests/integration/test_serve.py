@@ -255,7 +255,7 @@ async def test_commands_without_effect_are_rejected_and_the_request_continues() 
         inference_pb2.ServeRequest(
             credit=inference_pb2.GrantCredit(numbers=[0], tokens=[1, 2])
         ).SerializeToString(),
-        b"\x32\x00",
+        b"\x3a\x00",
     ],
 )
 async def test_a_message_that_cannot_be_read_ends_the_stream(data: bytes) -> None:

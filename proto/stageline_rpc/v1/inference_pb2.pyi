@@ -107,6 +107,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    CLIENT_STATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUIDv7 in text form. Empty: the coordinator generates one. The id of zeros is reserved for self-checks."""
     text: _builtins.str
@@ -127,6 +128,10 @@ class GenerateRequest(_message.Message):
     """Whether this request shares cached blocks with others; default true."""
     output: Global___Output.ValueType
     """What is sent of the output. Absent: OUTPUT_TEXT."""
+    client_state: _builtins.bytes
+    """Opaque bytes of the client, at most 262,144: kept and journalled with the request, and sent to calls that attach with
+    `include_client_state`, such as another process of the client that continues its work.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Works with every checkpoint."""
@@ -155,10 +160,11 @@ class GenerateRequest(_message.Message):
         priority: Global___Priority.ValueType = ...,
         prefix_cache: _builtins.bool | None = ...,
         output: Global___Output.ValueType = ...,
+        client_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prefix_cache", b"_prefix_cache", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "output", b"output", "prefix_cache", b"prefix_cache", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "client_state", b"client_state", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "output", b"output", "prefix_cache", b"prefix_cache", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -538,6 +544,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
+    CLIENT_STATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     first_token_index: _builtins.int
     """Index, in the output of this choice, of the first token of this message. With `echo` the output begins with the
@@ -555,6 +562,8 @@ class GenerateResponse(_message.Message):
     """Choice of this message, from 0."""
     first_prompt_token_index: _builtins.int
     """Index in the prompt of the first entry of prompt_logprobs."""
+    client_state: _builtins.bytes
+    """That of the request, in the first message of an Attach with `include_client_state`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids; an end-of-sequence token is among them and counts in usage."""
@@ -587,10 +596,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         first_prompt_token_index: _builtins.int = ...,
+        client_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_prompt_token_index", b"first_prompt_token_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "client_state", b"client_state", "finish_reason", b"finish_reason", "first_prompt_token_index", b"first_prompt_token_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -715,11 +725,19 @@ class AttachRequest(_message.Message):
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     FROM_PROMPT_TOKEN_FIELD_NUMBER: _builtins.int
+    INCLUDE_CLIENT_STATE_FIELD_NUMBER: _builtins.int
+    OBSERVE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """First requested token of every choice: the number of its tokens that the client has."""
     from_prompt_token: _builtins.int
     """Number of the prompt's log-probabilities that the client has. Absent: none if it has no token, else all."""
+    include_client_state: _builtins.bool
+    """Whether the request's `client_state` is sent back."""
+    observe: _builtins.bool
+    """Read beside the request's reader, which stays: its deadline and `on_disconnect` apply, and a slow observer delays
+    nothing. At most 64 observers at once (RESOURCE_EXHAUSTED). The output of an ended request is not kept for them.
+    """
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePosition]:
         """For choices that differ from `from_token`."""
@@ -731,10 +749,12 @@ class AttachRequest(_message.Message):
         from_token: _builtins.int = ...,
         positions: _abc.Iterable[Global___ChoicePosition] | None = ...,
         from_prompt_token: _builtins.int | None = ...,
+        include_client_state: _builtins.bool = ...,
+        observe: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token", "from_prompt_token", b"from_prompt_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token", "from_prompt_token", b"from_prompt_token", "from_token", b"from_token", "positions", b"positions", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token", "from_prompt_token", b"from_prompt_token", "from_token", b"from_token", "include_client_state", b"include_client_state", "observe", b"observe", "positions", b"positions", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__from_prompt_token: _TypeAlias = _typing.Literal["from_prompt_token"]  # noqa: Y015
     _WhichOneofArgType__from_prompt_token: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token"]  # noqa: Y015
@@ -807,6 +827,7 @@ class ServeRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    DETACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -817,6 +838,8 @@ class ServeRequest(_message.Message):
     def stop(self) -> Global___StopChoice: ...
     @_builtins.property
     def credit(self) -> Global___GrantCredit: ...
+    @_builtins.property
+    def detach(self) -> Global___DetachNumber: ...
     def __init__(
         self,
         *,
@@ -825,12 +848,13 @@ class ServeRequest(_message.Message):
         cancel: Global___CancelNumber | None = ...,
         stop: Global___StopChoice | None = ...,
         credit: Global___GrantCredit | None = ...,
+        detach: Global___DetachNumber | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "detach", b"detach", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "detach", b"detach", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "attach", "cancel", "stop", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "attach", "cancel", "stop", "credit", "detach"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -938,6 +962,29 @@ class CancelNumber(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelNumber: _TypeAlias = CancelNumber  # noqa: Y015
+
+@_typing.final
+class DetachNumber(_message.Message):
+    """Ends the number without a message; `on_disconnect` of its request applies as at the stream's end. What is on the way for
+    the number still arrives.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachNumber: _TypeAlias = DetachNumber  # noqa: Y015
 
 @_typing.final
 class StopChoice(_message.Message):
@@ -1063,20 +1110,24 @@ class Accepted(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTACH_SECRET_FIELD_NUMBER: _builtins.int
+    CLIENT_STATE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     request_id: _builtins.str
     attach_secret: _builtins.str
     """The request's secret, if the coordinator created it."""
+    client_state: _builtins.bytes
+    """That of the request, for an attach with `include_client_state`."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         request_id: _builtins.str = ...,
         attach_secret: _builtins.str = ...,
+        client_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "number", b"number", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client_state", b"client_state", "number", b"number", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

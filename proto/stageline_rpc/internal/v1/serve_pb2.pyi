@@ -30,6 +30,7 @@ class ServeEnvelope(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    DETACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___SubmitEnvelope: ...
     @_builtins.property
@@ -40,6 +41,8 @@ class ServeEnvelope(_message.Message):
     def stop(self) -> _inference_pb2.StopChoice: ...
     @_builtins.property
     def credit(self) -> _inference_pb2.GrantCredit: ...
+    @_builtins.property
+    def detach(self) -> _inference_pb2.DetachNumber: ...
     def __init__(
         self,
         *,
@@ -48,12 +51,13 @@ class ServeEnvelope(_message.Message):
         cancel: _inference_pb2.CancelNumber | None = ...,
         stop: _inference_pb2.StopChoice | None = ...,
         credit: _inference_pb2.GrantCredit | None = ...,
+        detach: _inference_pb2.DetachNumber | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "detach", b"detach", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "credit", b"credit", "detach", b"detach", "stop", b"stop", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "attach", "cancel", "stop", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "attach", "cancel", "stop", "credit", "detach"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

@@ -361,6 +361,7 @@ OTHER_REQUESTS: dict[str, Any] = {
     "on_disconnect": inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.ACTION_DETACH),
     "priority": inference_pb2.PRIORITY_HIGH,
     "output": inference_pb2.OUTPUT_TOKENS_ONLY,
+    "client_state": b"mine",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.engine import request as request_module
 from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import MAX_KEPT, Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
@@ -115,3 +116,20 @@ def test_the_choices_of_a_request_are_complete_and_its_own() -> None:
     for choices in ((one.choices[1],), (one.choices[0], two.choices[1]), one.choices[::-1]):
         with pytest.raises(InvariantBroken):
             Request(one.id, choices, client="client")
+
+
+def test_the_state_of_kept_requests_is_bounded_evicting_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_module, "MAX_KEPT_STATE_BYTES", 100)
+    registry = RequestRegistry()
+    requests = [RequestCase(keep_s=5.0).request() for _ in range(4)]
+    for request, size_bytes in zip(requests, (50, 0, 40, 60), strict=True):
+        request.client_state = bytes(size_bytes)
+        registry.add(request)
+        end(registry, request)
+    assert [registry.has(request.id) for request in requests] == [False, True, True, True]
+    registry.forget(requests[3].id)
+    last = RequestCase(keep_s=5.0).request()
+    last.client_state = bytes(60)
+    registry.add(last)
+    end(registry, last)
+    assert registry.num_kept == 3, "what was forgotten does not count"

@@ -15,7 +15,7 @@ from wire.ids import id_text, new_request_id
 
 REQUEST_ID = id_text(new_request_id())
 # The prompt, the group of sampling parameters, and `output`: a client always asks for text.
-NO_KEYWORD = {"text", "token_ids", "conversation", "sampling", "output"}
+NO_KEYWORD = {"text", "token_ids", "conversation", "sampling", "output", "client_state"}
 NO_FIELD = {"attach_secret", "timeout_s"}
 
 SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
