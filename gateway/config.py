@@ -1,11 +1,20 @@
 """Configuration of a gateway."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from gateway.parsers.families import (
+    AUTO,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    TRANSFORMERS,
+    check_parser_names,
+)
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
@@ -24,6 +33,22 @@ def parse_names(text: str) -> tuple[str, ...]:
     if "" in names:
         raise ValueError(f"--served-model-name {text!r} has an empty name")
     return names
+
+
+def tool_parser_name(text: str) -> str:
+    """Return the name of a format of tool calls. Raises ValueError."""
+    check_parser_names(text, AUTO)
+    return text
+
+
+def reasoning_parser_name(text: str) -> str:
+    """Return the name of a format of reasoning. Raises ValueError."""
+    check_parser_names(AUTO, text)
+    return text
+
+
+def _choices(formats: Collection[str]) -> str:
+    return ", ".join((AUTO, NONE, TRANSFORMERS, *sorted(formats)))
 
 
 def existing_file(text: str) -> Path:
@@ -84,6 +109,24 @@ class GatewayConfig:
         Path | None,
         _api("--chat-template", "FILE", "Jinja chat template", unset="the model's", parse=existing_file),
     ] = None
+    tool_parser: Annotated[
+        str,
+        _api(
+            "--tool-parser",
+            "NAME",
+            f"Format of the model's tool calls: {_choices(TOOL_FORMATS)}",
+            parse=tool_parser_name,
+        ),
+    ] = AUTO
+    reasoning_parser: Annotated[
+        str,
+        _api(
+            "--reasoning-parser",
+            "NAME",
+            f"Format of the model's reasoning: {_choices(REASONING_FORMATS)}",
+            parse=reasoning_parser_name,
+        ),
+    ] = AUTO
     strict_fields: Annotated[
         bool, _api("--strict-fields", None, "Reject requests with unknown fields instead of ignoring them")
     ] = False
@@ -107,4 +150,5 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
         parse_address(self.listen)
+        check_parser_names(self.tool_parser, self.reasoning_parser)
         check_limits(self)

@@ -53,6 +53,7 @@ class UsageCounts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     restarts: int = 0
     queue_s: float | None = None
     first_token_s: float | None = None
@@ -122,8 +123,8 @@ class Generation:
         """The prompt of a choice of the response."""
         return self.prompts[choice // self._spec.num_choices]
 
-    async def rendered(self, render: Callable[[Delta], _Rendered]) -> AsyncGenerator[_Rendered, None]:
-        """Yield `render` of each delta; it runs on the text thread. Raises UpstreamFailure.
+    async def rendered(self, render: Callable[[Delta], _Rendered | None]) -> AsyncGenerator[_Rendered, None]:
+        """Yield `render` of each delta, unless None; it runs on the text thread. Raises UpstreamFailure.
 
         Streams that have not ended are cancelled at the end.
         """
@@ -146,7 +147,7 @@ class Generation:
                 await prompt.stream.cancel()
 
     def _render(
-        self, work: Callable[[], Delta | None], render: Callable[[Delta], _Rendered]
+        self, work: Callable[[], Delta | None], render: Callable[[Delta], _Rendered | None]
     ) -> _Rendered | None:
         delta = work()
         if delta is None:

@@ -22,6 +22,8 @@ class OutputRules:
     min_tokens: int = 0
     includes_stop: bool = False
     skips_special_tokens: bool = True
+    kept_special_ids: frozenset[int] = frozenset()
+    """Special tokens that are text although special tokens are skipped."""
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class ChoiceOutput:
             else IncrementalDetokenizer(
                 rules.codec,
                 () if echoes_prompt else prompt,
-                skip_special_tokens=rules.skips_special_tokens,
+                skip_special_tokens=rules.skips_special_tokens and not rules.kept_special_ids,
             )
         )
         self._matcher = StopMatcher(rules.stops) if rules.stops else None
@@ -139,15 +141,22 @@ class ChoiceOutput:
         if self._detokenizer is None:
             return "", [0] * len(token_ids)
         if not wants_offsets:
-            text = self._detokenizer.push(token_ids)
+            text = self._detokenizer.push(self._shown(token_ids))
             self._text_length += len(text)
             return text, []
         pieces, offsets = [], []
         for token_id in token_ids:
             offsets.append(self._text_length)
-            pieces.append(self._detokenizer.push((token_id,)))
+            pieces.append(self._detokenizer.push(self._shown((token_id,))))
             self._text_length += len(pieces[-1])
         return "".join(pieces), offsets
+
+    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens without the special ones that are not kept, where the detokenizer skips none."""
+        codec, kept = self._rules.codec, self._rules.kept_special_ids
+        if codec is None or not kept or not self._rules.skips_special_tokens:
+            return token_ids
+        return [token for token in token_ids if token in kept or codec.has_text(token)]
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.num_generated += len(token_ids)

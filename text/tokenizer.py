@@ -74,6 +74,7 @@ class TemplateOptions:
     template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,6 +104,12 @@ class TextCodec:
         """The model's default template."""
         template = self._tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """How transformers parses answers of the model."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, dict) else None
 
     @property
     def special_tokens(self) -> Mapping[str, str | None]:
@@ -156,6 +163,7 @@ class TextCodec:
                 chat_template=options.template,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
+                tools=None if options.tools is None else [dict(tool) for tool in options.tools],
                 tokenize=True,
                 return_dict=False,
                 **options.variables,

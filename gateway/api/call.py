@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generation, GenerationSpec
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputRules
+from gateway.parsers.families import ParserChoice, choose_parsers
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream
 from stageline_rpc.v1 import inference_pb2
@@ -46,13 +47,22 @@ class Gateway:
     metrics: GatewayMetrics
     template: str | None = None
     logprobs: LogprobWriter = field(init=False)
+    parsers: ParserChoice = field(init=False)
     text: TextThread = field(default_factory=TextThread)
     intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "intake"))
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a parser that the model's tokenizer cannot serve."""
         self.logprobs = LogprobWriter(self.codec)
+        codec = self.codec
+        self.parsers = choose_parsers(
+            self.config.tool_parser,
+            self.config.reasoning_parser,
+            chat_template=self.template or (None if codec is None else codec.chat_template),
+            response_template=None if codec is None else codec.response_template,
+        )
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -199,8 +209,13 @@ def open_call(gateway: Gateway, request: Request, fields: GenerationFields, igno
     )
 
 
-def output_rules(gateway: Gateway, fields: GenerationFields) -> OutputRules:
-    """Raises ApiError for stop strings that cannot be matched."""
+def output_rules(
+    gateway: Gateway, fields: GenerationFields, *, kept_special_ids: frozenset[int] | None = frozenset()
+) -> OutputRules:
+    """Return how tokens become text. `kept_special_ids` are text always; None for all special tokens.
+
+    Raises ApiError for stop strings that cannot be matched.
+    """
     stops = fields.stops
     if stops:
         gateway.require_codec("stop", "use stop_token_ids")
@@ -210,7 +225,8 @@ def output_rules(gateway: Gateway, fields: GenerationFields) -> OutputRules:
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         min_tokens=fields.min_tokens or 0,
         includes_stop=bool(fields.include_stop_str_in_output),
-        skips_special_tokens=fields.skip_special_tokens is not False,
+        skips_special_tokens=fields.skip_special_tokens is not False and kept_special_ids is not None,
+        kept_special_ids=kept_special_ids or frozenset(),
     )
 
 

@@ -1,57 +1,36 @@
 """`POST /v1/chat/completions`."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.call import Call, Gateway, Submission, open_call, output_rules, read_fields, submit
+from gateway.answers import Answers, WholeAnswer
+from gateway.api.call import Call, Gateway, open_call, read_fields, submit
+from gateway.api.conversation import ConversationFields, prepare
 from gateway.api.errors import invalid
-from gateway.api.output_body import ChoiceText, respond, usage_body
-from gateway.api.sampling import Count, GenerationFields, NumLogprobs, sampling_message
+from gateway.api.output_body import respond, usage_body
+from gateway.api.sampling import Count, NumLogprobs
 from gateway.api.sse import frame, while_connected
-from gateway.generation import Generation, GenerationSpec
+from gateway.generation import Generation
 from gateway.output import Delta, StopReason
+from gateway.parsers.events import (
+    Content,
+    ParsedAnswer,
+    ParserEvent,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from stageline_rpc.v1.inference_pb2 import TokenLogprobs
-from text.tokenizer import BadConversation, NoChatTemplate, TemplateOptions
 from wire.ids import id_text
 
-PARTS_BETWEEN = "\n"
 
-
-class ChatPart(BaseModel):
-    """A part of a message's content; only text is served."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-    text: str | None = None
-
-
-class MessageFields(BaseModel):
-    """A message; further fields are for the chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str
-    content: str | list[ChatPart] | None = None
-
-
-class TemplateFields(BaseModel):
-    """Fields that decide how a conversation is rendered."""
-
-    messages: list[MessageFields]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-
-class ChatRequest(TemplateFields, GenerationFields):
+class ChatRequest(ConversationFields):
     """Body of a chat completion request."""
 
     max_completion_tokens: Count | None = None
@@ -66,99 +45,30 @@ async def chat_completions(gateway: Gateway, request: Request) -> Response:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid("top_logprobs needs logprobs = true", param="top_logprobs")
     call = open_call(gateway, request, fields, ignored)
-    submission = await _submission(gateway, fields)
-    generation = await while_connected(request, submit(gateway, call, submission))
-    writer = ChatWriter(gateway, call, fields, generation)
+    conversation = await prepare(
+        gateway,
+        fields,
+        max_tokens=fields.max_tokens
+        if fields.max_completion_tokens is None
+        else fields.max_completion_tokens,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        wants_tokens=bool(fields.return_token_ids),
+    )
+    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    answers = conversation.answers(generation, id_text(call.request_id))
+    writer = ChatWriter(gateway, call, fields, generation, answers)
     return await respond(gateway, request, call, generation, writer, fields)
-
-
-async def encode_messages(gateway: Gateway, fields: TemplateFields) -> Sequence[int]:
-    """Return the token ids of the rendered conversation. Raises ApiError."""
-    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
-    messages = [_message(index, message) for index, message in enumerate(fields.messages)]
-    gateway.check_text_size((message["content"] for message in messages), param="messages")
-    options = _template_options(gateway, fields)
-    if "developer" not in (options.template or codec.chat_template or ""):
-        for message in messages:  # OpenAI's newer name
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
-    try:
-        return await gateway.beside_loop(lambda: codec.encode_messages(messages, options))
-    except (BadConversation, NoChatTemplate) as error:
-        raise invalid(str(error), param="messages") from None
-
-
-def _message(index: int, message: MessageFields) -> dict[str, Any]:
-    """Return a message as templates read it: its text in one piece, arguments of tool calls as objects."""
-    if isinstance(message.content, list):
-        content = PARTS_BETWEEN.join(
-            _part_text(part, f"messages[{index}].content[{number}]")
-            for number, part in enumerate(message.content)
-        )
-    else:
-        content = message.content or ""
-    found = {**(message.model_extra or {}), "role": message.role, "content": content}
-    calls = found.get("tool_calls")
-    if isinstance(calls, list):
-        found["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-    return found
-
-
-def _part_text(part: ChatPart, param: str) -> str:
-    if part.type not in ("text", "input_text") or part.text is None:
-        raise invalid(f"{param} is of type {part.type!r}: only text is served", param=param)
-    return part.text
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
-        return call
-
-
-def _template_options(gateway: Gateway, fields: TemplateFields) -> TemplateOptions:
-    continues = bool(fields.continue_final_message)
-    begins = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
-    if continues and begins:
-        raise invalid(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    variables = dict(fields.chat_template_kwargs or {})
-    if fields.reasoning_effort is not None:
-        variables["reasoning_effort"] = fields.reasoning_effort
-    return TemplateOptions(
-        template=gateway.template,
-        add_generation_prompt=begins,
-        continue_final_message=continues,
-        variables=variables,
-    )
-
-
-async def _submission(gateway: Gateway, fields: ChatRequest) -> Submission:
-    rules = output_rules(gateway, fields)
-    sampling = sampling_message(fields, gateway.upstream.model.generation_config)
-    if fields.logprobs:
-        sampling.logprobs = fields.top_logprobs or 0
-    spec = GenerationSpec(
-        rules=rules,
-        num_choices=fields.n or 1,
-        wants_tokens=bool(fields.logprobs or fields.return_token_ids),
-    )
-    wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    ids = await encode_messages(gateway, fields)
-    prompt = gateway.fit(ids, fields, param="messages", max_tokens=wanted)
-    return Submission(spec=spec, prompts=[prompt], sampling=sampling, fields=fields)
 
 
 class ChatWriter:
     """Bodies and events of a chat completion; used on the text thread."""
 
-    def __init__(self, gateway: Gateway, call: Call, fields: ChatRequest, generation: Generation) -> None:
+    def __init__(
+        self, gateway: Gateway, call: Call, fields: ChatRequest, generation: Generation, answers: Answers
+    ) -> None:
         self._logprobs, self._generation, self._fields = gateway.logprobs, generation, fields
+        self._answers = answers
+        self._choices = [WholeAnswer() for _ in range(generation.num_choices)]
         self._head = {
             "id": f"chatcmpl-{id_text(call.request_id)}",
             "object": "chat.completion.chunk" if fields.stream else "chat.completion",
@@ -176,16 +86,24 @@ class ChatWriter:
             for index in range(self._generation.num_choices)
         )
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> bytes | None:
+        """Return a chunk; None while all of the text waits."""
+        answer = self._answers.read(delta)
+        if not (answer.events or answer.finish_reason or self._wants_tokens):
+            return None
         choice = {
-            "index": delta.choice,
-            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
-            **self._ending(delta.finish_reason, delta.stop_reason),
-            "logprobs": self._logprobs_of(delta.logprobs),
+            "index": answer.choice,
+            "delta": delta_body(answer.events),
+            **self._ending(answer.finish_reason, answer.stop_reason),
+            "logprobs": self._logprobs_of(answer.logprobs),
         }
         if self._fields.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+            choice["token_ids"] = list(answer.token_ids)
         return self._chunk(choice)
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return bool(self._fields.logprobs or self._fields.return_token_ids)
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
         if self._fields.includes_continuous_usage:
@@ -195,20 +113,23 @@ class ChatWriter:
     def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._head, "choices": choices, **more}
 
-    def whole(self, choices: Sequence[ChoiceText]) -> bytes:
+    def add(self, delta: Delta) -> None:
+        self._choices[delta.choice].add(self._answers.read(delta))
+
+    def whole(self) -> bytes:
         more: dict[str, Any] = {"usage": usage_body(self._generation.usage)}
         if self._fields.return_token_ids:
             more |= self._prompt_ids()
         if (num_top := self._fields.prompt_logprobs) is not None:
             rows = self._generation.prompts[0].logprobs
             more["prompt_logprobs"] = self._logprobs.prompt(rows, num_top)
-        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return orjson.dumps(self.body(bodies, **more))
 
-    def _whole_choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: WholeAnswer) -> dict[str, Any]:
         body = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message_body(choice.parsed),
             **self._ending(choice.finish_reason, choice.stop_reason),
             "logprobs": self._logprobs_of(choice.logprobs),
         }
@@ -226,3 +147,41 @@ class ChatWriter:
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._generation.prompts[0].ids)}
+
+
+def delta_body(events: Sequence[ParserEvent]) -> dict[str, Any]:
+    """`delta` of a chunk. The first entry of a call has its id and name, all together its arguments."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                delta["content"] = delta.get("content", "") + text
+            case Reasoning(text):
+                delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
+            case ToolCallStart(index, identifier, name):
+                calls[index] = {"index": index, **_call_body(identifier, name, "")}
+            case ToolCallArguments(index, fragment):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += fragment
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def message_body(answer: ParsedAnswer) -> dict[str, Any]:
+    """`message` of a choice: empty content beside calls is null, reasoning has both of its names."""
+    body: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content or (None if answer.calls else ""),
+        "refusal": None,
+    }
+    if answer.reasoning:
+        body["reasoning_content"] = body["reasoning"] = answer.reasoning
+    if answer.calls:
+        body["tool_calls"] = [_call_body(call.id, call.name, call.arguments) for call in answer.calls]
+    return body
+
+
+def _call_body(identifier: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}

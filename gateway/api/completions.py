@@ -111,6 +111,7 @@ class CompletionWriter:
     ) -> None:
         self._logprobs, self._generation, self._fields = gateway.logprobs, generation, fields
         self._echoed: set[int] = set()
+        self._choices = [ChoiceText() for _ in range(generation.num_choices)]
         self._head = {
             "id": f"cmpl-{id_text(call.request_id)}",
             "object": "text_completion",
@@ -135,9 +136,12 @@ class CompletionWriter:
     def body(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._head, "choices": choices, **more}
 
-    def whole(self, choices: Sequence[ChoiceText]) -> bytes:
+    def add(self, delta: Delta) -> None:
+        self._choices[delta.choice].add(delta)
+
+    def whole(self) -> bytes:
         """Return the body of a response that is not streamed."""
-        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(self._choices)]
         return orjson.dumps(self.body(bodies, usage=usage_body(self._generation.usage)))
 
     def _whole_choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Request fields beside those that are honoured: one table of what happens to each.
 
-Honoured fields are those of the request classes. A field that is in neither is served and reported in the
-header `x-stageline-ignored`, or refused with `--strict-fields`.
+Honoured fields are those of the request classes; the tables are for all others. A field that is in neither is
+served and reported in the header `x-stageline-ignored`, or refused with `--strict-fields`.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ ACCEPTED: Mapping[str, str] = {
     "prompt_cache_key": "prefixes are shared by content",
     "prompt_cache_retention": "prefixes are kept while there is room",
     "prediction": "a hint for speed",
-    "parallel_tool_calls": "applies to tools only",
+    "parallel_tool_calls": "applies to tools, which completions lack",
     "add_special_tokens": "applies to `/tokenize`; prompts follow the tokenizer, chats the template",
     "timeout": "read by clients",
 }
@@ -43,10 +43,10 @@ REFUSED: Mapping[str, Refused] = {
     "audio": Refused("the output is text"),
     "modalities": Refused("the output is text", (["text"],)),
     "web_search_options": Refused("there is no search"),
-    "functions": Refused("tools are not served", ([],)),
-    "function_call": Refused("tools are not served", ("none", "auto")),
-    "tools": Refused("tools are not served", ([],)),
-    "tool_choice": Refused("tools are not served", ("none", "auto")),
+    "functions": Refused("use tools", ([],)),
+    "function_call": Refused("use tool_choice", ("none", "auto")),
+    "tools": Refused("use /v1/chat/completions", ([],)),
+    "tool_choice": Refused("use /v1/chat/completions", ("none", "auto")),
     "verbosity": Refused("no level of detail can be chosen", ("medium",)),
     "chat_template": Refused("start the gateway with --chat-template"),
     "documents": Refused("put the documents into messages", ([],)),

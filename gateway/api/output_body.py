@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -25,7 +24,7 @@ def usage_body(usage: UsageCounts) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "stageline": {
             "restarts": usage.restarts,
             "queue_s": usage.queue_s,
@@ -59,29 +58,26 @@ class ChoiceText:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-async def collect(generation: Generation) -> Sequence[ChoiceText]:
-    """Await the whole output of every choice. Raises UpstreamFailure."""
-    choices = [ChoiceText() for _ in range(generation.num_choices)]
-    async with aclosing(generation.rendered(lambda delta: delta)) as deltas:
-        async for delta in deltas:
-            choices[delta.choice].add(delta)
-    return choices
-
-
 class Writer(Protocol):
-    """How one API writes its output; called on the text thread, except `begin` and `body`."""
+    """How one API writes its output; called on the text thread, except `begin` and `body`.
+
+    A stream calls `begin` and `delta`, a response without streaming `add` and `whole`.
+    """
 
     def begin(self) -> bytes:
         """Events before the first output."""
 
-    def delta(self, delta: Delta) -> bytes:
-        """The event of a delta."""
+    def delta(self, delta: Delta) -> bytes | None:
+        """The event of a delta, if it has one."""
 
     def body(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A chunk of a stream, or the whole response."""
 
-    def whole(self, choices: Sequence[ChoiceText]) -> bytes:
-        """The response without streaming."""
+    def add(self, delta: Delta) -> None:
+        """Add a delta to the response."""
+
+    def whole(self) -> bytes:
+        """The response, after all deltas."""
 
 
 async def respond(
@@ -97,11 +93,19 @@ async def respond(
         events = _events(generation, writer, includes_usage=fields.includes_usage)
         return EventStream(events, close=generation.cancel, headers=call.headers())
     try:
-        choices = await while_connected(request, collect(generation))
-        body = await gateway.text.run(partial(writer.whole, choices))
+        await while_connected(request, _collect(generation, writer))
+        body = await gateway.text.run(writer.whole)
     finally:
         await generation.cancel()
     return Response(body, headers=call.headers(), media_type="application/json")
+
+
+async def _collect(generation: Generation, writer: Writer) -> None:
+    """Await the whole output of every choice. Raises UpstreamFailure."""
+    nothing: AsyncGenerator[None, None] = generation.rendered(writer.add)
+    async with aclosing(nothing):
+        async for _ in nothing:
+            pass
 
 
 async def _events(

@@ -111,6 +111,14 @@ class GenerationFields(RequestBody):
         return stops
 
     @property
+    def structure(self) -> str | None:
+        """Name of the field that sets the form of the output's text. Raises ApiError for more than one."""
+        given = [name for name, _, value in _structures(self) if value is not None]
+        if len(given) > 1:
+            raise invalid(f"{' and '.join(given)} exclude each other: give one of them", param=given[1])
+        return given[0] if given else None
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -186,11 +194,10 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
 
 def _set_structure(message: inference_pb2.SamplingParameters, fields: GenerationFields) -> None:
     """Set the form of the output's text. Raises ApiError for more than one."""
-    given = [entry for entry in _structures(fields) if entry[2] is not None]
-    if len(given) > 1:
-        names = " and ".join(name for name, _, _ in given)
-        raise invalid(f"{names} exclude each other: give one of them", param=given[1][0])
-    for _, field, value in given:
+    structure = fields.structure
+    for name, field, value in _structures(fields):
+        if name != structure:
+            continue
         match field:
             case "json_schema":
                 message.json_schema = value if isinstance(value, str) else json.dumps(value)
@@ -209,7 +216,7 @@ def _structures(fields: GenerationFields) -> list[tuple[str, str, Any]]:
     """Field of the request, field of SamplingParameters, and value of each way to ask for a form."""
     structured = fields.structured_outputs or StructuredOutputs()
     return [
-        ("response_format", "json_schema", _response_schema(fields.response_format)),
+        ("response_format", "json_schema", response_schema(fields.response_format)),
         ("structured_outputs.json", "json_schema", structured.json_),
         ("structured_outputs.json_object", "json_schema", _ANY_OBJECT if structured.json_object else None),
         ("structured_outputs.regex", "regex", structured.regex),
@@ -222,7 +229,8 @@ def _structures(fields: GenerationFields) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _response_schema(form: ResponseFormat | None) -> dict[str, Any] | bool | None:
+def response_schema(form: ResponseFormat | None) -> dict[str, Any] | bool | None:
+    """Return the JSON schema that a response format demands; None for any text. Raises ApiError."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, json_response, read_fields
-from gateway.api.chat import MessageFields, TemplateFields, encode_messages
+from gateway.api.conversation import MessageFields, TemplateFields, encode_messages
 from gateway.api.errors import invalid
 from gateway.api.sampling import TokenId
 from text.tokenizer import UnknownToken

@@ -51,6 +51,10 @@ class ReasoningTags:
     opens: str
     closes: str
 
+    @property
+    def markers(self) -> tuple[str, str]:
+        return self.opens, self.closes
+
     def is_open(self, prompt: str) -> bool:
         """Whether the prompt ends with the opening tag."""
         return prompt.rstrip().endswith(self.opens)

@@ -200,7 +200,7 @@ class ParserChoice:
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the parser, also where they are special tokens."""
         calls = self.tool_format.markers if self.tool_format else ()
-        return (*calls, *((self.reasoning.opens, self.reasoning.closes) if self.reasoning else ()))
+        return (*calls, *(self.reasoning.markers if self.reasoning else ()))
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -246,8 +246,7 @@ def choose_parsers(
     "auto" is transformers' parser if the tokenizer has a response template, else the first family with a
     sign in the chat template.
     """
-    _check("tool parser", tool_parser, (*TOOL_FORMATS, TRANSFORMERS))
-    _check("reasoning parser", reasoning_parser, (*REASONING_FORMATS, TRANSFORMERS))
+    check_parser_names(tool_parser, reasoning_parser)
     is_named = TRANSFORMERS in (tool_parser, reasoning_parser)
     uses_template = is_named or (tool_parser == reasoning_parser == AUTO and response_template is not None)
     flaw = _template_flaw(response_template) if uses_template else None
@@ -281,6 +280,12 @@ def _template_flaw(response_template: Mapping[str, Any] | None) -> str | None:
     except (ValueError, TypeError, AttributeError) as error:
         return f"the tokenizer's response template is invalid: {error}"
     return None
+
+
+def check_parser_names(tool_parser: str, reasoning_parser: str) -> None:
+    """Raises ValueError for an unknown name."""
+    _check("tool parser", tool_parser, (*TOOL_FORMATS, TRANSFORMERS))
+    _check("reasoning parser", reasoning_parser, (*REASONING_FORMATS, TRANSFORMERS))
 
 
 def _check(kind: str, name: str, names: Sequence[str]) -> None:

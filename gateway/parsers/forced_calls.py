@@ -42,6 +42,7 @@ class ForcedCalls:
         tools: The functions that may be called.
         is_parallel: More than one call is allowed.
         is_required: The answer is a call; otherwise it may be text, but its calls follow the schemas.
+        text_schema: The JSON schema of an answer that is no call; None for any text.
         reasoning: The tags of reasoning that may come before.
         is_reasoning_open: The prompt has opened the reasoning.
         special_ids: Ids of texts of the format that are special tokens, from `special_marker_ids`.
@@ -50,6 +51,7 @@ class ForcedCalls:
     tools: Sequence[ToolDefinition]
     is_parallel: bool = True
     is_required: bool = True
+    text_schema: Mapping[str, Any] | bool | None = None
     reasoning: ReasoningTags | None = None
     is_reasoning_open: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
@@ -82,10 +84,16 @@ class _GrammarWriter:
             yield self._until("think", forced.reasoning.closes)
             yield r"SPACE: /[ \n]{0,8}/"
         more = f" ({self._literal(markup.separator)} call)*" if forced.is_parallel else ""
+        calls = f"{self._literal(markup.opens)} call{more} {self._literal(markup.closes)}"
         if forced.is_required:
-            yield f"answer: {self._literal(markup.opens)} call{more} {self._literal(markup.closes)}"
+            yield f"answer: {calls}"
+        elif forced.text_schema is not None:
+            yield f"answer: json | {calls}" if forced.tools else "answer: json"
+            yield f"json: {_json(checked_schema(forced.text_schema))}"
         else:
             yield from self._optional(more)
+        if not forced.tools:
+            return
         yield "call: " + " | ".join(f"call_{index}" for index in range(len(forced.tools)))
         for index, tool in enumerate(forced.tools):
             yield from self._call(index, tool)
@@ -194,15 +202,27 @@ def enforced_schema(index: int, tool: ToolDefinition) -> dict[str, Any]:
     schema = dict(tool.parameters or _NO_ARGUMENTS)
     schema.setdefault("type", "object")
     try:
-        check_keywords(schema)
-        check_schema(schema)
-        if flaw := LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)), None):
-            raise ValueError(" ".join(flaw.split()))
-    except (ValueError, RecursionError) as error:
+        return checked_schema(schema)
+    except ValueError as error:
         if tool.is_strict:
             raise UnenforceableSchema(index, str(error)) from error
         return dict(_ANY_ARGUMENTS)
-    return schema
+
+
+def checked_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
+    """Return a schema that llguidance enforces. Raises ValueError."""
+    if schema is False:
+        raise ValueError("the schema `false` allows no text")
+    found = {} if schema is True else dict(schema)
+    try:
+        check_keywords(found)
+        check_schema(found)
+        flaw = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(found)), None)
+    except RecursionError as error:
+        raise ValueError("the schema is nested too deeply") from error
+    if flaw:
+        raise ValueError(" ".join(flaw.split()))
+    return found
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -1,0 +1,278 @@
+"""Conversations of every API: their prompts, tools, the form of their answers, and how those are read.
+
+An API converts its body to ConversationFields, prepares it, submits it, and writes what `Answers` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from gateway.answers import AnswerRules, Answers
+from gateway.api.call import Gateway, Submission, output_rules
+from gateway.api.errors import invalid
+from gateway.api.sampling import GenerationFields, response_schema, sampling_message
+from gateway.generation import Generation, GenerationSpec
+from gateway.parsers.answer import AnswerParser
+from gateway.parsers.conversation import (
+    BadTools,
+    ToolSelection,
+    read_tools,
+    select_tools,
+    template_messages,
+    template_tools,
+)
+from gateway.parsers.families import ParserChoice
+from gateway.parsers.forced_calls import (
+    ForcedCalls,
+    UnenforceableSchema,
+    call_grammar,
+    special_marker_ids,
+)
+from text.tokenizer import BadConversation, NoChatTemplate, TemplateOptions, TextCodec
+
+PARTS_BETWEEN = "\n"
+NO_TOOLS = ToolSelection()
+_PROMPT_END_TOKENS = 32
+"""More than the tag that opens the reasoning has."""
+
+
+class ChatPart(BaseModel):
+    """A part of a message's content; only text is served."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class MessageFields(BaseModel):
+    """A message; further fields are for the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[ChatPart] | None = None
+
+
+class TemplateFields(BaseModel):
+    """Fields that decide how a conversation is rendered."""
+
+    messages: list[MessageFields]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class ConversationFields(TemplateFields, GenerationFields):
+    """A conversation and the answer that is wanted.
+
+    `tools` and `tool_choice` have OpenAI's forms for chat completions or for responses.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation that can be submitted."""
+
+    submission: Submission
+    rules: AnswerRules
+
+    def answers(self, generation: Generation, request_id: str) -> Answers:
+        """Return the reader of the answers. The ids of calls are made from `request_id`."""
+        return Answers(self.rules, generation, request_id)
+
+
+async def prepare(
+    gateway: Gateway,
+    fields: ConversationFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    wants_tokens: bool = False,
+) -> Conversation:
+    """Check a conversation and render its prompt.
+
+    Args:
+        max_tokens: None for all that the context has room for.
+        logprobs: Number of the most likely tokens to report beside each one; None for no log-probabilities.
+        wants_tokens: Deltas without text are of use, for their tokens.
+
+    Raises ApiError.
+    """
+    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    sampling = sampling_message(fields, gateway.upstream.model.generation_config)
+    if logprobs is not None:
+        sampling.logprobs = logprobs
+    selection = read_selection(fields)
+    rules = output_rules(gateway, fields, kept_special_ids=_kept_ids(gateway.parsers, codec, selection))
+    ids = await encode_messages(gateway, fields, selection)
+    answer = await gateway.beside_loop(partial(_plan_answer, gateway.parsers, codec, fields, selection, ids))
+    if answer.grammar is not None:
+        sampling.grammar = answer.grammar
+    spec = GenerationSpec(
+        rules=rules, num_choices=fields.n or 1, wants_tokens=wants_tokens or logprobs is not None
+    )
+    prompt = gateway.fit(ids, fields, param="messages", max_tokens=max_tokens)
+    return Conversation(
+        submission=Submission(spec=spec, prompts=[prompt], sampling=sampling, fields=fields),
+        rules=answer.rules,
+    )
+
+
+def read_selection(fields: ConversationFields) -> ToolSelection:
+    """Return the tools that the answer may call. Raises ApiError."""
+    try:
+        return select_tools(read_tools(fields.tools or ()), fields.tool_choice)
+    except BadTools as error:
+        raise invalid(str(error), param=error.param) from None
+
+
+async def encode_messages(
+    gateway: Gateway, fields: TemplateFields, selection: ToolSelection = NO_TOOLS
+) -> Sequence[int]:
+    """Return the token ids of the rendered conversation. Raises ApiError."""
+    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    messages: list[dict[str, Any]] = [
+        _message(index, message) for index, message in enumerate(fields.messages)
+    ]
+    gateway.check_text_size((message["content"] for message in messages), param="messages")
+    options = _template_options(gateway, fields, selection)
+    if "developer" not in (options.template or codec.chat_template or ""):
+        for message in messages:  # OpenAI's newer name
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
+    try:
+        return await gateway.beside_loop(lambda: codec.encode_messages(messages, options))
+    except (BadConversation, NoChatTemplate) as error:
+        raise invalid(str(error), param="messages") from None
+
+
+def _message(index: int, message: MessageFields) -> dict[str, Any]:
+    """Return a message as templates read it: its text in one piece."""
+    if isinstance(message.content, list):
+        content = PARTS_BETWEEN.join(
+            _part_text(part, f"messages[{index}].content[{number}]")
+            for number, part in enumerate(message.content)
+        )
+    else:
+        content = message.content or ""
+    return {**(message.model_extra or {}), "role": message.role, "content": content}
+
+
+def _part_text(part: ChatPart, param: str) -> str:
+    if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        raise invalid(f"{param} is of type {part.type!r}: only text is served", param=param)
+    return part.text
+
+
+def _template_options(gateway: Gateway, fields: TemplateFields, selection: ToolSelection) -> TemplateOptions:
+    continues = bool(fields.continue_final_message)
+    begins = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
+    if continues and begins:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        variables["reasoning_effort"] = fields.reasoning_effort
+    return TemplateOptions(
+        template=gateway.template,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        tools=template_tools(selection.tools),
+        variables=variables,
+    )
+
+
+def _kept_ids(parsers: ParserChoice, codec: TextCodec, selection: ToolSelection) -> frozenset[int] | None:
+    """The special tokens that the parser reads; None for all."""
+    if parsers.needs_special_tokens and not selection.needs_grammar:
+        return None
+    calls = parsers.forced_format.markers if selection.tools else ()
+    reasoning = parsers.reasoning.markers if parsers.reasoning else ()
+    return frozenset(special_marker_ids((*calls, *reasoning), codec).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerPlan:
+    rules: AnswerRules
+    grammar: str | None
+
+
+def _plan_answer(
+    parsers: ParserChoice,
+    codec: TextCodec,
+    fields: ConversationFields,
+    selection: ToolSelection,
+    prompt_ids: Sequence[int],
+) -> _AnswerPlan:
+    """Decide how the answer is read, and the grammar that it follows. Raises ApiError."""
+    is_plain = parsers.reasoning is None and parsers.response_template is None and not selection.tools
+    shown = prompt_ids if parsers.response_template is not None else prompt_ids[-_PROMPT_END_TOKENS:]
+    prompt = "" if is_plain else codec.decode(shown, skip_special_tokens=False)
+    new_parser = None
+    if not is_plain:
+
+        def new_parser(id_seed: str) -> AnswerParser:
+            return parsers.new_parser(
+                prompt=prompt, tools=selection.tools, id_seed=id_seed, is_forced=selection.needs_grammar
+            )
+
+    return _AnswerPlan(
+        AnswerRules(
+            new_parser=new_parser,
+            is_named=selection.is_named,
+            max_calls=1 if fields.parallel_tool_calls is False else None,
+            hides_reasoning=fields.include_reasoning is False,
+        ),
+        _grammar(parsers, codec, fields, selection, prompt),
+    )
+
+
+def _grammar(
+    parsers: ParserChoice,
+    codec: TextCodec,
+    fields: ConversationFields,
+    selection: ToolSelection,
+    prompt: str,
+) -> str | None:
+    """The grammar of forced calls, or of a JSON answer beside calls or after reasoning."""
+    schema = response_schema(fields.response_format)
+    if schema is not None and selection.is_required:
+        raise invalid(
+            "response_format and a tool_choice that demands a call exclude each other", param="tool_choice"
+        )
+    is_mixed = schema is not None and bool(selection.tools or parsers.reasoning)
+    if not selection.needs_grammar and not is_mixed:
+        return None
+    if (other := fields.structure) is not None and other != "response_format":
+        raise invalid(f"{other} and tools that must be called exclude each other", param=other)
+    forced = ForcedCalls(
+        tools=selection.tools,
+        is_parallel=fields.parallel_tool_calls is not False,
+        is_required=selection.is_required,
+        text_schema=schema,
+        reasoning=parsers.reasoning,
+        is_reasoning_open=parsers.reasoning is not None and parsers.reasoning.is_open(prompt),
+        special_ids=special_marker_ids(parsers.markers, codec),
+    )
+    try:
+        return call_grammar(parsers.forced_format, forced)
+    except UnenforceableSchema as error:
+        name = selection.tools[error.tool].name
+        index = [tool.name for tool in read_tools(fields.tools or ())].index(name)
+        raise invalid(str(error), param=f"tools[{index}].function.parameters") from None
+    except ValueError as error:
+        raise invalid(str(error), param="response_format") from None
