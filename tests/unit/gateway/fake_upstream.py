@@ -62,11 +62,13 @@ def end_of(choice: int, num_tokens: int, reason: inference_pb2.FinishReason.Valu
     return ChoiceEnd(choice, reason, usage)
 
 
-def answer(text: str, *, reason: inference_pb2.FinishReason.ValueType = LENGTH) -> Callable[..., list[Item]]:
+def answer(
+    text: str, *, reason: inference_pb2.FinishReason.ValueType = LENGTH, codec: TextCodec | None = None
+) -> Callable[..., list[Item]]:
     """Every choice says `text`, one token at a time, with the most likely tokens if they are wanted."""
+    ids = (codec or builtin_codec()).encode(text)
 
     def items(request: inference_pb2.GenerateRequest) -> list[Item]:
-        ids = builtin_codec().encode(text)
         found: list[Item] = []
         if request.sampling.HasField("prompt_logprobs"):
             prompt = request.token_ids.ids
