@@ -22,6 +22,7 @@ from coordinator.api.request_handler import RequestHandler
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_batch import (
     MAX_NUMBERS,
+    Accepted,
     BatchMessage,
     Failure,
     LogprobRows,
@@ -295,9 +296,8 @@ def encode_batch(message: BatchMessage) -> inference_pb2.ServeResponse:
         counts=message.counts,
         token_ids=message.token_ids,
     )
-    for number, request, secret, state in message.accepted:
-        request_id = id_text(request.id)
-        response.accepted.add(number=number, request_id=request_id, attach_secret=secret, client_state=state)
+    for acceptance in message.accepted:
+        _encode_acceptance(acceptance, response.accepted.add())
     for rows in message.logprobs:
         _encode_rows(rows, response.logprobs.add(number=rows.number, choice=rows.choice.index).tokens)
     for rows in message.prompt_logprobs:
@@ -315,6 +315,14 @@ def encode_batch(message: BatchMessage) -> inference_pb2.ServeResponse:
     for failure in message.rejections:
         _encode_failure(failure, response.rejections.add())
     return response
+
+
+def _encode_acceptance(acceptance: Accepted, message: inference_pb2.Accepted) -> None:
+    request = acceptance.request
+    message.number, message.request_id = acceptance.number, id_text(request.id)
+    message.attach_secret, message.client_state = acceptance.secret, acceptance.client_state
+    message.num_tokens.extend(choice.buffer.num_readable_tokens for choice in request.choices)
+    message.has_ended = not request.is_live
 
 
 def _encode_rows(rows: LogprobRows, messages: Any) -> None:

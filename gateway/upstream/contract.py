@@ -48,10 +48,18 @@ class ChoiceEnd:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there was of a request when it was first attached: tokens of all choices, and its end."""
+
+    num_tokens: int = 0
+    has_ended: bool = False
+
+
 class UpstreamFailure(Exception):
     """A request failed, or the coordinator cannot be reached.
 
-    `reason` is the code of docs/reference/errors.md.
+    `reason` is the code of docs/reference/errors.md. `may_continue` if only the way to the request failed.
     """
 
     def __init__(
@@ -61,18 +69,20 @@ class UpstreamFailure(Exception):
         status: grpc.StatusCode,
         reason: str,
         retry_after_s: float | None = None,
+        may_continue: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.may_continue = may_continue
 
 
 class TokenStream(Protocol):
     """One request. Iteration ends after the end of every choice; it raises UpstreamFailure.
 
-    `client_state` is that of the request's message, also for those that attach.
+    `client_state` is that of the request's message, also for those that attach; `found` is for them alone.
     """
 
     request_id: str
@@ -80,6 +90,9 @@ class TokenStream(Protocol):
 
     @property
     def client_state(self) -> bytes: ...
+
+    @property
+    def found(self) -> Found: ...
 
     def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]: ...
 

@@ -213,18 +213,22 @@ class CoordinatorLink:
         known = self._model
         if known is not None and known.fingerprint != response.fingerprint:
             log.error("coordinator %s now serves model %s: restart the gateway", self._address, response.name)
+            known = None
+        # A restarted coordinator has no limit before it has workers; its requests wait for them meanwhile.
+        limit = response.max_sequence_tokens or (0 if known is None else known.max_sequence_tokens)
         self._model = ModelInfo(
             name=response.name,
             fingerprint=response.fingerprint,
             vocab_size=response.vocab_size,
-            max_sequence_tokens=response.max_sequence_tokens,
+            max_sequence_tokens=limit,
             eos_token_ids=frozenset(response.eos_token_ids),
             generation_config=self._files.generation_config,
         )
 
     async def _refresh(self) -> None:
         while True:
-            await asyncio.sleep(self._policy.refresh_s)
+            is_planned = self.model.max_sequence_tokens > 0
+            await asyncio.sleep(self._policy.refresh_s if is_planned else self._policy.max_retry_s)
             try:
                 await self._fetch_model()
             except grpc.aio.AioRpcError as error:
@@ -274,6 +278,7 @@ def _failure(error: ClusterUnavailable, *, retry_after_s: float | None = None) -
         status=grpc.StatusCode.UNAVAILABLE,
         reason=reason_of(error),
         retry_after_s=retry_after_s,
+        may_continue=True,
     )
 
 

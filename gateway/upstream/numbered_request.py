@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import ClusterUnavailable, reason_of
 
@@ -44,10 +44,10 @@ class NumberedRequest:
 
         With `observes` it is read beside its reader. `deadline_s` is a time of the event loop.
         """
-        self.request_id = request_id
-        self.secret = secret
+        self.request_id, self.secret = request_id, secret
         self.is_accepted = False
         self.created_s = asyncio.get_running_loop().time()
+        self.found = Found()
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
         self._message = message
         self._deadline_s = deadline_s
@@ -99,10 +99,12 @@ class NumberedRequest:
         """The call broke; another one follows."""
         self._call, self.is_accepted = None, False
 
-    def accept(self, client_state: bytes) -> None:
-        """The coordinator reads the request out; `client_state` comes with the first attach."""
+    def accept(self, accepted: inference_pb2.Accepted) -> None:
+        """The coordinator reads the request out; its `client_state` comes with the first attach."""
         self.is_accepted = True
-        self._client_state = client_state if self._client_state is None else self._client_state
+        if self._client_state is None:
+            self._client_state = accepted.client_state
+            self.found = Found(sum(accepted.num_tokens), has_ended=accepted.has_ended)
         for choice, after_token in self._stops.items():
             if choice not in self._ended:
                 self._send_stop(choice, after_token)
@@ -292,6 +294,10 @@ class RequestStream:
     def client_state(self) -> bytes:
         return self._request.client_state
 
+    @property
+    def found(self) -> Found:
+        return self._request.found
+
     def detach(self) -> None:
         """Stop reading; the request continues. Iteration is then over."""
         self._request.detach()
@@ -312,5 +318,6 @@ def _failure_of(failure: inference_pb2.NumberFailure, *, was_running: bool) -> U
         failure.message,
         status=_STATUS.get(failure.code, grpc.StatusCode.UNKNOWN),
         reason=failure.reason,
+        may_continue=failure.reason == "SUPERSEDED",
         retry_after_s=delay.seconds + delay.nanos / 1e9 if failure.HasField("retry_delay") else None,
     )

@@ -90,7 +90,7 @@ class ServeCall:
         find = self._requests.get
         for accepted in message.accepted:
             if (request := find(accepted.number)) is not None:
-                request.accept(accepted.client_state)
+                request.accept(accepted)
         for prompt in message.prompt_logprobs:
             if (request := find(prompt.number)) is not None:
                 request.push(PromptLogprobs(prompt.first_prompt_token_index, prompt.tokens))

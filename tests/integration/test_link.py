@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from builtin_model import MODEL_DIRECTORY
-from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
 from gateway.upstream.link import DEFAULT_POLICY, CoordinatorLink
 from gateway.upstream.numbered_request import RequestStream
 from stageline_rpc.v1 import inference_pb2
@@ -199,6 +199,8 @@ async def test_observers_read_beside_a_link_and_over_a_restart(tmp_path: Path) -
         await reader.until(20)
         observer = Reading(await other.observe(request.request_id, reader.stream.secret))
         assert observer.stream.client_state == reader.stream.client_state == b"state"
+        assert observer.stream.found.num_tokens >= 20
+        assert not observer.stream.found.has_ended
         await observer.until(10)
         proxy.target = ""
         proxy.cut()
@@ -207,6 +209,8 @@ async def test_observers_read_beside_a_link_and_over_a_restart(tmp_path: Path) -
             proxy.target = second.address
             await asyncio.gather(reader.end(), observer.end())
             assert reader.tokens == observer.tokens == {0: expected(900)}
+            late = await other.observe(request.request_id, reader.stream.secret)
+            assert late.found == Found(900, has_ended=True)
             assert (await second.wait_drained()).requests.finished == 1
 
 
@@ -256,6 +260,22 @@ async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -
         assert caught.value.status is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(UpstreamFailure, match=text):
             await link.submit(message(PROMPT, 5), deadline_s=0.2)
+
+
+async def test_the_limit_of_tokens_outlasts_a_restart_of_the_coordinator() -> None:
+    async with (
+        Cluster(None, layers=(6, 6)) as first,
+        ByteProxy(first.address) as proxy,
+        Link(proxy.address) as link,
+        Cluster(None, layers=(6, 6), num_workers=0, waits=False) as second,
+    ):
+        assert (limit := link.model.max_sequence_tokens) > 0
+        proxy.target = second.address
+        proxy.cut()
+        await until(lambda: not link.is_ready)
+        await until(lambda: link.is_ready)
+        await link._fetch_model()
+        assert link.model.max_sequence_tokens == limit
 
 
 async def test_the_tokenizer_is_fetched_once_into_the_cache(tmp_path: Path) -> None:

@@ -1111,12 +1111,19 @@ class Accepted(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTACH_SECRET_FIELD_NUMBER: _builtins.int
     CLIENT_STATE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    HAS_ENDED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     request_id: _builtins.str
     attach_secret: _builtins.str
     """The request's secret, if the coordinator created it."""
     client_state: _builtins.bytes
     """That of the request, for an attach with `include_client_state`."""
+    has_ended: _builtins.bool
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each choice so far, and whether the request has ended."""
+
     def __init__(
         self,
         *,
@@ -1124,10 +1131,12 @@ class Accepted(_message.Message):
         request_id: _builtins.str = ...,
         attach_secret: _builtins.str = ...,
         client_state: _builtins.bytes = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        has_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client_state", b"client_state", "number", b"number", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client_state", b"client_state", "has_ended", b"has_ended", "num_tokens", b"num_tokens", "number", b"number", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,6 +164,20 @@ async def test_log_probabilities_take_more_room_than_tokens() -> None:
     assert columns(await readings.next()) == [(1, 0, [1] * 72)]
 
 
+async def test_client_state_takes_the_room_of_tokens() -> None:
+    readings = Readings()
+    limit = output_batch.MESSAGE_TOKENS * output_batch.STATE_BYTES_PER_TOKEN
+    for number, size_bytes in enumerate((limit // 2, limit // 2, limit, 1)):
+        request = request_of()
+        request.client_state = bytes(size_bytes)
+        readings.batch.reserve(number, PLENTY)
+        opening = NumberedOpening(batch=readings.batch, number=number, includes_state=True)
+        readings.batch.open(opening, request, Positions())
+    for numbers in ([0, 1], [2], [3]):
+        assert [accepted.number for accepted in (await readings.next()).accepted] == numbers
+    assert not await readings.has_more()
+
+
 def test_numbers_increase_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Readings().batch
     with pytest.raises(RequestNotFound, match="number 3 is not in use"):
