@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import Generation
+from gateway.generation import UsageCounts
 from gateway.output import Delta, StopReason
 from gateway.parsers.answer import AnswerParser, finish_reason
 from gateway.parsers.events import (
@@ -57,11 +57,12 @@ class AnswerRules:
 class Answers:
     """Reads the answers of one request; for one thread."""
 
-    def __init__(self, rules: AnswerRules, generation: Generation, request_id: str) -> None:
-        self._rules, self._usage = rules, generation.usage
+    def __init__(self, rules: AnswerRules, usage: UsageCounts, num_choices: int, request_id: str) -> None:
+        """Reasoning is counted in `usage`; ids of calls are made from `request_id`."""
+        self._rules, self._usage = rules, usage
         self._choices = [
             _Answer(rules.new_parser and rules.new_parser(f"{request_id}:{choice}"))
-            for choice in range(generation.num_choices)
+            for choice in range(num_choices)
         ]
 
     def read(self, delta: Delta) -> AnswerDelta:

@@ -127,6 +127,16 @@ class GatewayConfig:
             parse=reasoning_parser_name,
         ),
     ] = AUTO
+    response_keep_s: Annotated[
+        float,
+        _api(
+            "--response-keep",
+            "SECONDS",
+            "How long /v1/responses can retrieve an ended response",
+            above=0,
+            max=3600,
+        ),
+    ] = 600.0
     strict_fields: Annotated[
         bool, _api("--strict-fields", None, "Reject requests with unknown fields instead of ignoring them")
     ] = False

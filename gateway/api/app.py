@@ -17,6 +17,14 @@ from gateway.api.call import Gateway
 from gateway.api.chat import ChatRequest, chat_completions
 from gateway.api.completions import CompletionRequest, completions
 from gateway.api.errors import api_error, error_response, http_error
+from gateway.api.responses.endpoints import (
+    cancel_response,
+    create_response,
+    delete_response,
+    list_input_items,
+    retrieve_response,
+)
+from gateway.api.responses.fields import ResponseRequest
 from gateway.api.sse import ClientGone
 from gateway.api.tokenize import (
     DetokenizeRequest,
@@ -45,9 +53,15 @@ class Route:
 
 
 _POST = "POST"
+_RESPONSE = "/v1/responses/{response_id}"
 ROUTES = (
     Route("/v1/completions", completions, "completions", _POST, CompletionRequest, streams=True),
     Route("/v1/chat/completions", chat_completions, "chat_completions", _POST, ChatRequest, streams=True),
+    Route("/v1/responses", create_response, "responses", _POST, ResponseRequest, streams=True),
+    Route(_RESPONSE, retrieve_response, "responses", streams=True),
+    Route(_RESPONSE, delete_response, "responses", "DELETE"),
+    Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
+    Route(f"{_RESPONSE}/input_items", list_input_items, "responses"),
     Route("/v1/models", process.models, "models"),
     Route("/v1/models/{model:path}", process.model, "models"),
     *(

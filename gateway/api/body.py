@@ -1,7 +1,7 @@
 """Bodies of requests: size, type and JSON."""
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +17,8 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    known_extra: ClassVar[Collection[str]] = ()
+    """Fields that the API checks beside those of the class."""
     model: str | None = None
 
 

@@ -183,7 +183,9 @@ async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> 
         fields = await gateway.beside_loop(lambda: parse_body(kind, body))
     if fields.model and fields.model not in gateway.names:
         raise unknown_model(fields.model, gateway.names[0])
-    ignored = list(check_fields(fields.model_extra, is_strict=gateway.config.strict_fields))
+    ignored = list(
+        check_fields(fields.model_extra, is_strict=gateway.config.strict_fields, known=kind.known_extra)
+    )
     gateway.metrics.count_ignored(len(ignored))
     return fields, ignored
 
@@ -232,12 +234,17 @@ def output_rules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request for the coordinator: prompts with their maximum number of new tokens."""
+    """A request for the coordinator: prompts with their maximum number of new tokens.
+
+    With `keep_s` its output is kept for others, together with `client_state`.
+    """
 
     spec: GenerationSpec
     prompts: Sequence[tuple[Sequence[int], int]]
     sampling: inference_pb2.SamplingParameters
     fields: GenerationFields
+    client_state: bytes = b""
+    keep_s: float | None = None
 
 
 async def submit(gateway: Gateway, call: Call, submission: Submission) -> Generation:
@@ -272,14 +279,19 @@ async def _cancel_all(tasks: Sequence[asyncio.Task[TokenStream]]) -> None:
 def _messages(call: Call, submission: Submission) -> Iterable[inference_pb2.GenerateRequest]:
     fields = submission.fields
     for index, (prompt, max_tokens) in enumerate(submission.prompts):
-        yield inference_pb2.GenerateRequest(
+        message = inference_pb2.GenerateRequest(
             request_id=id_text(call.request_id if index == 0 else new_request_id()),
             token_ids=inference_pb2.TokenIds(ids=prompt),
             max_tokens=max_tokens,
             sampling=submission.sampling,
             cache_salt=fields.cache_salt or "",
             priority=_priority(fields.priority or 0),
+            client_state=submission.client_state,
         )
+        if submission.keep_s is not None:
+            message.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
+            message.on_disconnect.keep_for.FromMilliseconds(round(submission.keep_s * 1000))
+        yield message
 
 
 def _priority(number: int) -> inference_pb2.Priority.ValueType:

@@ -17,6 +17,7 @@ from gateway.api.call import Gateway, Submission, output_rules
 from gateway.api.errors import invalid
 from gateway.api.sampling import GenerationFields, response_schema, sampling_message
 from gateway.generation import Generation, GenerationSpec
+from gateway.output import OutputRules
 from gateway.parsers.answer import AnswerParser
 from gateway.parsers.conversation import (
     BadTools,
@@ -90,7 +91,7 @@ class Conversation:
 
     def answers(self, generation: Generation, request_id: str) -> Answers:
         """Return the reader of the answers. The ids of calls are made from `request_id`."""
-        return Answers(self.rules, generation, request_id)
+        return Answers(self.rules, generation.usage, generation.num_choices, request_id)
 
 
 async def prepare(
@@ -128,6 +129,17 @@ async def prepare(
         submission=Submission(spec=spec, prompts=[prompt], sampling=sampling, fields=fields),
         rules=answer.rules,
     )
+
+
+def read_rules(
+    gateway: Gateway, fields: ConversationFields, prompt_end: Sequence[int]
+) -> tuple[OutputRules, AnswerRules]:
+    """Return how an answer is read, from the last tokens of its prompt. Raises ApiError."""
+    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    selection, parsers = read_selection(fields), gateway.parsers
+    output = output_rules(gateway, fields, kept_special_ids=_kept_ids(parsers, codec, selection))
+    prompt = _prompt_text(parsers, codec, selection, prompt_end)
+    return output, _answer_rules(parsers, fields, selection, prompt)
 
 
 def read_selection(fields: ConversationFields) -> ToolSelection:
@@ -219,25 +231,41 @@ def _plan_answer(
     prompt_ids: Sequence[int],
 ) -> _AnswerPlan:
     """Decide how the answer is read, and the grammar that it follows. Raises ApiError."""
-    is_plain = parsers.reasoning is None and parsers.response_template is None and not selection.tools
+    prompt = _prompt_text(parsers, codec, selection, prompt_ids)
+    return _AnswerPlan(
+        _answer_rules(parsers, fields, selection, prompt), _grammar(parsers, codec, fields, selection, prompt)
+    )
+
+
+def _is_plain(parsers: ParserChoice, selection: ToolSelection) -> bool:
+    """All text of an answer is content."""
+    return parsers.reasoning is None and parsers.response_template is None and not selection.tools
+
+
+def _prompt_text(
+    parsers: ParserChoice, codec: TextCodec, selection: ToolSelection, prompt_ids: Sequence[int]
+) -> str:
+    """The text of the prompt, as far as parsers need it."""
     shown = prompt_ids if parsers.response_template is not None else prompt_ids[-_PROMPT_END_TOKENS:]
-    prompt = "" if is_plain else codec.decode(shown, skip_special_tokens=False)
+    return "" if _is_plain(parsers, selection) else codec.decode(shown, skip_special_tokens=False)
+
+
+def _answer_rules(
+    parsers: ParserChoice, fields: ConversationFields, selection: ToolSelection, prompt: str
+) -> AnswerRules:
     new_parser = None
-    if not is_plain:
+    if not _is_plain(parsers, selection):
 
         def new_parser(id_seed: str) -> AnswerParser:
             return parsers.new_parser(
                 prompt=prompt, tools=selection.tools, id_seed=id_seed, is_forced=selection.needs_grammar
             )
 
-    return _AnswerPlan(
-        AnswerRules(
-            new_parser=new_parser,
-            is_named=selection.is_named,
-            max_calls=1 if fields.parallel_tool_calls is False else None,
-            hides_reasoning=fields.include_reasoning is False,
-        ),
-        _grammar(parsers, codec, fields, selection, prompt),
+    return AnswerRules(
+        new_parser=new_parser,
+        is_named=selection.is_named,
+        max_calls=1 if fields.parallel_tool_calls is False else None,
+        hides_reasoning=fields.include_reasoning is False,
     )
 
 

@@ -59,11 +59,16 @@ REFUSED: Mapping[str, Refused] = {
 """Fields of other servers that cannot be honoured. `null` and neutral values are accepted."""
 
 
-def check_fields(extra: Mapping[str, Any] | None, *, is_strict: bool) -> Collection[str]:
-    """Return the names of unknown fields. Raises ApiError for a refused one, or if strict for any."""
+def check_fields(
+    extra: Mapping[str, Any] | None, *, is_strict: bool, known: Collection[str] = ()
+) -> Collection[str]:
+    """Return the names of unknown fields. Raises ApiError for a refused one, or if strict for any.
+
+    `known` fields are checked by the API.
+    """
     ignored = []
     for name, value in (extra or {}).items():
-        if name in ACCEPTED:
+        if name in ACCEPTED or name in known:
             continue
         if (refused := REFUSED.get(name)) is not None:
             if value is not None and value not in refused.neutral:

@@ -137,6 +137,7 @@ ENDPOINT = Label(
     values=(
         "completions",
         "chat_completions",
+        "responses",
         "models",
         "tokenize",
         "detokenize",

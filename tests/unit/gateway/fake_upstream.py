@@ -17,7 +17,7 @@ from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
-from gateway.upstream.contract import ChoiceEnd, ModelInfo, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import ChoiceEnd, Found, ModelInfo, PromptLogprobs, Tokens, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec, load_text_codec
 from web.server import HttpServer
@@ -25,6 +25,7 @@ from wire.addresses import Address
 
 Item = Tokens | PromptLogprobs | ChoiceEnd | UpstreamFailure
 EOS = 0
+SECRET = "the_secret-of_a_fake_request_of_a_gateway_43"
 MODEL = ModelInfo(
     name="tiny", fingerprint="abc", vocab_size=2048, max_sequence_tokens=256, eos_token_ids=frozenset({EOS})
 )
@@ -90,14 +91,20 @@ def answer(
 
 @dataclass
 class FakeStream:
-    """One request; `items` may wait for `gate`, and the ends of choices for `end_gate`."""
+    """One request; `items` may wait for `gate`, and the ends of choices for `end_gate`.
+
+    An observer finds `found` first; its `items` are in larger portions.
+    """
 
     request: inference_pb2.GenerateRequest
     items: Sequence[Item]
     gate: asyncio.Event
     end_gate: asyncio.Event
     request_id: str = ""
-    secret: str = "secret"
+    secret: str = SECRET
+    found: Found = field(default_factory=Found)
+    detached: asyncio.Event = field(default_factory=asyncio.Event)
+    on_cancel: Callable[[], None] = lambda: None
     stops: list[tuple[int, int]] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -114,8 +121,16 @@ class FakeStream:
     def stop(self, choice: int, after_token: int) -> None:
         self.stops.append((choice, after_token))
 
+    @property
+    def client_state(self) -> bytes:
+        return self.request.client_state
+
     async def cancel(self) -> None:
+        self.on_cancel()
         self.cancelled.set()
+
+    def detach(self) -> None:
+        self.detached.set()
 
 
 class FakeUpstream:
@@ -130,7 +145,11 @@ class FakeUpstream:
         self.gate.set()
         self.end_gate.set()
         self.streams: list[FakeStream] = []
+        self.observers: list[FakeStream] = []
+        self.forgotten: set[str] = set()
         self.traceparents: list[str] = []
+        self.progress: int | None = None
+        """Tokens that there are of a request in progress, for observers; None after its end."""
 
     async def submit(
         self, request: inference_pb2.GenerateRequest, *, deadline_s: float | None, traceparent: str
@@ -141,6 +160,51 @@ class FakeUpstream:
         stream = FakeStream(request, self.script(request), self.gate, self.end_gate, request.request_id)
         self.streams.append(stream)
         return stream
+
+    async def observe(self, request_id: str, secret: str) -> FakeStream:
+        """All there is in one portion; if `progress` is set, the first tokens, and the others later."""
+        origin = self._find(request_id, secret)
+        observer = FakeStream(
+            origin.request, self._portions(origin), self.gate, self.end_gate, request_id, secret
+        )
+        num_tokens = sum(isinstance(item, Tokens) for item in origin.items)
+        is_live = self.progress is not None
+        observer.found = Found(self.progress if self.progress is not None else num_tokens, not is_live)
+        observer.on_cancel = lambda: self._cancel(origin)
+        self.observers.append(observer)
+        return observer
+
+    async def cancel(self, request_id: str, secret: str) -> None:
+        origin = self._find(request_id, secret)
+        if self.progress is None:
+            self.forgotten.add(request_id)
+        self._cancel(origin)
+
+    def _find(self, request_id: str, secret: str) -> FakeStream:
+        origin = next((each for each in self.streams if each.request_id == request_id), None)
+        if origin is None or request_id in self.forgotten:
+            raise failure(grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+        if secret != origin.secret:
+            raise failure(grpc.StatusCode.PERMISSION_DENIED, "ATTACH_SECRET_MISMATCH")
+        return origin
+
+    def _cancel(self, origin: FakeStream) -> None:
+        if self.progress is not None:
+            cancelled = failure(grpc.StatusCode.CANCELLED, "REQUEST_CANCELLED")
+            tokens = [item for item in origin.items if isinstance(item, Tokens)]
+            origin.items = [*tokens[: self.progress], cancelled]
+            self.progress = None
+
+    def _portions(self, origin: FakeStream) -> list[Item]:
+        tokens = [item for item in origin.items if isinstance(item, Tokens)]
+        others = [item for item in origin.items if not isinstance(item, Tokens)]
+        cut = len(tokens) if self.progress is None else self.progress
+        found: list[Item] = []
+        for portion in (tokens[:cut], tokens[cut:]):
+            ids = [token_id for item in portion for token_id in item.token_ids]
+            rows = [row for item in portion for row in item.logprobs]
+            found += [Tokens(0, len(found) and cut, ids, rows)] if ids else []
+        return [*found, *others]
 
 
 @dataclass
@@ -163,10 +227,14 @@ async def serve(
     *,
     has_text: bool = True,
     over_tcp: bool = False,
+    beside: Served | None = None,
     **settings: object,
 ) -> AsyncIterator[Served]:
-    """Serve in this task, or with `over_tcp` over connections; `settings` are those of GatewayConfig."""
-    upstream = FakeUpstream(script or answer(" a bird sang"))
+    """Serve in this task, or with `over_tcp` over connections; `settings` are those of GatewayConfig.
+
+    A gateway `beside` another one has the same coordinator.
+    """
+    upstream = FakeUpstream(script or answer(" a bird sang")) if beside is None else beside.upstream
     gateway = Gateway(
         config=GatewayConfig(listen="127.0.0.1:0", **settings),  # type: ignore[arg-type]
         upstream=upstream,

@@ -1,0 +1,218 @@
+"""`/v1/responses`: create, retrieve, resume, cancel and delete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.call import Call, Gateway, json_response, open_call, read_fields, submit
+from gateway.api.conversation import Conversation, prepare
+from gateway.api.errors import ApiError, invalid
+from gateway.api.responses.fields import Item, ResponseRequest, chat_messages, input_items
+from gateway.api.responses.reading import ResponseReading, as_not_found, new_reading, observe
+from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, parse_response_id
+from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS
+from gateway.api.sse import EventStream, while_connected
+from gateway.upstream.contract import UpstreamFailure
+
+PROMPT_TAIL_TOKENS = 64
+"""Tokens of the prompt that the output continues: characters, and the tag that opens the reasoning."""
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+_PARAMS = {"messages": "input", "response_format": "text.format"}
+"""Fields of a conversation by the names that they have here."""
+
+
+async def create_response(gateway: Gateway, request: Request) -> Response:
+    """Answer an input; in the background, or while the client waits."""
+    fields, ignored = await read_fields(gateway, request, ResponseRequest)
+    fields.check()
+    call = open_call(gateway, request, fields, ignored)
+    conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
+    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    stream = generation.prompts[0].stream
+    identity = ResponseId(call.request_id, stream.secret if fields.is_stored else "")
+    if fields.background:
+        # No reader: one that reads too slowly would be the end of the response.
+        reading = new_reading(gateway, str(identity), stream, stored)
+        stream.detach()
+        if fields.stream:
+            return await _events(gateway, identity, headers=call.headers())
+        return _body(reading, call.headers())
+    after = ALL_EVENTS if fields.stream else NO_EVENTS
+    reading = new_reading(gateway, str(identity), stream, stored, after=after)
+    if fields.stream:
+        return EventStream(reading.events(), close=stream.cancel, headers=call.headers())
+    try:
+        await while_connected(request, reading.whole())
+    finally:
+        await stream.cancel()
+    if reading.failure is not None:
+        raise reading.failure
+    return _body(reading, call.headers())
+
+
+async def retrieve_response(gateway: Gateway, request: Request) -> Response:
+    """Return a response as it is now, or its events from `starting_after` on."""
+    identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
+    streams = query.get("stream", "false") == "true"
+    after = _count(query.get("starting_after"), "starting_after", least=0)
+    if after is not None and not streams:
+        raise invalid("starting_after needs stream = true", param="starting_after")
+    if streams:
+        return await while_connected(
+            request, _events(gateway, identity, after=ALL_EVENTS if after is None else after)
+        )
+    return _body(await while_connected(request, _look(gateway, identity)))
+
+
+async def cancel_response(gateway: Gateway, request: Request) -> Response:
+    """Cancel a response of the background; one that has ended stays as it is."""
+    identity = parse_response_id(request.path_params["response_id"])
+    reading = await observe(gateway, identity, after=NO_EVENTS)
+    if not reading.stored.request.background:
+        reading.stream.detach()
+        raise invalid(
+            "only a response of the background is cancelled: close the connection", param="background"
+        )
+    await reading.stream.cancel()
+    return _body(await _look(gateway, identity))
+
+
+async def delete_response(gateway: Gateway, request: Request) -> Response:
+    """Delete a response, and cancel it if it is in progress."""
+    identity = parse_response_id(request.path_params["response_id"])
+    try:
+        await gateway.upstream.cancel(identity.request, identity.secret)  # it is kept, if it was in progress
+    except UpstreamFailure as failure:
+        raise as_not_found(failure) from None
+    try:
+        await gateway.upstream.cancel(identity.request, identity.secret)
+    except UpstreamFailure as failure:
+        if not isinstance(as_not_found(failure), ApiError):
+            raise
+    return json_response({"id": str(identity), "object": "response", "deleted": True})
+
+
+async def list_input_items(gateway: Gateway, request: Request) -> Response:
+    """List the items of a response's input."""
+    identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
+    reading = await observe(gateway, identity, after=NO_EVENTS)
+    reading.stream.detach()
+    given = reading.stored.request.input
+    if given is None:
+        raise not_found()
+    items = [
+        _with_id(item, f"in_{identity.request_id.hex()}_{n}") for n, item in enumerate(input_items(given))
+    ]
+    if query.get("order", "desc") == "desc":
+        items.reverse()
+    limit = _count(query.get("limit"), "limit", least=1) or DEFAULT_LISTED
+    if (after := query.get("after")) is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        items = items[places[0] + 1 :] if places else []
+    shown = items[: min(limit, MAX_LISTED)]
+    ends = (
+        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
+    )
+    return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+
+
+async def _prepare(
+    gateway: Gateway, call: Call, fields: ResponseRequest
+) -> tuple[Conversation, StoredResponse]:
+    """Render the conversation, and write down what the response is written from. Raises ApiError."""
+    earlier = await _earlier_items(gateway, fields.previous_response_id)
+    items = [*earlier, *input_items("" if fields.input is None else fields.input)]
+    chat = fields.chat_fields(chat_messages(fields.instructions, items, first=len(earlier)))
+    try:
+        conversation = await prepare(
+            gateway,
+            chat,
+            max_tokens=fields.max_output_tokens,
+            logprobs=fields.top_logprobs or 0 if fields.wants_logprobs else None,
+        )
+    except ApiError as error:
+        error.body["param"] = _PARAMS.get(error.body["param"] or "", error.body["param"])
+        raise
+    submission = conversation.submission
+    [(prompt, _)] = submission.prompts
+    stored = StoredResponse(
+        created=call.created,
+        model=call.model,
+        prompt_tail=list(prompt[-PROMPT_TAIL_TOKENS:]),
+        temperature=submission.sampling.temperature,
+        top_p=submission.sampling.top_p if submission.sampling.HasField("top_p") else 1.0,
+        request=fields.model_copy(update={"input": items if earlier else fields.input}),
+    )
+    if fields.is_stored:
+        submission = replace(submission, client_state=stored.encode(), keep_s=gateway.config.response_keep_s)
+    return replace(conversation, submission=submission), stored
+
+
+async def _earlier_items(gateway: Gateway, previous: str | None) -> Sequence[Item]:
+    """Input and output of the previous response. Raises ApiError."""
+    if previous is None:
+        return ()
+    try:
+        reading = await _look(gateway, parse_response_id(previous))
+    except ApiError as error:
+        raise invalid(str(error), param="previous_response_id", code="previous_response_not_found") from None
+    if not reading.writer.is_over:
+        raise invalid("the previous response is in progress", param="previous_response_id")
+    given = reading.stored.request.input
+    if given is None:
+        raise invalid(
+            "the previous response was too long to keep its input: send all items as input",
+            param="previous_response_id",
+        )
+    return [*input_items(given), *reading.writer.items]
+
+
+async def _look(gateway: Gateway, identity: ResponseId) -> ResponseReading:
+    """Read what there is of a response now. Raises ApiError, UpstreamFailure."""
+    reading = await observe(gateway, identity, after=NO_EVENTS)
+    try:
+        await reading.look()
+    finally:
+        reading.stream.detach()
+    return reading
+
+
+async def _events(
+    gateway: Gateway,
+    identity: ResponseId,
+    *,
+    after: int = ALL_EVENTS,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Response:
+    """Stream events to a client that may leave and come again. Raises ApiError, UpstreamFailure."""
+    reading = await observe(gateway, identity, after=after)
+
+    async def leave() -> None:
+        reading.stream.detach()
+
+    return EventStream(reading.events(), close=leave, headers=headers)
+
+
+def _body(reading: ResponseReading, headers: Mapping[str, str] | None = None) -> Response:
+    data = orjson.dumps(reading.writer.body())
+    return Response(data, headers=headers, media_type="application/json")
+
+
+def _with_id(item: Item, identity: str) -> dict[str, Any]:
+    return {"type": "message", "id": identity, **item}
+
+
+def _count(text: str | None, name: str, *, least: int) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        raise invalid(f"{name} is {text[:20]!r}, must be a number of at least {least}", param=name)
+    return int(text)

@@ -1,0 +1,114 @@
+"""A response that is read from the coordinator: its events, its whole, or what there is of it now."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+
+from gateway.api.call import Gateway
+from gateway.api.conversation import read_rules
+from gateway.api.errors import ApiError, api_error
+from gateway.api.responses.stored import ResponseId, StoredResponse, decode_stored, not_found
+from gateway.api.responses.writer import ALL_EVENTS, ResponseRules, ResponseWriter
+from gateway.upstream.contract import ChoiceEnd, Tokens, TokenStream, UpstreamFailure
+from stageline_rpc.v1.inference_pb2 import FINISH_REASON_LENGTH
+
+_NOT_FOUND = frozenset(
+    {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT}
+)
+
+
+def as_not_found(failure: UpstreamFailure) -> Exception:
+    """The error of an id that the coordinator does not accept, or the failure itself."""
+    return not_found() if failure.status in _NOT_FOUND else failure
+
+
+@dataclass(slots=True)
+class ResponseReading:
+    """One reader of a response; `failure` is what ended it, if it did not end by itself."""
+
+    gateway: Gateway
+    stream: TokenStream
+    stored: StoredResponse
+    writer: ResponseWriter
+    failure: UpstreamFailure | None = None
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as they come."""
+        if begin := self.writer.begin():
+            yield begin
+        async with aclosing(self._portions()) as portions:
+            async for portion in portions:
+                yield portion
+        if (failure := self.failure) is not None:
+            if failure.may_continue:
+                yield self.writer.interruption(api_error(failure).body)
+            elif event := self.writer.fail(failure):
+                yield event
+
+    async def whole(self) -> None:
+        """Read to the end. Raises UpstreamFailure if the response may have no end yet."""
+        async for _ in self._portions():
+            pass
+        self._end()
+
+    async def look(self) -> None:
+        """Read what there was when the stream attached. Raises UpstreamFailure."""
+        found = self.stream.found
+        if found.has_ended:
+            await self.whole()
+        elif found.num_tokens:
+            async for _ in self._portions(num_tokens=found.num_tokens):
+                pass
+            self._end()
+
+    def _end(self) -> None:
+        if self.failure is None:
+            return
+        if self.failure.may_continue:
+            raise self.failure
+        self.writer.fail(self.failure)
+
+    async def _portions(self, *, num_tokens: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield the events of what arrives; after `num_tokens`, nothing more is awaited."""
+        text, writer = self.gateway.text, self.writer
+        try:
+            async for item in self.stream:
+                portion = b""
+                if isinstance(item, Tokens):
+                    portion = await text.run(partial(writer.push, item.token_ids, item.logprobs))
+                elif isinstance(item, ChoiceEnd):
+                    is_cut = item.finish_reason == FINISH_REASON_LENGTH
+                    portion = await text.run(partial(writer.end, is_cut=is_cut, usage=item.usage))
+                if portion:
+                    yield portion
+                if num_tokens is not None and writer.num_tokens >= num_tokens:
+                    return
+        except UpstreamFailure as failure:
+            self.failure = failure
+
+
+async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EVENTS) -> ResponseReading:
+    """Begin to read a response that this or another gateway submitted. Raises ApiError, UpstreamFailure."""
+    try:
+        stream = await gateway.upstream.observe(identity.request, identity.secret)
+    except UpstreamFailure as failure:
+        raise as_not_found(failure) from None
+    try:
+        stored = decode_stored(stream.client_state)
+        return new_reading(gateway, str(identity), stream, stored, after=after)
+    except (ApiError, ValueError):  # what a client of the coordinator wrote, which no gateway has checked
+        stream.detach()
+        raise not_found() from None
+
+
+def new_reading(
+    gateway: Gateway, identity: str, stream: TokenStream, stored: StoredResponse, *, after: int = ALL_EVENTS
+) -> ResponseReading:
+    rules = ResponseRules(*read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail))
+    writer = ResponseWriter(identity, stored, rules, gateway.logprobs, after=after)
+    return ResponseReading(gateway, stream, stored, writer)

@@ -1,0 +1,93 @@
+"""Ids of responses, and what the coordinator keeps of one, so that any gateway can write it again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gateway.api.errors import ApiError, http_error, invalid
+from gateway.api.responses.fields import ResponseRequest
+from wire.ids import RequestId, id_text
+
+MAX_STATE_BYTES = 256 * 1024
+"""The coordinator's limit of `client_state`."""
+_ID = re.compile(r"resp_([0-9a-f]{32})([A-Za-z0-9_-]{32,128})")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseId:
+    """The id of a response that any gateway finds: that of its request, and the secret to attach to it."""
+
+    request_id: RequestId
+    secret: str
+
+    def __str__(self) -> str:
+        return f"resp_{self.request_id.hex()}{self.secret}"
+
+    @property
+    def request(self) -> str:
+        return id_text(self.request_id)
+
+
+def parse_response_id(text: str) -> ResponseId:
+    """Raises ApiError, the same one as for an unknown id."""
+    if (found := _ID.fullmatch(text)) is None:
+        raise not_found()
+    return ResponseId(RequestId(bytes.fromhex(found[1])), found[2])
+
+
+def not_found() -> ApiError:
+    """One error for ids that are unknown, forged, deleted or too old, so that no id can be guessed."""
+    return http_error(
+        404,
+        "response not found: its id is wrong, or it was deleted, or the time to keep it (--response-keep) "
+        "has passed, or its coordinator was restarted without a journal",
+    )
+
+
+class StoredResponse(BaseModel):
+    """What a response is written from, beside its tokens.
+
+    Attributes:
+        created: Unix time of the request.
+        model: Name of the model in the response.
+        prompt_tail: The last tokens of the prompt, which the first tokens of the output continue.
+        temperature: As applied, like `top_p`.
+        request: The fields of the request; its input is missing where it has no room.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    created: int
+    model: str
+    prompt_tail: list[int]
+    temperature: float
+    top_p: float
+    request: ResponseRequest
+
+    def encode(self) -> bytes:
+        """Encode within the limit, without the input if there is no room for it. Raises ApiError."""
+        data = self._dump()
+        if len(data) > MAX_STATE_BYTES:
+            data = self.model_copy(
+                update={"request": self.request.model_copy(update={"input": None})}
+            )._dump()
+        if len(data) > MAX_STATE_BYTES:
+            raise invalid(
+                f"the fields of a stored response have {len(data)} bytes, the limit is {MAX_STATE_BYTES}: "
+                "shorten instructions, tools or metadata, or set store = false",
+                param="store",
+            )
+        return data
+
+    def _dump(self) -> bytes:
+        return self.model_dump_json(exclude_none=True, by_alias=True).encode()
+
+
+def decode_stored(data: bytes) -> StoredResponse:
+    """Raises ValueError for the state of a request that is no response."""
+    return StoredResponse.model_validate_json(data)
