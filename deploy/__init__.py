@@ -1,4 +1,4 @@
-"""Starts and stops a coordinator and its workers as processes on this machine."""
+"""Starts and stops a coordinator, its workers and a gateway as processes on this machine."""
 
 from deploy.local import LocalCluster
 from deploy.local_config import ClusterFailed, LocalClusterConfig

@@ -1,4 +1,4 @@
-"""A coordinator and its workers as processes on this machine."""
+"""A coordinator, its workers and a gateway as processes on this machine."""
 
 import asyncio
 import shutil
@@ -17,6 +17,7 @@ from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.channels import client_channel
 
 COORDINATOR = "coordinator"
+GATEWAY = "gateway"
 GRACE_S = 5.0
 
 _POLL_INTERVAL_S = 0.1
@@ -34,7 +35,7 @@ class LocalCluster:
 
     Enter it from the main thread: the kernel kills the processes when the thread that started them ends
     (`deploy.parent_death_signal`). There are no automatic restarts: `next_exit` returns a process that
-    exited, `restart_worker` restarts it.
+    exited, `restart` restarts it.
     """
 
     def __init__(self, config: LocalClusterConfig) -> None:
@@ -43,7 +44,8 @@ class LocalCluster:
         self._processes: dict[str, LocalProcess] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._exits: asyncio.Queue[LocalProcess] = asyncio.Queue()
-        self._address: str | None = None
+        self._listening: dict[str, str] = {}
+        """Addresses of coordinator and gateway, for their restarts."""
         self._has_failed = False
         self.log_directory = config.log_directory or Path()
 
@@ -71,8 +73,8 @@ class LocalCluster:
     @property
     def address(self) -> str:
         """HOST:PORT of the coordinator, as seen from this machine."""
-        assert self._address is not None, "the cluster has not been started"
-        return self._address
+        assert COORDINATOR in self._listening, "the cluster has not been started"
+        return dialled_address(self._listening[COORDINATOR])
 
     @property
     def dashboard_url(self) -> str | None:
@@ -86,30 +88,36 @@ class LocalCluster:
     @property
     def workers(self) -> list[LocalProcess]:
         """The current processes of worker-0, worker-1, ..."""
-        return [process for name, process in self._processes.items() if name != COORDINATOR]
+        return [process for name, process in self._processes.items() if name not in (COORDINATOR, GATEWAY)]
+
+    @property
+    def has_gateway(self) -> bool:
+        return GATEWAY in self._processes
+
+    async def gateway_url(self, *, timeout_s: float) -> str:
+        """URL of the gateway once it serves. Raises ClusterFailed."""
+        address = await self.process(GATEWAY).listening_address(timeout_s=timeout_s)
+        self._listening[GATEWAY] = address
+        return f"http://{dialled_address(address)}"
 
     def process(self, name: str) -> LocalProcess:
-        """The current process "coordinator" or "worker-N"."""
+        """The current process "coordinator", "gateway" or "worker-N"."""
         return self._processes[name]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.process(name).send_signal(number)
 
-    def worker_line(self, name: str) -> list[str]:
-        """The arguments of `stageline` that started a worker."""
+    def line(self, name: str) -> list[str]:
+        """The arguments of `stageline` that started a process."""
         return self._lines[name]
 
-    async def restart_worker(self, name: str) -> LocalProcess:
-        """Restart a worker under its name; kill it first if it still runs."""
+    async def restart(self, name: str) -> LocalProcess:
+        """Restart a process, coordinator and gateway at their addresses; kill it first if it still runs."""
         await _end([self.process(name)], grace_s=0)
-        return await self._start(name, self._lines[name])
-
-    async def restart_coordinator(self) -> LocalProcess:
-        """Restart the coordinator at its address; kill it first if it still runs."""
-        await _end([self.coordinator], grace_s=0)
-        line = list(self._lines[COORDINATOR])
-        line[line.index("--listen") + 1] = self.address
-        return await self._start(COORDINATOR, line)
+        line = list(self._lines[name])
+        if name in self._listening:
+            line[line.index("--listen") + 1] = self._listening[name]
+        return await self._start(name, line)
 
     async def next_exit(self) -> LocalProcess:
         """The next process that exits, except by `stop`; each exit is returned once."""
@@ -183,9 +191,12 @@ class LocalCluster:
         except ClusterFailed:
             self._has_failed = True
             raise
-        self._address = dialled_address(listening)
+        self._listening[COORDINATOR] = listening
+        if self._config.gateway is not None:
+            line = self._config.gateway_line(coordinator=self.address, dashboard_url=self.dashboard_url)
+            await self._start(GATEWAY, line)
         for worker in range(self._config.num_workers):
-            line = self._config.worker_line(worker, coordinator=self._address)
+            line = self._config.worker_line(worker, coordinator=self.address)
             await self._start(worker_name(worker), line)
 
     async def _start(self, name: str, line: list[str]) -> LocalProcess:

@@ -76,7 +76,8 @@ class LocalClusterConfig:
 
     `num_stages` defaults to the number of workers. `devices` and `mocks` (specs of mock stages) have one
     entry for all workers or one per worker. `memory_bytes` (per worker) and `num_threads` default to an
-    even share of the machine. The coordinator serves its dashboard on `http` (HOST:PORT), if given. With
+    even share of the machine. The coordinator serves its dashboard on `http` (HOST:PORT), if given, and a
+    gateway the HTTP API on `gateway`. With
     `pins_workers`, workers on the CPU run on cores of their own, if there is one per thread.
     `worker_arguments` is empty or has the additional arguments of each worker. `environment` is added to
     this process's. Without `log_directory`, logs go to a temporary directory, removed at the end unless
@@ -92,15 +93,19 @@ class LocalClusterConfig:
     num_threads: int | None = None
     mocks: tuple[str, ...] = ()
     http: str | None = None
+    gateway: str | None = None
     pins_workers: bool = True
     coordinator_arguments: tuple[str, ...] = ()
     worker_arguments: tuple[tuple[str, ...], ...] = ()
+    gateway_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     log_directory: Path | None = None
     command: tuple[str, ...] = _STAGELINE
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
+        if self.gateway is not None:
+            parse_address(self.gateway)
         if self.num_workers < 1:
             raise ValueError(f"{self.num_workers} workers: there must be at least 1")
         if self.num_workers > MAX_WORKERS:
@@ -169,6 +174,13 @@ class LocalClusterConfig:
         else:
             line += self._compute_line(worker)
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
+
+    def gateway_line(self, *, coordinator: str, dashboard_url: str | None) -> list[str]:
+        """The arguments of `stageline` that start the gateway of the coordinator at HOST:PORT."""
+        assert self.gateway is not None
+        line = ["gateway", "--coordinator", coordinator, "--listen", self.gateway]
+        line += [] if dashboard_url is None else ["--dashboard-url", dashboard_url]
+        return [*line, *self.gateway_arguments]
 
     def _compute_line(self, worker: int) -> list[str]:
         num_threads = self.num_threads or threads_per_worker(self.num_workers)

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from coordinator.config import CoordinatorConfig
 from deploy import parent_death_signal
 from deploy.local_config import ClusterFailed
+from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
 from wire.exit_codes import ExitCode
 from wire.flags import variables_of
@@ -61,7 +62,9 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
 
 def _inherited() -> dict[str, str]:
     """This process's environment without variables of flags: the command line has all settings."""
-    variables = {*variables_of(CoordinatorConfig), *variables_of(WorkerConfig)}
+    variables = {
+        name for config in (CoordinatorConfig, WorkerConfig, GatewayConfig) for name in variables_of(config)
+    }
     return {name: value for name, value in os.environ.items() if name not in variables}
 
 

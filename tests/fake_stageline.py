@@ -1,4 +1,4 @@
-"""Stands in for `python -m stageline coordinator|worker` where a test is about clients or launching.
+"""Stands in for `python -m stageline coordinator|worker|gateway` where a test is about clients or launching.
 
 The gRPC and the membership are real: workers join over the wire, and the coordinator reports SERVING while as
 many have joined as there are stages. The tokens are made up. What it does wrong on purpose is chosen by the
@@ -127,6 +127,25 @@ async def _worker(arguments: argparse.Namespace) -> None:
         await _until_signal()
 
 
+ANSWER = b'{"choices": [{"message": {"content": "A fake answer."}}]}'
+
+
+async def _gateway(arguments: argparse.Namespace) -> None:
+    """Gives the same answer to every request."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(ANSWER)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + ANSWER)
+        await writer.drain()
+        writer.close()
+
+    host, _, port = arguments.listen.rpartition(":")
+    async with await asyncio.start_server(respond, host, int(port)) as server:
+        print(f"stageline gateway listening on {host}:{server.sockets[0].getsockname()[1]}", flush=True)
+        await _until_signal()
+
+
 def _hangs() -> bool:
     return bool(os.environ.get("FAKE_HANGS"))
 
@@ -151,8 +170,11 @@ def main() -> None:
     worker = commands.add_parser("worker")
     worker.add_argument("--coordinator", required=True)
     worker.add_argument("--name", required=True)
+    gateway = commands.add_parser("gateway")
+    gateway.add_argument("--listen", required=True)
     arguments, _ = parser.parse_known_args()
-    asyncio.run(_coordinator(arguments) if arguments.command == "coordinator" else _worker(arguments))
+    roles = {"coordinator": _coordinator, "worker": _worker, "gateway": _gateway}
+    asyncio.run(roles[arguments.command](arguments))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """HOST:PORT addresses and peer hosts; IPv6 hosts are written in brackets."""
 
 import re
+import socket
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -52,6 +53,17 @@ def parse_address(text: str) -> Address:
     if port > 65535:
         raise ValueError(f"address {text!r} has port {port}, the limit is 65535")
     return Address(match["ipv6"] or match["host"], port)
+
+
+def is_free(address: Address) -> bool:
+    """Whether a server can listen on an IPv4 address now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError:
+            return False
+    return True
 
 
 def local_address(listening: Address) -> Address:

@@ -31,7 +31,7 @@ class LinkPolicy:
     Attributes:
         unreachable_s: after how long without a coordinator requests fail.
         retry_s: pause before a new attempt to reach it; `max_retry_s` after several.
-        refresh_s: interval between two looks at the model's limits.
+        refresh_s: interval between two looks at the model's limits; `retry_s` before they are planned.
         call_s: deadline of single calls.
         keep_s: how long the coordinator keeps the output of a request of a gateway that is lost.
         credit: tokens of a request that may be on the way.
@@ -228,7 +228,7 @@ class CoordinatorLink:
     async def _refresh(self) -> None:
         while True:
             is_planned = self.model.max_sequence_tokens > 0
-            await asyncio.sleep(self._policy.refresh_s if is_planned else self._policy.max_retry_s)
+            await asyncio.sleep(self._policy.refresh_s if is_planned else self._policy.retry_s)
             try:
                 await self._fetch_model()
             except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""`stageline up`: a cluster on this machine until Ctrl-C."""
+"""`stageline up`: a cluster and its gateway on this machine until Ctrl-C."""
 
 import asyncio
 import shlex
@@ -16,7 +16,9 @@ from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import PlanImpossible, WorkerCapacity
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
+from deploy.local import GATEWAY
 from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
+from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.config import WorkerConfig
 from stageline.cli import options
@@ -24,10 +26,11 @@ from stageline.cli.config_flags import config_parameters, flags_of, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import describe_cluster, describe_kv_cache, describe_start, topology_view
 from stageline.client.client import Client
-from stageline_rpc.v1 import cluster_pb2
-from wire.addresses import DEFAULT_ADDRESS
+from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from wire.addresses import DEFAULT_ADDRESS, is_free, parse_address
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
+from wire.flags import parameter_of
 
 _UNKNOWN_MEMORY_BYTES = 2**50  # for a GPU, whose memory only its worker can read: any plan fits
 
@@ -57,14 +60,24 @@ async def wait_until_serving(
         )
 
 
+_OFF = "off"
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
 _NUM_WORKERS = 3
-_ANY_HTTP = "127.0.0.1:0"
+ANY_PORT = "127.0.0.1:0"
 _START_TIMEOUT_S = 3600.0  # large models load for minutes
+GATEWAY_TIMEOUT_S = 60.0  # it loads a tokenizer
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+GATEWAY_FLAGS = (
+    "--served-model-name",
+    "--chat-template",
+    "--tool-parser",
+    "--reasoning-parser",
+    "--strict-fields",
+    "--max-body",
+)
 SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
 """Coordinator flags that a local cluster sets itself."""
 _processes = partial(typer.Option, rich_help_panel="Workers on this machine")
@@ -108,8 +121,30 @@ class ProcessFlags(TypedDict, total=False):
     ]
 
 
+def gateway_address(text: str) -> str:
+    """Parse HOST:PORT or "off". Raises ValueError."""
+    return text if text == _OFF else str(parse_address(text))
+
+
+class GatewayFlag(TypedDict, total=False):
+    """The gateway of the cluster."""
+
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|off",
+            parser=options.option_parser(gateway_address),
+            help=f"Listen address of the HTTP gateway (default: {DEFAULT_HTTP_ADDRESS}, or a free port "
+            "where that is taken).",
+            rich_help_panel="API",
+        ),
+    ]
+
+
 @options.takes(
     ProcessFlags,
+    GatewayFlag,
+    config_parameters(GatewayConfig, only=GATEWAY_FLAGS),
     config_parameters(
         WorkerConfig,
         only=("--memory", "--threads", "--kernels"),
@@ -123,7 +158,7 @@ class ProcessFlags(TypedDict, total=False):
     ),
 )
 def up(context: typer.Context, **flags: Any) -> int:
-    """Start a coordinator and its workers on this machine, and stop them on Ctrl-C."""
+    """Start a coordinator, its workers and a gateway on this machine, and stop them on Ctrl-C."""
     mocks = tuple(flags["mock"] or ())
     num_workers = flags["workers"] or (len(mocks) if len(mocks) > 1 else _NUM_WORKERS)
     coordinator = make_config(
@@ -131,7 +166,7 @@ def up(context: typer.Context, **flags: Any) -> int:
         context,
         flags,
         num_stages=num_workers,
-        http=_ANY_HTTP,
+        http=ANY_PORT,
         token=options.read_token(flags["token_file"]),
     )
     if mocks:
@@ -147,6 +182,8 @@ def up(context: typer.Context, **flags: Any) -> int:
             model_directory=coordinator.model_directory,
             listen=coordinator.listen,
             http=coordinator.http,
+            gateway=gateway_listen(flags["gateway"]),
+            gateway_arguments=_gateway_arguments(coordinator, context, flags),
             coordinator_arguments=flags_of(coordinator, without=SET_BY_CLUSTER),
             worker_arguments=(_worker_arguments(coordinator, flags),) * num_workers,
         )
@@ -166,6 +203,21 @@ def _check_mocks(flags: Mapping[str, Any]) -> None:
 def _worker_arguments(coordinator: CoordinatorConfig, flags: Mapping[str, Any]) -> tuple[str, ...]:
     kernels = () if flags["kernels"] is None else ("--kernels", flags["kernels"].value)
     return (*kernels, *flags_of(coordinator.logs))
+
+
+def gateway_listen(given: str | None) -> str | None:
+    """Return where the gateway listens; None for no gateway."""
+    if given is not None:
+        return None if given == _OFF else given
+    return DEFAULT_HTTP_ADDRESS if is_free(parse_address(DEFAULT_HTTP_ADDRESS)) else ANY_PORT
+
+
+def _gateway_arguments(
+    coordinator: CoordinatorConfig, context: typer.Context, flags: Mapping[str, Any]
+) -> tuple[str, ...]:
+    given = {parameter_of(flag): flags[parameter_of(flag)] for flag in GATEWAY_FLAGS}
+    config = make_config(GatewayConfig, context, given)
+    return (*flags_of(config, only=GATEWAY_FLAGS), *flags_of(coordinator.logs))
 
 
 async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
@@ -209,12 +261,15 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
     console.print(f"Logs are in {cluster.log_directory}", highlight=False)
     status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
     async with Client(cluster.address) as client:
-        generate = _GENERATE_TEXT if (await client.model()).has_tokenizer else _GENERATE_IDS
+        model = await client.model()
+    generate = _GENERATE_TEXT if model.has_tokenizer else _GENERATE_IDS
     console.print(describe_cluster(status), highlight=False)
     console.print(topology_view(status))
     console.print(describe_kv_cache(status), highlight=False)
     if cluster.dashboard_url is not None:
         console.print(f"dashboard {cluster.dashboard_url}", highlight=False)
+    if cluster.has_gateway:
+        await _show_gateway(cluster, console, model)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Press Ctrl-C to stop. In another terminal:\n"
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",
@@ -231,8 +286,28 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
         await supervisor.close()
 
 
+async def _show_gateway(
+    cluster: LocalCluster, console: Console, model: inference_pb2.GetModelResponse
+) -> None:
+    url = await cluster.while_running(cluster.gateway_url(timeout_s=GATEWAY_TIMEOUT_S))
+    lines = [f"OpenAI's API at [bold]{url}/v1[/]" + (f", chat page {url}/" if model.has_tokenizer else "")]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print(f"  {curl_line(url, model)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def curl_line(url: str, model: inference_pb2.GetModelResponse) -> str:
+    """A command that asks the gateway at `url` for an answer."""
+    if model.has_chat_template:
+        path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Once upon a time"}]}'
+    elif model.has_tokenizer:
+        path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 100}'
+    else:
+        path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 16, "return_token_ids": true}'
+    return f"curl {url}/v1/{path} -H 'content-type: application/json' -d '{body}'"
+
+
 class _Supervisor:
-    """Reports workers that exited, and restarts them within the limits of RestartPolicy."""
+    """Reports workers and gateways that exited, and restarts them within the limits of RestartPolicy."""
 
     def __init__(self, cluster: LocalCluster, console: Console, *, restarts: bool) -> None:
         self._cluster = cluster
@@ -242,15 +317,17 @@ class _Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_exit(self, process: LocalProcess) -> None:
+        is_worker = process.name != GATEWAY
         if process.has_left:
-            self._print(f"{process.name} drained: other workers have its layers.")
+            after = ": other workers have its layers." if is_worker else ". Clients of gRPC are still served."
+            self._print(f"{process.name} drained{after}")
             return
         self._print(str(process.failure()), style="red")
         delay_s = self._delay_s(process)
         if delay_s is None:
             self._print(
-                "Other workers take over its layers if they fit. To restart it:\n"
-                f"  stageline {shlex.join(self._cluster.worker_line(process.name))}"
+                ("Other workers take over its layers if they fit. " if is_worker else "")
+                + f"To restart it:\n  stageline {shlex.join(self._cluster.line(process.name))}"
             )
             return
         self._print(f"Restarting {process.name} in {delay_s:g} s.")
@@ -276,7 +353,7 @@ class _Supervisor:
     async def _start_again(self, name: str, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         try:
-            process = await self._cluster.restart_worker(name)
+            process = await self._cluster.restart(name)
         except OSError as error:
             self._print(f"{name} cannot be restarted: {error}", style="red")
         else:

@@ -109,7 +109,7 @@ async def test_streams_continue_when_the_coordinator_restarts_with_its_journal(
             await streams.all_have(10)
             cluster.kill("coordinator", number)
             await cluster.coordinator.wait()
-            await cluster.restart_coordinator()
+            await cluster.restart("coordinator")
             disturbed = await streams.end()
         for alone, again in zip(undisturbed, disturbed, strict=True):
             assert again.tokens == alone.tokens

@@ -79,7 +79,7 @@ class FullDisk:
     async def restart_coordinator(self) -> None:
         self.cluster.kill("coordinator", signal.SIGKILL)
         await self.cluster.coordinator.wait()
-        await self.cluster.restart_coordinator()
+        await self.cluster.restart("coordinator")
 
     async def end_rightly(self) -> None:
         """Assert that every accepted request gets all its tokens, once."""
@@ -154,7 +154,7 @@ async def test_a_coordinator_killed_on_a_full_disk_loses_no_request(disk: Path, 
             cluster.kill("coordinator", signal.SIGKILL)
             await cluster.coordinator.wait()
             (disk / "filler").unlink()
-            await cluster.restart_coordinator()
+            await cluster.restart("coordinator")
             await full.end_rightly()
 
 

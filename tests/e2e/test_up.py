@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
+from httpx2 import AsyncClient, HTTPError
 
 from tests.e2e.clusters import is_idle, is_serving, wait_for_status
 from tests.e2e.commands import run_stageline
@@ -26,7 +28,10 @@ from tests.e2e.terminal import CTRL_C, CTRL_D, Terminal
 from tests.fake_processes import wait_until
 
 START_TIMEOUT_S = 120.0
-FLAGS = ("--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1", "--kv-tokens", "4096")
+FLAGS = (
+    "--listen", "127.0.0.1:0", "--gateway", "127.0.0.1:0",
+    "--memory", "256MiB", "--threads", "1", "--kv-tokens", "4096",
+)  # fmt: skip
 
 
 async def _serving(up: Terminal) -> str:
@@ -39,12 +44,13 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "3", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
         pids = processes_under(up.pid)
-        assert len(pids) == 4
+        assert len(pids) == 5
         ports = listening_ports(pids)
-        assert len(ports) == 8, "two ports per worker, the coordinator's, and the dashboard"
+        assert len(ports) == 9, "two ports per worker, the coordinator's, the dashboard, and the gateway's"
         for role, worker in (("FIRST", "worker-0"), ("MIDDLE", "worker-1"), ("LAST", "worker-2")):
             assert re.search(rf"{role}\s+{worker}\s+\d+ to \d+ \(\d+\)", up.text)
 
+        await _the_printed_curl_line_works(up.text)
         await _status_shows_every_stage(address)
         await _generate_writes_text_and_speed(address)
         await _generate_takes_token_ids(address)
@@ -57,6 +63,27 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
         assert up.text.rstrip().endswith("All processes stopped.")
         assert "Traceback" not in up.text
         assert_nothing_left(pids, ports, tmp_path)
+
+
+async def _the_printed_curl_line_works(printed: str) -> None:
+    (line,) = re.findall(r"^ +(curl .*?\}'?)\s*$", printed, re.MULTILINE)
+    command, url, option, header, data, body = shlex.split(line)
+    assert (command, option, data) == ("curl", "-H", "-d")
+    name, _, value = header.partition(": ")
+    async with AsyncClient(timeout=60) as client:
+        answer = (await client.post(url, content=body, headers={name: value})).json()
+        assert answer["choices"][0]["message"]["content"]
+        page = await client.get(url.partition("/v1")[0])
+        assert "<title>" in page.text
+        entry = (await client.get(f"{url.partition('/v1')[0]}/v1/models")).json()["data"][0]
+        assert entry["stageline"]["dashboard_url"] in printed
+
+
+async def _answers(client: AsyncClient) -> bool:
+    try:
+        return (await client.get("/readyz")).status_code == 200
+    except HTTPError:
+        return False
 
 
 async def _status_shows_every_stage(address: str) -> None:
@@ -151,11 +178,29 @@ async def test_ctrl_c_stops_up_with_one_worker_dead_and_another_hung(tmp_path: P
 
 
 @pytest.mark.full
+async def test_a_killed_gateway_is_started_again_at_its_address(tmp_path: Path) -> None:
+    async with Terminal("up", "--workers", "1", *FLAGS, temporary=tmp_path) as up:
+        match = await up.expect(r"curl (http://\S+)/v1/", timeout_s=START_TIMEOUT_S)
+        (gateway,) = (
+            process
+            for process in psutil.Process(up.pid).children(recursive=True)
+            if "gateway" in process.cmdline()
+        )
+        gateway.kill()
+        await up.expect(r"gateway \(pid \d+\) ended: killed by SIGKILL")
+        await up.expect(r"Restarted gateway \(pid \d+\)")
+        async with AsyncClient(base_url=match[1], timeout=60) as client:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await _answers(client):
+                    await asyncio.sleep(0.1)
+
+
+@pytest.mark.full
 async def test_kill_9_of_up_stops_its_children(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "1", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
         pids = processes_under(up.pid)
-        assert len(pids) == 2
+        assert len(pids) == 3
         up.send_signal(signal.SIGKILL)
         await wait_until_ended(pids)
         assert await up.exit_code() == -signal.SIGKILL
@@ -179,9 +224,12 @@ async def test_the_demo_generates_a_story_and_exits(tmp_path: Path) -> None:
     async with Terminal("demo", temporary=tmp_path) as demo:
         await demo.expect(r"Once upon a time\b[^\n]{80}", timeout_s=START_TIMEOUT_S)
         pids = processes_under(demo.pid)
-        assert await demo.exit_code(timeout_s=60) == 0
+        assert await demo.exit_code(timeout_s=60) == 0, demo.text
         assert re.search(r"tokens in [\d.]+ s, [\d.]+ tokens/s; first token after", demo.text)
         assert all(f"worker-{number} " in demo.text for number in range(3))
+        assert re.search(
+            r"The gateway at http://\S+ answers a client of OpenAI's API:\r?\n\w+ \w+", demo.text
+        )
         assert demo.text.rstrip().endswith("All processes stopped.")
         await wait_until_ended(pids)
         assert leftover_files(tmp_path) == []

@@ -147,7 +147,7 @@ class FaultyCluster:
             if (lines := self.lines.get(name)) is not None:
                 lines.into.target = ""
         for name in names:
-            await self.cluster.restart_worker(name)
+            await self.cluster.restart(name)
         for name in names:
             await self._connect(name)
 

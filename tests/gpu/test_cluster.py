@@ -53,7 +53,7 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
         generating = asyncio.create_task(_generate_all(client, reference))
         await wait_for_status(cluster.address, lambda now: now.requests.decode > 0, timeout_s=DEADLINE_S)
         cluster.kill("worker-1")
-        await cluster.restart_worker("worker-1")
+        await cluster.restart("worker-1")
         async with asyncio.timeout(DEADLINE_S):
             assert await generating == reference.expected
         whole = await wait_for_status(cluster.address, _is_whole, timeout_s=DEADLINE_S)

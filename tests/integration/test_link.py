@@ -278,6 +278,17 @@ async def test_the_limit_of_tokens_outlasts_a_restart_of_the_coordinator() -> No
         assert link.model.max_sequence_tokens == limit
 
 
+async def test_the_limits_are_known_as_soon_as_they_are_planned() -> None:
+    policy = replace(DEFAULT_POLICY, refresh_s=10 * DEADLINE_S)
+    async with (
+        mock_cluster(1, num_workers=0, waits=False) as cluster,
+        Link(cluster.address, policy=policy) as link,
+    ):
+        assert link.model.max_sequence_tokens == 0
+        await cluster.start_worker("w0")
+        await until(lambda: link.model.max_sequence_tokens > 0)
+
+
 async def test_the_tokenizer_is_fetched_once_into_the_cache(tmp_path: Path) -> None:
     async with Cluster(None, layers=(6, 6), has_text=True) as cluster:
         async with Link(cluster.address, cache_directory=tmp_path) as link:

@@ -32,7 +32,7 @@ async def test_a_cluster_starts_and_stops_all_its_processes(fake_cluster: MakeCo
         assert [worker.name for worker in status.workers] == ["worker-0", "worker-1"]
         assert seen[-1] is status
         assert cluster.address.startswith("127.0.0.1:")
-        assert cluster.worker_line("worker-1")[:5] == [
+        assert cluster.line("worker-1")[:5] == [
             "worker",
             "--coordinator",
             cluster.address,
@@ -134,7 +134,7 @@ async def test_an_exit_is_reported_once_and_the_worker_can_be_restarted(fake_clu
             assert await cluster.next_exit() is killed
         assert killed.describe_exit() == "killed by SIGKILL"
 
-        started = await cluster.restart_worker("worker-1")
+        started = await cluster.restart("worker-1")
         await cluster.wait_until_serving(timeout_s=20)
         assert cluster.workers[1] is started
         assert started.pid != killed.pid

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from deploy.local import GRACE_S
+from stageline.cli import up
 from tests.fake_processes import FAKE_ENVIRONMENT, is_running, wait_until
 
 Launch = Callable[..., subprocess.Popen[str]]
@@ -45,8 +47,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def _start_up(launch: Launch, *flags: str, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
-    """The serving launcher, its process ids (coordinator first) and its output so far."""
-    launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", *flags, **variables)
+    """The serving launcher, its process ids (coordinator, gateway, workers) and its output so far."""
+    addresses = ("--listen", "127.0.0.1:0", "--gateway", "127.0.0.1:0")
+    launcher = launch("up", "--workers", "2", *addresses, *flags, **variables)
     printed = _read_until(launcher, "Press Ctrl-C to stop")
     children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
     return launcher, [child.pid for child in children], printed
@@ -77,7 +80,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert [row[:3] for row in rows] == [["0", "FIRST", "worker-0"], ["1", "LAST", "worker-1"]]
     assert "0 to 1 (2)" in printed
     assert "3.0 MiB" in printed
-    assert len(pids) == 3
+    assert len(pids) == 4
 
     launcher.send_signal(number)
     output, errors = launcher.communicate(timeout=60)
@@ -149,9 +152,9 @@ def test_settings_of_up_reach_its_coordinator(launch: Launch) -> None:
 
 def test_up_reports_a_lost_worker_and_continues(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch, "--no-restart")
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[2], signal.SIGKILL)
     printed = _read_until(launcher, "stageline worker --coordinator")
-    assert f"worker-0 (pid {pids[1]}) ended: killed by SIGKILL" in printed
+    assert f"worker-0 (pid {pids[2]}) ended: killed by SIGKILL" in printed
     assert "| stageline worker worker-0 listening on" in printed
     assert "--name worker-0" in printed
     assert is_running(pids[0])
@@ -166,7 +169,7 @@ def test_up_reports_a_lost_worker_and_continues(launch: Launch) -> None:
 @pytest.mark.full
 def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
-    os.kill(pids[1], signal.SIGINT)
+    os.kill(pids[2], signal.SIGINT)
     printed = _read_until(launcher, "worker-0")
     assert "worker-0 drained" in printed
     assert "To start it again" not in printed
@@ -215,8 +218,19 @@ def test_the_demo_shows_stages_text_and_speed(launch: Launch, tmp_path: Path) ->
     assert "Once upon a time 0 1 2" in output
     assert "300 tokens in " in output
     assert " tokens/s" in output
+    assert "answers a client of OpenAI's API:\nA fake answer.\n" in output
     assert output.endswith("All processes stopped.\n")
     assert list(tmp_path.glob("stageline-*")) == []
+
+
+def test_the_gateway_takes_a_free_port_where_the_default_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        default = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setattr(up, "DEFAULT_HTTP_ADDRESS", default)
+        assert up.gateway_listen(None) == "127.0.0.1:0"
+        assert up.gateway_listen(default) == default, "an address that was asked for is not exchanged"
+    assert up.gateway_listen(None) == default
+    assert up.gateway_listen("off") is None
 
 
 @pytest.mark.full
