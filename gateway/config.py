@@ -113,7 +113,7 @@ class GatewayConfig:
         str,
         _api(
             "--tool-parser",
-            "NAME",
+            "FORMAT",
             f"Format of the model's tool calls: {_choices(TOOL_FORMATS)}",
             parse=tool_parser_name,
         ),
@@ -122,7 +122,7 @@ class GatewayConfig:
         str,
         _api(
             "--reasoning-parser",
-            "NAME",
+            "FORMAT",
             f"Format of the model's reasoning: {_choices(REASONING_FORMATS)}",
             parse=reasoning_parser_name,
         ),

@@ -41,6 +41,7 @@ SAMPLES = {
     "SHAPE": "layers=4",
     "KEY": "x-user",
     "NAME": "gpu-a",
+    "FORMAT": "none",
     "NAME,NAME,...": "mine,org/mine",
     "URL": "http://head:7481/",
     "DEVICE": "cuda:1",
