@@ -4,12 +4,14 @@
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Growth of memory under load: make churn MINUTES=30
+# Some clients of other projects only: make test-clients CLIENTS="openai node"
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := $(VENV)/clients
+CLIENTS := openai node
+OPENAI_NODE := openai@6.49.0
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
@@ -44,8 +46,8 @@ test-chaos: venv
 test-gpu: venv
 	@$(PYTEST) -m gpu tests/gpu
 
-test-clients: venv $(CLIENTS)/.installed
-	@$(PYTEST) -m clients tests/clients
+test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
+	@$(PYTEST) $(CLIENTS:%=tests/clients/test_%.py) -m clients
 
 nightly: venv
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
@@ -100,10 +102,14 @@ $(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-# Clients of other projects, which need other versions of our own dependencies.
-$(CLIENTS)/.installed: constraints-clients.txt
-	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-clients.txt openai pytest
+# Clients of other projects, which need other versions of our own dependencies. The files name all packages.
+$(VENV)/clients-node/.installed: Makefile
+	@npm install --loglevel=error --no-audit --no-fund --prefix $(@D) $(OPENAI_NODE)
+	@touch $@
+
+$(VENV)/clients-%/.installed: tests/clients/environments/%.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 clean:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import grpc
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,9 +23,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.output import OutputRules
 from gateway.parsers.families import ParserChoice, choose_parsers
 from gateway.text_thread import TextThread
-from gateway.upstream.contract import TokenStream, Upstream
+from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec
+from wire.errors import AttachSecretMismatch, RequestExists, reason_of
 from wire.ids import RequestId, id_text, new_request_id, parse_request_id
 from wire.trace_context import parse_traceparent
 
@@ -33,6 +35,8 @@ INLINE_BYTES = 16 * 1024
 TEXT_SLACK = 4
 """Characters that a tokenizer may fold, such as white space."""
 MAX_LABEL_CHARACTERS = 256
+_ID_IN_USE = reason_of(AttachSecretMismatch(""))
+"""The answer to a submission where a request of this id has the secret of another one."""
 _Body = TypeVar("_Body", bound=RequestBody)
 _Result = TypeVar("_Result")
 
@@ -264,7 +268,16 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
 
 
 async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.GenerateRequest) -> TokenStream:
-    return await gateway.upstream.submit(message, deadline_s=None, traceparent=call.traceparent)
+    try:
+        return await gateway.upstream.submit(message, deadline_s=None, traceparent=call.traceparent)
+    except UpstreamFailure as error:
+        if error.reason != _ID_IN_USE:
+            raise
+        raise UpstreamFailure(
+            f"request id {message.request_id} is in use",
+            status=grpc.StatusCode.ALREADY_EXISTS,
+            reason=reason_of(RequestExists("")),
+        ) from None
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[TokenStream]]) -> None:

@@ -82,6 +82,17 @@ async def test_a_failure_in_the_middle_ends_a_stream_without_done() -> None:
         assert (response.status_code, response.json()) == (500, {"error": expected})
 
 
+async def test_a_request_id_in_use_is_a_conflict() -> None:
+    async with serve() as served:
+        served.upstream.refusal = failure(Code.PERMISSION_DENIED, "ATTACH_SECRET_MISMATCH")
+        request_id = "018f0000-0000-7000-8000-000000000001"
+        response = await served.client.post(PATH, json={"prompt": "a"}, headers={"x-request-id": request_id})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (409, "request_exists")
+        assert error["message"] == f"request id {request_id} is in use"
+        assert response.headers["x-should-retry"] == "false"
+
+
 async def test_one_refused_prompt_cancels_the_others() -> None:
     async with serve() as served:
         submit = served.upstream.submit

@@ -1,0 +1,27 @@
+"""A cluster with a gateway, for the clients of all modules."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from stageline import Client
+from tests.clients.cases import make_cases
+from tests.clients.harness import Served, serve_builtin_model
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """The builtin model on two workers, behind a gateway."""
+    async with serve_builtin_model(tmp_path_factory.mktemp("served")) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cases(served: Served) -> list[dict[str, Any]]:
+    """Requests, with the output of the gRPC client for them."""
+    async with Client(served.coordinator) as client:
+        return await make_cases(client)

@@ -1,0 +1,103 @@
+"""Servers for clients of other projects, and the programs that use those clients.
+
+Each client is installed in an environment of its own, `.venv/clients-NAME`, and used by a program of
+`tests/clients/programs` that runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from tests.e2e.clusters import START_TIMEOUT_S
+from tests.e2e.commands import ENVIRONMENT, Shell
+from tests.fake_processes import ROOT
+
+PROGRAMS = ROOT / "tests" / "clients" / "programs"
+CHAT_TEMPLATE = ROOT / "tests" / "clients" / "chat_template.jinja"
+PROGRAM_TIMEOUT_S = 300.0
+
+MARKS = [pytest.mark.clients, pytest.mark.asyncio(loop_scope="session")]
+"""Marks of the tests that use the shared servers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A running cluster behind a gateway; `url` ends with a slash."""
+
+    coordinator: str
+    url: str
+    model: str
+
+
+@asynccontextmanager
+async def serve(logs: Path, config: LocalClusterConfig, *flags: str) -> AsyncIterator[Served]:
+    """Run a cluster and a gateway with `flags`."""
+    async with LocalCluster(config) as cluster, Shell(logs) as shell:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        gateway = await shell.start(
+            "gateway", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0", *flags
+        )
+        address = await gateway.listening_address(timeout_s=60)
+        async with Client(cluster.address) as client:
+            model = (await client.model()).name
+        yield Served(coordinator=cluster.address, url=f"http://{address}/", model=model)
+        assert "Traceback" not in gateway.read_log()
+
+
+@asynccontextmanager
+async def serve_builtin_model(logs: Path) -> AsyncIterator[Served]:
+    config = LocalClusterConfig(num_workers=2, environment=ENVIRONMENT, log_directory=logs)
+    async with serve(logs, config, "--chat-template", str(CHAT_TEMPLATE)) as served:
+        yield served
+
+
+def environment_of(client: str) -> Path:
+    return ROOT / ".venv" / f"clients-{client}"
+
+
+def command_of(client: str, name: str) -> Path:
+    """A command in the environment of a client."""
+    return environment_of(client) / "bin" / name
+
+
+async def run(*command: str | Path, **environment: str) -> str:
+    """Run a program, which must succeed; return its output."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+    )
+    try:
+        async with asyncio.timeout(PROGRAM_TIMEOUT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    text = output.decode(errors="replace")
+    assert process.returncode == 0, f"{command[0]} ended with {process.returncode}:\n{text}"
+    return text
+
+
+async def check_client(client: str, program: str, served: Served, directory: Path, **facts: Any) -> None:
+    """Run the checks of a Python client; `facts` are what the program reads beside the URL and the model."""
+    written = write_facts(directory, {"model": served.model, **facts})
+    output = await run(command_of(client, "python"), PROGRAMS / program, served.url, written)
+    print(output)
+
+
+def write_facts(directory: Path, facts: Mapping[str, Any]) -> Path:
+    file = directory / "facts.json"
+    file.write_text(json.dumps(facts))
+    return file
