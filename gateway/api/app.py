@@ -1,8 +1,8 @@
 """The HTTP application: routes, errors and the OpenAPI schema."""
 
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI
@@ -41,7 +41,7 @@ Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path; `endpoint` is its name in metrics."""
+    """A path; `endpoint` is its name in metrics, `query` has the schemas of its query parameters."""
 
     path: str
     handler: Handler
@@ -50,18 +50,28 @@ class Route:
     body: type[RequestBody] | None = None
     streams: bool = False
     media_type: str = "application/json"
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _POST = "POST"
 _RESPONSE = "/v1/responses/{response_id}"
+_EVENTS_QUERY: Mapping[str, Mapping[str, Any]] = {
+    "stream": {"type": "boolean"},
+    "starting_after": {"type": "integer", "minimum": 0},
+}
+_ITEMS_QUERY: Mapping[str, Mapping[str, Any]] = {
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "limit": {"type": "integer", "minimum": 1},
+    "after": {"type": "string"},
+}
 ROUTES = (
     Route("/v1/completions", completions, "completions", _POST, CompletionRequest, streams=True),
     Route("/v1/chat/completions", chat_completions, "chat_completions", _POST, ChatRequest, streams=True),
     Route("/v1/responses", create_response, "responses", _POST, ResponseRequest, streams=True),
-    Route(_RESPONSE, retrieve_response, "responses", streams=True),
+    Route(_RESPONSE, retrieve_response, "responses", streams=True, query=_EVENTS_QUERY),
     Route(_RESPONSE, delete_response, "responses", "DELETE"),
     Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
-    Route(f"{_RESPONSE}/input_items", list_input_items, "responses"),
+    Route(f"{_RESPONSE}/input_items", list_input_items, "responses", query=_ITEMS_QUERY),
     Route("/v1/models", process.models, "models"),
     Route("/v1/models/{model:path}", process.model, "models"),
     *(
@@ -105,7 +115,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
             operation_id=_operation_id(route),
             response_class=Response,
             responses=_responses(route),
-            openapi_extra=_request_body(route.body, schemas),
+            openapi_extra=_request_body(route.body, schemas) | _parameters(route),
         )
         if route.method == "GET":
             app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
@@ -193,10 +203,20 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "Success", "content": content}, "4XX": _ERROR, "5XX": _ERROR}
 
 
-def _request_body(body: type[RequestBody] | None, schemas: dict[str, Any]) -> dict[str, Any] | None:
+def _parameters(route: Route) -> dict[str, Any]:
+    """Describe the parameters of a path, which handlers read themselves."""
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)", route.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
+    return {"parameters": parameters} if parameters else {}
+
+
+def _request_body(body: type[RequestBody] | None, schemas: dict[str, Any]) -> dict[str, Any]:
     """Describe the body, which handlers parse themselves, and add its parts to `schemas`."""
     if body is None:
-        return None
+        return {}
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= schema.pop("$defs", {})
     schemas[body.__name__] = schema

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +16,7 @@ from gateway.api.errors import ApiError, invalid
 from gateway.api.responses.fields import Item, ResponseRequest, chat_messages, input_items
 from gateway.api.responses.reading import ResponseReading, as_not_found, new_reading, observe
 from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, parse_response_id
-from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS
+from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, to_json
 from gateway.api.sse import EventStream, while_connected
 from gateway.upstream.contract import UpstreamFailure
 
@@ -61,7 +60,7 @@ async def create_response(gateway: Gateway, request: Request) -> Response:
 async def retrieve_response(gateway: Gateway, request: Request) -> Response:
     """Return a response as it is now, or its events from `starting_after` on."""
     identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
-    streams = query.get("stream", "false") == "true"
+    streams = _one_of(query.get("stream"), "stream", "false", "true") == "true"
     after = _count(query.get("starting_after"), "starting_after", least=0)
     if after is not None and not streams:
         raise invalid("starting_after needs stream = true", param="starting_after")
@@ -111,7 +110,7 @@ async def list_input_items(gateway: Gateway, request: Request) -> Response:
     items = [
         _with_id(item, f"in_{identity.request_id.hex()}_{n}") for n, item in enumerate(input_items(given))
     ]
-    if query.get("order", "desc") == "desc":
+    if _one_of(query.get("order"), "order", "desc", "asc") == "desc":
         items.reverse()
     limit = _count(query.get("limit"), "limit", least=1) or DEFAULT_LISTED
     if (after := query.get("after")) is not None:
@@ -121,7 +120,8 @@ async def list_input_items(gateway: Gateway, request: Request) -> Response:
     ends = (
         {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
     )
-    return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+    listed = {"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)}
+    return Response(to_json(listed), media_type="application/json")
 
 
 async def _prepare(
@@ -202,8 +202,7 @@ async def _events(
 
 
 def _body(reading: ResponseReading, headers: Mapping[str, str] | None = None) -> Response:
-    data = orjson.dumps(reading.writer.body())
-    return Response(data, headers=headers, media_type="application/json")
+    return Response(to_json(reading.writer.body()), headers=headers, media_type="application/json")
 
 
 def _with_id(item: Item, identity: str) -> dict[str, Any]:
@@ -216,3 +215,10 @@ def _count(text: str | None, name: str, *, least: int) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
         raise invalid(f"{name} is {text[:20]!r}, must be a number of at least {least}", param=name)
     return int(text)
+
+
+def _one_of(text: str | None, name: str, *values: str) -> str:
+    """The first value is the default. Raises ApiError."""
+    if text is not None and text not in values:
+        raise invalid(f"{name} is {text[:20]!r}, must be {' or '.join(values)}", param=name)
+    return text or values[0]

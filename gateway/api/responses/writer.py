@@ -7,6 +7,7 @@ and an event's sequence number depends on the tokens before it alone, never on w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -313,8 +314,16 @@ class ResponseWriter:
         return b"".join(frames)
 
 
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Encode what a client sent too, such as integers of its schemas that orjson cannot encode."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
 def _frame(kind: str, event: Mapping[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + to_json(event) + b"\n\n"
 
 
 def _text_body(stored: StoredResponse) -> dict[str, Any]:

@@ -99,3 +99,9 @@ async def test_the_schema_describes_every_path_and_field() -> None:
         reference = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert reference == "#/components/schemas/ChatRequest"
         assert "422" not in post["responses"]
+        get = schema["paths"]["/v1/responses/{response_id}"]["get"]
+        assert [(each["name"], each["in"]) for each in get["parameters"]] == [
+            ("response_id", "path"),
+            ("stream", "query"),
+            ("starting_after", "query"),
+        ]

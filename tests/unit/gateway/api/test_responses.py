@@ -404,6 +404,18 @@ async def test_fields_without_effect_are_accepted_by_a_list() -> None:
         assert (last["prompt_cache_key"], last["service_tier"]) == ("k", "default")
 
 
+async def test_numbers_that_only_python_can_write_come_back() -> None:
+    async with serve() as served:
+        tool = {**WEATHER, "parameters": {"type": "object", "maxProperties": 2**70}}
+        items = [{"role": "user", "content": "Once", "note": 2**70}]
+        body = await create(served, tools=[tool], input=items)
+        assert body["tools"] == [tool]
+        found = await events(served, f"{PATH}/{body['id']}?stream=true")
+        assert found[-1]["response"] == body
+        listed = (await served.client.get(f"{PATH}/{body['id']}/input_items")).json()
+        assert listed["data"][0]["note"] == 2**70
+
+
 async def test_a_stored_response_is_limited_and_long_input_is_not_kept() -> None:
     async with serve() as served:
         tools = [{**WEATHER, "description": "x" * MAX_STATE_BYTES}]
@@ -458,13 +470,20 @@ async def test_a_stream_without_a_coordinator_ends_so_that_another_continues_it(
 
 
 @pytest.mark.parametrize(
-    "query", ["starting_after=3", "stream=true&starting_after=-1", "stream=true&starting_after=x"]
+    ("path", "param"),
+    [
+        ("?starting_after=3", "starting_after"),
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=x", "starting_after"),
+        ("?stream=1", "stream"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?limit=0", "limit"),
+    ],
 )
-async def test_wrong_queries_are_refused(query: str) -> None:
+async def test_wrong_queries_are_refused(path: str, param: str) -> None:
     async with serve() as served:
         identity = (await create(served))["id"]
-        status, param, _ = error_of(await served.client.get(f"{PATH}/{identity}?{query}"))
-        assert (status, param) == (400, "starting_after")
+        assert error_of(await served.client.get(f"{PATH}/{identity}{path}"))[:2] == (400, param)
 
 
 async def test_a_model_without_a_tokenizer_has_no_responses() -> None:
