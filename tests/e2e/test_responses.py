@@ -147,7 +147,7 @@ async def test_a_stream_goes_on_when_the_coordinator_restarts_with_its_journal(t
         ) as response:
             reading = Reading(response)
             await reading.until(20)
-            await _restart(served.cluster)
+            await served.cluster.restart("coordinator")
             await reading.end()
         events = reading.events
         assert events[-1]["type"] == "response.incomplete"
@@ -158,7 +158,7 @@ async def test_a_stream_goes_on_when_the_coordinator_restarts_with_its_journal(t
         assert undisturbed["output"][0]["content"] == events[-1]["response"]["output"][0]["content"]
         url = f"{PATH}/{reading.identity}"
         assert await events_of(other, f"{url}?stream=true") == reading.parts
-        await _restart(served.cluster)
+        await served.cluster.restart("coordinator")
         assert await events_of(other, f"{url}?stream=true") == reading.parts
         assert await other.json(url) == events[-1]["response"]
 
@@ -171,7 +171,7 @@ async def test_without_a_journal_a_stream_fails_with_its_coordinator(tmp_path: P
         async with gateway.http.stream("POST", PATH, json=body) as response:
             reading = Reading(response)
             await reading.until(20)
-            await _restart(served.cluster)
+            await served.cluster.restart("coordinator")
             await reading.end()
         assert reading.events[-1]["type"] == "response.failed"
         assert "keeps no journal" in reading.events[-1]["response"]["error"]["message"]
@@ -224,9 +224,3 @@ async def test_cancel_and_delete_at_another_gateway(tmp_path: Path) -> None:
         assert (await other.http.delete(f"{PATH}/{running['id']}")).status_code == 200
         assert (await one.http.get(f"{PATH}/{running['id']}")).status_code == 404
         await wait_for_status(served.cluster.address, lambda status: status.requests.decode == 0)
-
-
-async def _restart(cluster: LocalCluster) -> None:
-    cluster.kill("coordinator", signal.SIGKILL)
-    await cluster.coordinator.wait()
-    await cluster.restart_coordinator()
