@@ -122,6 +122,14 @@ GROUPS = (
         timeout_s=400.0,
     ),
     Group(
+        name="gateway",
+        about="processor time per token of 256 chats through two gateways : Generate; /health p99",
+        module="bench.figures.gateway",
+        about_s=100,
+        is_default=False,
+        timeout_s=400.0,
+    ),
+    Group(
         name="big-frames",
         about="16 MiB of hidden states per hop : raw TCP; event loop of the receiving stage",
         module="bench.figures.big_frames",

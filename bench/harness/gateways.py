@@ -1,0 +1,98 @@
+"""Gateways of a cluster, and clients of them, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway that listens on `address`."""
+
+    process: Process
+    address: str
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+@asynccontextmanager
+async def running_gateways(coordinator: str, count: int) -> AsyncIterator[list[Gateway]]:
+    """Start gateways; kill them at the end."""
+    async with AsyncExitStack() as stack:
+        yield [await _start(coordinator, stack) for _ in range(count)]
+
+
+async def _start(coordinator: str, stack: AsyncExitStack) -> Gateway:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "stageline", "gateway"),
+        *("--coordinator", coordinator, "--listen", "127.0.0.1:0", "--log-level", "error"),
+        stdout=PIPE,
+    )
+    stack.push_async_callback(_kill, process)
+    assert process.stdout is not None
+    async with asyncio.timeout(START_TIMEOUT_S):
+        line = (await process.stdout.readline()).decode()
+    return Gateway(process, line.rpartition(" ")[2].strip())
+
+
+@dataclass(frozen=True, slots=True)
+class EventCount:
+    """What the streams of a client have received; `bad` responses were no streams."""
+
+    started: int
+    events: int
+    bad: int
+
+
+class EventClient:
+    """A process that reads streams (`bench.harness.sse_client`)."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def count(self) -> EventCount:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        return EventCount(*map(int, (await self._process.stdout.readline()).split()))
+
+
+@asynccontextmanager
+async def running_streams_of(
+    gateways: Sequence[Gateway], num_streams: int, path: str, body: dict[str, Any]
+) -> AsyncIterator[EventClient]:
+    """Read streams, evenly over the gateways, until the end of the context."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.harness.sse_client", path, json.dumps(body), str(num_streams)),
+        *(gateway.address for gateway in gateways),
+        stdin=PIPE,
+        stdout=PIPE,
+    )
+    try:
+        yield EventClient(process)
+    finally:
+        await _kill(process)
+
+
+async def _kill(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
