@@ -149,13 +149,15 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         context = self._last_with_text(prompt_ids, _CONTEXT_TOKENS)
         self._stream = (
-            _ByteStream(codec, context)
+            _ByteStream(codec, context, codec.whole_texts(skip_special_tokens=skip_special_tokens))
             if codec.is_byte_level
             else _TextWindow(codec, context, skip_special_tokens=skip_special_tokens)
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that is now final; often empty. Raises UnknownToken and then adds no token."""
+        if len(token_ids) == 1 and (text := self._stream.whole_text(token_ids[0])) is not None:
+            return text  # almost always
         self._codec.check(token_ids)
         return "".join(self._stream.push(token_id) for token_id in token_ids if self._has_text(token_id))
 
@@ -181,17 +183,24 @@ class IncrementalDetokenizer:
 class _ByteStream:
     """Byte-level tokenizers. The context matters only for a character that it leaves incomplete."""
 
-    def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
+    def __init__(self, codec: TextCodec, context: Sequence[int], whole_texts: dict[int, str]) -> None:
+        """`whole_texts` are those of tokens that were decoded before."""
         self._codec = codec
+        self._whole_texts = whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_between_characters = True
         for token_id in context:
             self.push(token_id)
 
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that needs no other one, if it was decoded before."""
+        return self._whole_texts.get(token_id) if self._is_between_characters else None
+
     def push(self, token_id: int) -> str:
         piece = self._codec.piece(token_id)
         assert piece is not None
         if self._is_between_characters and (text := _whole_text_of(piece)) is not None:
+            self._whole_texts[token_id] = text
             return text
         text = self._utf8.decode(_bytes_of(piece))
         self._is_between_characters = not self._utf8.getstate()[0]
@@ -213,6 +222,9 @@ class _TextWindow:
         begin, self._num_pending = self._between_characters(context)
         self._window = list(context[begin:])
         self._known = len(self._decode(self._window[: len(self._window) - self._num_pending]))
+
+    def whole_text(self, token_id: int) -> None:
+        """Every text depends on the tokens around it."""
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -250,7 +262,6 @@ def _byte_of_character() -> dict[str, int]:
     return spelled | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-@cache
 def _whole_text_of(piece: str) -> str | None:
     """Return the text of a byte-level token of whole characters, which most are; None for others."""
     try:

@@ -89,6 +89,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._vocab_size = max(_num_ids(tokenizer), model_vocab_size or 0)
         self._pieces: dict[int, str | None] = {}
+        self._whole_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @property
     def vocab_size(self) -> int:
@@ -208,6 +209,10 @@ class TextCodec:
             assert piece is None or isinstance(piece, str)
             self._pieces[token_id] = piece
             return piece
+
+    def whole_texts(self, *, skip_special_tokens: bool) -> dict[int, str]:
+        """Texts of byte-level tokens that are whole characters; its users add those that they decode."""
+        return self._whole_texts[skip_special_tokens]
 
     @cached_property
     def longest_token_bytes(self) -> int:
