@@ -65,6 +65,12 @@ class Answers:
             for choice in range(num_choices)
         ]
 
+    def content(self, delta: Delta) -> str | None:
+        """Return the text of a delta that is content alone; None for others, which `read` takes."""
+        if delta.finish_reason is not None or self._choices[delta.choice].parser is not None:
+            return None
+        return delta.text
+
     def read(self, delta: Delta) -> AnswerDelta:
         """Return what the new text says. Text that may begin a marker waits for more."""
         answer = self._choices[delta.choice]

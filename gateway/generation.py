@@ -1,17 +1,15 @@
 """One HTTP request's generation: streams of the coordinator to deltas of choices."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from gateway.output import ChoiceOutput, Delta, OutputRules
+from gateway.rendering import Rendering
 from gateway.text_thread import TextThread
-from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens, TokenStream
+from gateway.upstream.contract import ChoiceEnd, Item, PromptLogprobs, Tokens, TokenStream
 from stageline_rpc.v1 import inference_pb2
 from stageline_rpc.v1.inference_pb2 import TokenLogprobs
 
@@ -20,7 +18,6 @@ FINISH_REASONS = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
 }
 
-_Item: TypeAlias = Tokens | PromptLogprobs | ChoiceEnd
 _Rendered = TypeVar("_Rendered")
 
 
@@ -101,6 +98,7 @@ class Generation:
         text: TextThread,
     ) -> None:
         self._spec, self._text = spec, text
+        self._has_stops = bool(spec.rules.stops)
         self.usage = UsageCounts(prompt_tokens=sum(map(len, prompts)))
         self.prompts = [
             PromptState(ids, stream, self._new_outputs(index, ids), num_live=spec.num_choices)
@@ -123,21 +121,9 @@ class Generation:
         """The prompt of a choice of the response."""
         return self.prompts[choice // self._spec.num_choices]
 
-    async def rendered(self, render: Callable[[Delta], _Rendered | None]) -> AsyncGenerator[_Rendered, None]:
-        """Yield `render` of each delta, unless None; it runs on the text thread. Raises UpstreamFailure.
-
-        Streams that have not ended are cancelled at the end.
-        """
-        try:
-            async with aclosing(self._items()) as items:
-                async for prompt, item in items:
-                    for work in self._works(prompt, item):
-                        result = await self._text.run(partial(self._render, work, render))
-                        if result is not None:
-                            yield result
-                    _stop_upstream(prompt)
-        finally:
-            await self.cancel()
+    def rendering(self, render: Callable[[Delta], _Rendered | None]) -> Rendering[_Rendered]:
+        """Return what reads the output once, as `render` of each delta, except None."""
+        return Rendering(self, self._text, render)
 
     async def cancel(self) -> None:
         """Cancel the streams that have not ended."""
@@ -146,93 +132,56 @@ class Generation:
                 prompt.num_live = 0
                 await prompt.stream.cancel()
 
-    def _render(
-        self, work: Callable[[], Delta | None], render: Callable[[Delta], _Rendered | None]
-    ) -> _Rendered | None:
-        delta = work()
-        if delta is None:
-            return None
-        is_useful = bool(delta.text or delta.finish_reason) or self._spec.wants_tokens
-        return render(delta) if is_useful else None
-
-    async def _items(self) -> AsyncGenerator[tuple[PromptState, _Item], None]:
-        if len(self.prompts) == 1:
-            async for item in self.prompts[0].stream:
-                yield self.prompts[0], item
+    def stop_choices(self) -> None:
+        """Tell the coordinator of choices that a stop string ended; it discards the tokens after it."""
+        if not self._has_stops:
             return
-        queue: asyncio.Queue[tuple[PromptState, _Item | Exception | None]] = asyncio.Queue(len(self.prompts))
-        readers = [asyncio.create_task(_read(prompt, queue)) for prompt in self.prompts]
-        try:
-            num_live = len(readers)
-            while num_live:
-                prompt, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found is None:
-                    num_live -= 1
-                else:
-                    yield prompt, found
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+        for prompt in self.prompts:
+            for choice, output in enumerate(prompt.outputs):
+                if output.is_stopped and not output.is_stop_sent:
+                    output.is_stop_sent = True
+                    prompt.stream.stop(choice, output.num_generated)
 
-    def _works(self, prompt: PromptState, item: _Item) -> Iterator[Callable[[], Delta | None]]:
-        """Yield what the text thread has to do for an item."""
+    def deltas(self, prompt: PromptState, item: Item) -> Iterable[Delta]:
+        """Return what an item adds to the output; on the text thread."""
+        if self._spec.echo and not prompt.has_echoed:
+            return self._echo(prompt, item)
+        if isinstance(item, Tokens):
+            return self._push(prompt.outputs[item.choice], item)
+        if isinstance(item, ChoiceEnd):
+            return self._finish(prompt, item)
+        prompt.logprobs[item.first_index :] = item.logprobs
+        return ()
+
+    def _echo(self, prompt: PromptState, item: Item) -> Iterator[Delta]:
+        """Output follows the prompt, which waits for its log-probabilities if they are part of it."""
         if isinstance(item, PromptLogprobs):
             prompt.logprobs[item.first_index :] = item.logprobs
-        if self._spec.echo and not prompt.has_echoed:
-            if self._spec.echoes_logprobs and len(prompt.logprobs) < len(prompt.ids):
-                if not isinstance(item, PromptLogprobs):
-                    prompt.held.append(item)
-                return
-            prompt.has_echoed = True
-            logprobs = prompt.logprobs if self._spec.echoes_logprobs else ()
-            for output in prompt.outputs:
-                yield partial(output.echo, prompt.ids, logprobs)
+        else:
+            prompt.held.append(item)
+        if self._spec.echoes_logprobs and len(prompt.logprobs) < len(prompt.ids):
+            return
+        prompt.has_echoed = True
+        logprobs = prompt.logprobs if self._spec.echoes_logprobs else ()
+        for output in prompt.outputs:
+            yield output.echo(prompt.ids, logprobs)
         held, prompt.held = prompt.held, []
         for waiting in held:
-            yield from self._output_works(prompt, waiting)
-        if not isinstance(item, PromptLogprobs):
-            yield from self._output_works(prompt, item)
+            yield from self.deltas(prompt, waiting)
 
-    def _output_works(
-        self, prompt: PromptState, item: Tokens | ChoiceEnd
-    ) -> Iterator[Callable[[], Delta | None]]:
-        output = prompt.outputs[item.choice]
-        if isinstance(item, Tokens):
-            yield partial(self._push, output, item)
-            return
-        prompt.num_live -= 1
-        self.usage.add_end(item.choice, item.usage)
-        if not output.is_stopped:
-            yield partial(output.finish, FINISH_REASONS.get(item.finish_reason, "abort"))
-
-    def _push(self, output: ChoiceOutput, item: Tokens) -> Delta | None:
+    def _push(self, output: ChoiceOutput, item: Tokens) -> Iterable[Delta]:
         """Add tokens, except those that arrive after a stop string."""
         if output.is_stopped:
-            return None
+            return ()
         delta = output.push(item.token_ids, item.logprobs)
         self.usage.completion_tokens += len(delta.token_ids)
-        return delta
+        return (delta,) if delta.text or delta.finish_reason or self._spec.wants_tokens else ()
 
-
-async def _read(
-    prompt: PromptState, queue: asyncio.Queue[tuple[PromptState, _Item | Exception | None]]
-) -> None:
-    """Put the items of a stream into the queue, then its failure, or None."""
-    end = None
-    try:
-        async for item in prompt.stream:
-            await queue.put((prompt, item))
-    except Exception as error:
-        end = error
-    await queue.put((prompt, end))
-
-
-def _stop_upstream(prompt: PromptState) -> None:
-    """Tell the coordinator of choices that a stop string ended; it discards the tokens after it."""
-    for choice, output in enumerate(prompt.outputs):
-        if output.is_stopped and not output.is_stop_sent:
-            output.is_stop_sent = True
-            prompt.stream.stop(choice, output.num_generated)
+    def _finish(self, prompt: PromptState, end: ChoiceEnd) -> Iterable[Delta]:
+        """End a choice, unless a stop string did."""
+        prompt.num_live -= 1
+        self.usage.add_end(end.choice, end.usage)
+        output = prompt.outputs[end.choice]
+        if output.is_stopped:
+            return ()
+        return (output.finish(FINISH_REASONS.get(end.finish_reason, "abort")),)

@@ -86,8 +86,10 @@ class ChoiceOutput:
         if self._matcher is not None:
             return self._push_until_stop(self._matcher, token_ids, logprobs)
         self._count(token_ids)
-        text, offsets = self._detokenize(token_ids, wants_offsets=bool(logprobs))
-        return Delta(self._choice, text, token_ids, logprobs, offsets)
+        if logprobs:
+            text, offsets = self._detokenize(token_ids, wants_offsets=True)
+            return Delta(self._choice, text, token_ids, logprobs, offsets)
+        return Delta(self._choice, self._text(token_ids), token_ids)
 
     def finish(self, reason: str) -> Delta:
         """Return the rest of the text, for a choice that the coordinator ended."""
@@ -138,23 +140,25 @@ class ChoiceOutput:
 
     def _detokenize(self, token_ids: Sequence[int], *, wants_offsets: bool) -> tuple[str, list[int]]:
         """Return the text that the tokens complete, and where the text of each begins."""
-        if self._detokenizer is None:
-            return "", [0] * len(token_ids)
         if not wants_offsets:
-            text = self._detokenizer.push(self._shown(token_ids))
-            self._text_length += len(text)
-            return text, []
+            return self._text(token_ids), []
         pieces, offsets = [], []
         for token_id in token_ids:
             offsets.append(self._text_length)
-            pieces.append(self._detokenizer.push(self._shown((token_id,))))
-            self._text_length += len(pieces[-1])
+            pieces.append(self._text((token_id,)))
         return "".join(pieces), offsets
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(self._shown(token_ids) if self._rules.kept_special_ids else token_ids)
+        self._text_length += len(text)
+        return text
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens without the special ones that are not kept, where the detokenizer skips none."""
         codec, kept = self._rules.codec, self._rules.kept_special_ids
-        if codec is None or not kept or not self._rules.skips_special_tokens:
+        if codec is None or not self._rules.skips_special_tokens:
             return token_ids
         return [token for token in token_ids if token in kept or codec.has_text(token)]
 

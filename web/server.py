@@ -8,8 +8,8 @@ import socket
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import HTTPProtocolType
 
+from web.direct_chunks import ChunkedProtocol
 from wire.addresses import Address, local_address
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ class HttpServer:
         *,
         name: str,
         hint: str,
-        http: HTTPProtocolType = "h11",
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """`name` and `hint` (what to do about it) are parts of the error for an address that is in use.
@@ -40,7 +39,7 @@ class HttpServer:
         self._address, self._name, self._hint = address, name, hint
         config = uvicorn.Config(
             application,
-            http=http,
+            http=ChunkedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers import Answers, WholeAnswer
+from gateway.answers import AnswerDelta, Answers, WholeAnswer
 from gateway.api.call import Call, Gateway, open_call, read_fields, submit
 from gateway.api.conversation import ConversationFields, prepare
 from gateway.api.errors import invalid
@@ -28,6 +29,10 @@ from gateway.parsers.events import (
 )
 from stageline_rpc.v1.inference_pb2 import TokenLogprobs
 from wire.ids import id_text
+
+_PLACEHOLDER = "text"
+_CONTENT_KEY = b'"content":'
+_PLACEHOLDER_JSON = _CONTENT_KEY + orjson.dumps(_PLACEHOLDER)
 
 
 class ChatRequest(ConversationFields):
@@ -88,9 +93,30 @@ class ChatWriter:
 
     def delta(self, delta: Delta) -> bytes | None:
         """Return a chunk; None while all of the text waits."""
+        if self._is_plain and (text := self._answers.content(delta)):
+            before, after = self._frames[delta.choice]
+            return before + orjson.dumps(text) + after
         answer = self._answers.read(delta)
         if not (answer.events or answer.finish_reason or self._wants_tokens):
             return None
+        return self._answer_chunk(answer)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Chunks differ in their text only."""
+        return not (self._wants_tokens or self._fields.includes_continuous_usage)
+
+    @cached_property
+    def _frames(self) -> Sequence[tuple[bytes, bytes]]:
+        """What stands around the content of a chunk, for each choice."""
+        found = []
+        for index in range(self._generation.num_choices):
+            chunk = self._answer_chunk(AnswerDelta(index, [Content(_PLACEHOLDER)]))
+            before, _, after = chunk.partition(_PLACEHOLDER_JSON)  # quotes of other strings are escaped
+            found.append((before + _CONTENT_KEY, after))
+        return found
+
+    def _answer_chunk(self, answer: AnswerDelta) -> bytes:
         choice = {
             "index": answer.choice,
             "delta": delta_body(answer.events),

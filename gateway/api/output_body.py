@@ -14,6 +14,7 @@ from gateway.api.sampling import GenerationFields
 from gateway.api.sse import DONE, EventStream, frame, while_connected
 from gateway.generation import Generation, UsageCounts
 from gateway.output import Delta, StopReason
+from gateway.rendering import Rendering
 from stageline_rpc.v1.inference_pb2 import TokenLogprobs
 
 
@@ -102,20 +103,18 @@ async def respond(
 
 async def _collect(generation: Generation, writer: Writer) -> None:
     """Await the whole output of every choice. Raises UpstreamFailure."""
-    nothing: AsyncGenerator[None, None] = generation.rendered(writer.add)
-    async with aclosing(nothing):
+    rendering: Rendering[None] = generation.rendering(writer.add)
+    async with aclosing(rendering.portions()) as nothing:
         async for _ in nothing:
             pass
 
 
 async def _events(
     generation: Generation, writer: Writer, *, includes_usage: bool
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[bytes | Rendering[bytes], None]:
     if begin := writer.begin():
         yield begin
-    async with aclosing(generation.rendered(writer.delta)) as rendered:
-        async for event in rendered:
-            yield event
+    yield generation.rendering(writer.delta)
     if includes_usage:
         yield frame(orjson.dumps(writer.body([], usage=usage_body(generation.usage))))
     yield DONE

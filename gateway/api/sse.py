@@ -11,6 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.errors import api_error, error_body
+from gateway.rendering import Rendering
+from web.direct_chunks import EXTENSION, DirectChunks
 
 KEEP_ALIVE_S = 15.0
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +30,7 @@ def frame(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events`, and calls `close` when they end or the client leaves.
+    """Sends `events` and what renderings among them yield; calls `close` at the end, or if the client leaves.
 
     An error is sent as the last event: without `[DONE]`, so that no client takes the output for complete.
     """
@@ -37,7 +39,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[bytes | Rendering[bytes], None],
         *,
         close: Callable[[], Coroutine[Any, Any, None]],
         headers: Mapping[str, str],
@@ -51,17 +53,20 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with contextlib.suppress(ClientGone):
-                await until_disconnect(receive, self._send_events(send))
+                await until_disconnect(receive, self._send_events(scope, send))
         finally:
             await self._close()  # also where the generator never began
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         self._sent_s = clock()
         keep_alive = asyncio.create_task(self._keep_alive(send))
         try:
             async with contextlib.aclosing(self._events):
                 async for event in self._events:
+                    if isinstance(event, Rendering):
+                        await self._send_rendering(event, scope, send)
+                        continue
                     self._sent_s = clock()
                     await _send_part(send, event)
         except Exception as error:
@@ -69,6 +74,24 @@ class EventStream(Response):
         finally:
             keep_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_rendering(self, rendering: Rendering[bytes], scope: Scope, send: Send) -> None:
+        """One write per portion, without a turn of this task where the server offers that."""
+        clock = asyncio.get_running_loop().time
+        direct: DirectChunks | None = scope.get("extensions", {}).get(EXTENSION)
+        if direct is not None:
+            write = direct.write
+
+            def put(portion: list[bytes]) -> bool:
+                self._sent_s = clock()
+                return write(b"".join(portion))
+
+            await rendering.deliver(put, direct.drain)
+            return
+        async with contextlib.aclosing(rendering.portions()) as portions:
+            async for portion in portions:
+                self._sent_s = clock()
+                await _send_part(send, b"".join(portion))
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment, which clients skip, after each silence: proxies close idle connections."""

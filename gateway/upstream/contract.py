@@ -1,8 +1,8 @@
 """What a gateway asks of a coordinator: one stream of tokens per request."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import grpc
 
@@ -21,8 +21,7 @@ class ModelInfo:
     generation_config: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """New tokens of a choice; `logprobs` has one entry per token, or is empty if not requested."""
 
     choice: int
@@ -54,6 +53,9 @@ class Found:
 
     num_tokens: int = 0
     has_ended: bool = False
+
+
+Item: TypeAlias = Tokens | PromptLogprobs | ChoiceEnd
 
 
 class UpstreamFailure(Exception):
@@ -94,7 +96,16 @@ class TokenStream(Protocol):
     @property
     def found(self) -> Found: ...
 
-    def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]: ...
+    def __aiter__(self) -> AsyncIterator[Item]: ...
+
+    def take(self) -> Sequence[Item] | None:
+        """Take all that arrived, instead of iterating; None after the end of every choice.
+
+        Raises UpstreamFailure after everything before it.
+        """
+
+    def notify(self, changed: Callable[[], None] | None) -> None:
+        """Call `changed` when there is something to `take`, and at once if there is; None ends that."""
 
     def stop(self, choice: int, num_tokens: int) -> None:
         """End a choice after its first `num_tokens` generated tokens; its ChoiceEnd still comes."""

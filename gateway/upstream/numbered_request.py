@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import ChoiceEnd, Found, Item, PromptLogprobs, Tokens, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import ClusterUnavailable, reason_of
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _ATTACH_AGAIN = ("REQUEST_SUSPENDED",)
-
-Item = Tokens | PromptLogprobs | ChoiceEnd
 
 
 class NumberedRequest:
@@ -49,8 +47,7 @@ class NumberedRequest:
         self.created_s = asyncio.get_running_loop().time()
         self.found = Found()
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
-        self._message = message
-        self._deadline_s = deadline_s
+        self._message, self._deadline_s = message, deadline_s
         self._traceparent, self._client = traceparent, client
         self._observes = observes
         self._client_state = None if message is None else message.client_state
@@ -65,6 +62,7 @@ class NumberedRequest:
         self._failure: UpstreamFailure | None = None
         self._is_over = False
         self._changed = asyncio.Event()
+        self._listener: Callable[[], None] | None = None
         self._call: ServeCall | None = None
         self._number = 0
 
@@ -108,22 +106,25 @@ class NumberedRequest:
         for choice, after_token in self._stops.items():
             if choice not in self._ended:
                 self._send_stop(choice, after_token)
-        self._changed.set()
+        self._signal()
 
-    def num_received(self, choice: int) -> int:
-        return self._received.get(choice, 0)
-
-    def push(self, item: Tokens | PromptLogprobs) -> None:
-        """Take new output for the reader."""
-        if isinstance(item, Tokens):
-            count = len(item.token_ids)
-            self._received[item.choice] = item.first_token_index + count
-        else:
-            count = len(item.logprobs)
-            self._num_prompt_logprobs = item.first_index + count
+    def push(
+        self, choice: int, token_ids: Sequence[int], logprobs: Sequence[inference_pb2.TokenLogprobs]
+    ) -> None:
+        """Take new tokens for the reader."""
+        first, count = self._received.get(choice, 0), len(token_ids)
+        self._received[choice] = first + count
         self._num_queued += count
-        self._items.append(item)
-        self._changed.set()
+        self._items.append(Tokens(choice, first, token_ids, logprobs))
+        self._signal()
+
+    def push_prompt(self, rows: PromptLogprobs) -> None:
+        """Take new log-probabilities of the prompt for the reader."""
+        count = len(rows.logprobs)
+        self._num_prompt_logprobs = rows.first_index + count
+        self._num_queued += count
+        self._items.append(rows)
+        self._signal()
 
     def end(self, end: ChoiceEnd) -> bool:
         """Take the end of a choice, which comes again after each attach; whether all have ended."""
@@ -132,7 +133,7 @@ class NumberedRequest:
             self._items.append(end)
         if is_over := len(self._ended) == len(self._received):
             self._finish()
-        self._changed.set()
+        self._signal()
         return is_over
 
     def reject(self, failure: inference_pb2.NumberFailure) -> None:
@@ -182,6 +183,25 @@ class NumberedRequest:
             self._changed.clear()
             await self._changed.wait()  # no timeout: the request has a deadline, or none
 
+    def take(self) -> Sequence[Item] | None:
+        """All items that arrived; None after the last one. Raises UpstreamFailure."""
+        if items := self._items:
+            self._items = deque()
+            for item in items:
+                self._return_credit(item)
+            if not self._stops:
+                return items
+            return [shown for item in items if (shown := self._shown(item)) is not None] or self.take()
+        if self._failure is not None:
+            raise self._failure
+        return None if self._is_over else ()
+
+    def notify(self, changed: Callable[[], None] | None) -> None:
+        """Call `changed` when there is something to take."""
+        self._listener = changed
+        if self._items or self._is_over:
+            self._signal()
+
     def stop(self, choice: int, num_tokens: int) -> None:
         """End a choice after its first `num_tokens` tokens."""
         self._stops.setdefault(choice, num_tokens)
@@ -222,8 +242,14 @@ class NumberedRequest:
     def _finish(self) -> None:
         self._is_over = True
         self._call = None
-        self._changed.set()
+        self._signal()
         self.on_end(self)
+
+    def _signal(self) -> None:
+        if self._listener is not None:
+            self._listener()
+        else:
+            self._changed.set()
 
     def _shown(self, item: Item) -> Item | None:
         """What the reader sees of an item: nothing after a stop but the end that it asked for."""
@@ -281,6 +307,14 @@ class RequestStream:
         """Yield output until every choice has ended. Raises UpstreamFailure."""
         while (item := await self._request.next()) is not None:
             yield item
+
+    def take(self) -> Sequence[Item] | None:
+        """Take all that arrived, instead of iterating; None after the end. Raises UpstreamFailure."""
+        return self._request.take()
+
+    def notify(self, changed: Callable[[], None] | None) -> None:
+        """Call `changed` when there is something to `take`; None ends that."""
+        self._request.notify(changed)
 
     def stop(self, choice: int, num_tokens: int) -> None:
         """End a choice after its first `num_tokens` generated tokens; its ChoiceEnd still comes."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from gateway.upstream.contract import ChoiceEnd, PromptLogprobs, Tokens
+from gateway.upstream.contract import ChoiceEnd, PromptLogprobs
 from gateway.upstream.numbered_request import NumberedRequest
 from stageline_rpc.v1 import inference_pb2
 
@@ -93,7 +93,7 @@ class ServeCall:
                 request.accept(accepted)
         for prompt in message.prompt_logprobs:
             if (request := find(prompt.number)) is not None:
-                request.push(PromptLogprobs(prompt.first_prompt_token_index, prompt.tokens))
+                request.push_prompt(PromptLogprobs(prompt.first_prompt_token_index, prompt.tokens))
         self._dispatch_tokens(message)
         for end in message.ends:
             if (request := find(end.number)) is not None and request.end(
@@ -116,5 +116,5 @@ class ServeCall:
             end = begin + count
             if (request := find(number)) is not None:
                 rows = logprobs.get((number, choice), ()) if logprobs else ()
-                request.push(Tokens(choice, request.num_received(choice), token_ids[begin:end], rows))
+                request.push(choice, token_ids[begin:end], rows)
             begin = end

@@ -107,6 +107,37 @@ class FakeStream:
     on_cancel: Callable[[], None] = lambda: None
     stops: list[tuple[int, int]] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: list[Tokens | PromptLogprobs | ChoiceEnd] = field(default_factory=list)
+    end: UpstreamFailure | bool = False
+    changed: Callable[[], None] | None = None
+    arriving: asyncio.Task[None] | None = None
+
+    def notify(self, changed: Callable[[], None] | None) -> None:
+        self.changed = changed
+        if self.arriving is None:
+            self.arriving = asyncio.create_task(self._arrive())
+
+    def take(self) -> Sequence[Tokens | PromptLogprobs | ChoiceEnd] | None:
+        if self.arrived:
+            arrived, self.arrived = self.arrived, []
+            return arrived
+        if isinstance(self.end, UpstreamFailure):
+            raise self.end
+        return None if self.end else ()
+
+    async def _arrive(self) -> None:
+        try:
+            async for item in self:
+                self.arrived.append(item)
+                self._signal()
+            self.end = True
+        except UpstreamFailure as failure:
+            self.end = failure
+        self._signal()
+
+    def _signal(self) -> None:
+        if self.changed is not None:
+            self.changed()
 
     async def __aiter__(self) -> AsyncIterator[Tokens | PromptLogprobs | ChoiceEnd]:
         await self.gate.wait()

@@ -112,3 +112,63 @@ async def test_health_answers_while_prompts_are_tokenized(monkeypatch: pytest.Mo
         assert response.status_code == 200
         assert not posting.done()
         assert (await posting).status_code == 200
+
+
+def raw_request(version: str, **body: Any) -> bytes:
+    data = json.dumps({"prompt": "a", "stream": True, **body}).encode()
+    lines = (f"POST {PATH} HTTP/{version}", "host: a", "connection: close", f"content-length: {len(data)}")
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode() + data
+
+
+async def raw_response(port: int, version: str) -> tuple[bytes, bytes]:
+    """Return head and body of a streamed response, as they are on the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw_request(version))
+    async with asyncio.timeout(DEADLINE_S):
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    writer.close()
+    return head.lower(), body
+
+
+def without_chunks(body: bytes) -> bytes:
+    parts = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        num_bytes = int(size, 16)
+        parts.append(rest[:num_bytes])
+        assert rest[num_bytes:].startswith(b"\r\n")
+        body = rest[num_bytes + 2 :]
+    assert parts.pop() == b""
+    return b"".join(parts)
+
+
+def text_of(stream: str) -> str:
+    events = [frame.removeprefix("data: ") for frame in stream.split("\n\n") if frame]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+async def test_parts_are_chunks_of_the_response_or_its_bytes_for_old_clients() -> None:
+    text = " a bird sang" * 50
+    async with serve(answer(text), over_tcp=True) as served:
+        port = int(str(served.client.base_url.port))
+        head, chunks = await raw_response(port, "1.1")
+        old_head, old = await raw_response(port, "1.0")
+        known = (await served.client.post(PATH, json={"prompt": "a", "stream": True})).text
+    assert b"transfer-encoding: chunked" in head
+    assert b"transfer-encoding" not in old_head
+    assert [text_of(found) for found in (without_chunks(chunks).decode(), old.decode(), known)] == [text] * 3
+
+
+async def test_the_output_of_a_client_that_reads_late_is_whole() -> None:
+    text = " a bird sang" * 4000
+    async with serve(answer(text), over_tcp=True) as served:
+        port = int(str(served.client.base_url.port))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(raw_request("1.1", return_token_ids=True))
+        async with asyncio.timeout(60):
+            while not served.upstream.streams or not served.upstream.streams[0].end:
+                await asyncio.sleep(0.01)
+            _, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        writer.close()
+    assert text_of(without_chunks(body).decode()) == text
