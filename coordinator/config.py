@@ -259,6 +259,9 @@ class CoordinatorConfig:
         str,
         _serving("--listen", "HOST:PORT", "Listen address; port 0 takes a free port", parse=listen_address),
     ] = DEFAULT_ADDRESS
+    reflection: Annotated[
+        bool, _serving("--reflection", None, "Describe the gRPC services to clients that ask")
+    ] = True
     http: Annotated[
         str | None,
         _serving(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import uvloop
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from grpc_health.v1 import health_pb2
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
@@ -51,15 +52,22 @@ from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.planner.planner import check_counts, plan_for
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check import References, SelfCheck
-from stageline_rpc.internal.v1 import deliver_pb2_grpc, join_pb2_grpc
-from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, telemetry_pb2_grpc
+from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, join_pb2, join_pb2_grpc
+from stageline_rpc.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    telemetry_pb2,
+    telemetry_pb2_grpc,
+)
 from telemetry import logs
 from telemetry.span_recorder import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
 from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
-from wire.channels import bind, new_server, raise_file_limit
+from wire.channels import add_reflection, bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
@@ -71,6 +79,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SERVICES = (
+    inference_pb2,
+    cluster_pb2,
+    telemetry_pb2,
+    join_pb2,
+    deliver_pb2,
+    trace_service_pb2,
+    metrics_service_pb2,
+    health_pb2,
+)
 INTERPRETER_SWITCH_S = 0.0005
 """How long the event loop waits for a thread that runs Python, such as a chat template; CPython has 5 ms."""
 
@@ -207,6 +225,8 @@ class CoordinatorServer:
             MetricsService(self.metrics.take), self._server
         )
         self._health.add_to(self._server)
+        if self._config.reflection:
+            add_reflection(self._server, (file.DESCRIPTOR for file in SERVICES))
 
     def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
         # Imported late: the HTTP server takes some 20 MB, and not every coordinator has a dashboard.

@@ -120,6 +120,9 @@ class WorkerConfig:
             parse=peer_address,
         ),
     ] = None
+    reflection: Annotated[
+        bool, _cluster("--reflection", None, "Describe the gRPC services to clients that ask")
+    ] = True
     payload_listen: Annotated[
         str | None,
         _cluster(

@@ -35,7 +35,7 @@ from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
-from wire.channels import PROTOCOL_VERSION, bind, new_server, raise_file_limit
+from wire.channels import PROTOCOL_VERSION, add_reflection, bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
@@ -95,6 +95,8 @@ class Worker:
         listen = await self._listen_address()
         StageService(self._stage).add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if self._config.reflection:
+            add_reflection(self._server, (forward_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR))
         port = bind(self._server, str(listen))
         bound = Address(listen.host, port)
         self._listen_for_payloads(bound.host)

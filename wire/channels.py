@@ -3,11 +3,13 @@
 import asyncio
 import resource
 import socket
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from types import coroutine as generator_coroutine
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection
 
 from wire.addresses import Address, parse_address
 from wire.interceptors import ErrorInterceptor
@@ -98,6 +100,13 @@ def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> gr
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it."""
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
     return grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+
+
+def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:
+    """Describe the services of these files, and reflection itself, to clients that ask."""
+    services: list[Any] = [service for file in files for service in file.services_by_name.values()]
+    names = (*(service.full_name for service in services), reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:

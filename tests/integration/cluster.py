@@ -138,6 +138,7 @@ class Cluster:
         cache_directory: Path | None = None,
         journal: Path | None = None,
         http: str | None = None,
+        reflection: bool = True,
         token: str = TOKEN,
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
@@ -172,6 +173,7 @@ class Cluster:
             self_check=model_directory is None and mock_model is None if self_check is None else self_check,
             journal=journal,
             http=http,
+            reflection=reflection,
             token=token,
             trace_sample=trace_sample,
             telemetry=telemetry,
@@ -258,6 +260,7 @@ class Cluster:
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),
+            reflection=self._config.reflection,
             telemetry=self._config.telemetry,
         )
 
