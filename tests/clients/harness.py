@@ -56,8 +56,13 @@ async def serve(logs: Path, config: LocalClusterConfig, *flags: str) -> AsyncIte
 
 
 @asynccontextmanager
-async def serve_builtin_model(logs: Path) -> AsyncIterator[Served]:
-    config = LocalClusterConfig(num_workers=2, environment=ENVIRONMENT, log_directory=logs)
+async def serve_builtin_model(logs: Path, *coordinator_arguments: str) -> AsyncIterator[Served]:
+    config = LocalClusterConfig(
+        num_workers=2,
+        environment=ENVIRONMENT,
+        log_directory=logs,
+        coordinator_arguments=coordinator_arguments,
+    )
     async with serve(logs, config, "--chat-template", str(CHAT_TEMPLATE)) as served:
         yield served
 
