@@ -56,6 +56,15 @@ class UsageCounts:
     first_token_s: float | None = None
     decode_s: float | None = None
 
+    def times_body(self) -> dict[str, float | int | None]:
+        """Our extension of `usage` in every API."""
+        return {
+            "restarts": self.restarts,
+            "queue_s": self.queue_s,
+            "first_token_s": self.first_token_s,
+            "decode_s": self.decode_s,
+        }
+
     def add_end(self, choice: int, usage: inference_pb2.Usage) -> None:
         """Add what the coordinator reports at the end of a choice, except its tokens."""
         self.restarts = max(self.restarts, usage.restarts)

@@ -16,7 +16,9 @@ from gateway.api.body import RequestBody
 from gateway.api.call import Gateway
 from gateway.api.chat import ChatRequest, chat_completions
 from gateway.api.completions import CompletionRequest, completions
-from gateway.api.errors import api_error, error_response, http_error
+from gateway.api.errors import ApiError, api_error, error_response, http_error
+from gateway.api.messages.endpoints import count_message_tokens, create_message, message_error
+from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.responses.endpoints import (
     cancel_response,
     create_response,
@@ -51,6 +53,7 @@ class Route:
     streams: bool = False
     media_type: str = "application/json"
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    write_error: Callable[[ApiError], Response] = error_response
 
 
 _POST = "POST"
@@ -72,6 +75,23 @@ ROUTES = (
     Route(_RESPONSE, delete_response, "responses", "DELETE"),
     Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
     Route(f"{_RESPONSE}/input_items", list_input_items, "responses", query=_ITEMS_QUERY),
+    Route(
+        "/v1/messages",
+        create_message,
+        "messages",
+        _POST,
+        MessageRequest,
+        streams=True,
+        write_error=message_error,
+    ),
+    Route(
+        "/v1/messages/count_tokens",
+        count_message_tokens,
+        "count_tokens",
+        _POST,
+        PromptFields,
+        write_error=message_error,
+    ),
     Route("/v1/models", process.models, "models"),
     Route("/v1/models/{model:path}", process.model, "models"),
     *(
@@ -105,7 +125,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
     endpoints: dict[Any, str] = {}
     schemas: dict[str, Any] = {"Error": _ERROR_SCHEMA}
     for route in ROUTES:
-        handler = _guarded(route.handler, gateway)
+        handler = _guarded(route, gateway)
         endpoints[handler] = route.endpoint
         app.add_api_route(
             route.path,
@@ -129,16 +149,16 @@ def _operation_id(route: Route) -> str:
     return f"{route.method.lower()}{path.replace('/', '_').replace('.', '_')}"
 
 
-def _guarded(handler: Handler, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
-            return await handler(gateway, request)
+            return await route.handler(gateway, request)
         except HTTPException as error:
             return await _http_exception(request, error)
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
-            response = error_response(api_error(error))
+            response = route.write_error(api_error(error))
             if label := getattr(request.state, "label", ""):
                 response.headers["x-request-id"] = label
             return response

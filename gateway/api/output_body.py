@@ -26,12 +26,7 @@ def usage_body(usage: UsageCounts) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "stageline": {
-            "restarts": usage.restarts,
-            "queue_s": usage.queue_s,
-            "first_token_s": usage.first_token_s,
-            "decode_s": usage.decode_s,
-        },
+        "stageline": usage.times_body(),
     }
 
 

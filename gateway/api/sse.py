@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.errors import api_error, error_body
+from gateway.api.errors import ApiError, api_error, error_body
 from gateway.rendering import Rendering
 from web.direct_chunks import EXTENSION, DirectChunks
 
@@ -29,6 +29,10 @@ def frame(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def error_event(error: ApiError) -> bytes:
+    return frame(orjson.dumps(error_body(error)))
+
+
 class EventStream(Response):
     """Sends `events` and what renderings among them yield; calls `close` at the end, or if the client leaves.
 
@@ -43,10 +47,11 @@ class EventStream(Response):
         *,
         close: Callable[[], Coroutine[Any, Any, None]],
         headers: Mapping[str, str],
+        write_error: Callable[[ApiError], bytes] = error_event,
     ) -> None:
         super().__init__(headers={**headers, **_HEADERS})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._write_error = events, close, write_error
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +75,7 @@ class EventStream(Response):
                     self._sent_s = clock()
                     await _send_part(send, event)
         except Exception as error:
-            await _send_part(send, frame(orjson.dumps(error_body(api_error(error)))))
+            await _send_part(send, self._write_error(api_error(error)))
         finally:
             keep_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

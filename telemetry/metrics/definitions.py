@@ -137,6 +137,8 @@ ENDPOINT = Label(
     values=(
         "completions",
         "chat_completions",
+        "messages",
+        "count_tokens",
         "responses",
         "models",
         "tokenize",

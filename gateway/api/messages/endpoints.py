@@ -1,0 +1,98 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, and errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.call import Gateway, json_response, open_call, read_fields, submit
+from gateway.api.conversation import encode_messages, prepare, read_selection
+from gateway.api.errors import ApiError
+from gateway.api.messages.fields import MessageRequest, PromptFields
+from gateway.api.messages.writer import MessageWriter, event
+from gateway.api.sse import EventStream, while_connected
+from gateway.generation import Generation
+from gateway.rendering import Rendering
+from wire.ids import id_text
+
+OVERLOADED = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+"""By status; others are invalid requests, or errors of the server."""
+
+
+async def create_message(gateway: Gateway, request: Request) -> Response:
+    """Answer a conversation."""
+    fields, ignored = await read_fields(gateway, request, MessageRequest)
+    chat = fields.chat_fields()
+    call = open_call(gateway, request, fields, ignored)
+    conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
+    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    answers = conversation.answers(generation, id_text(call.request_id))
+    writer = MessageWriter(call, answers, generation.usage)
+    headers = {**call.headers(), "request-id": call.label}
+    if fields.stream:
+        return EventStream(
+            _events(generation, writer), close=generation.cancel, headers=headers, write_error=_error_event
+        )
+    try:
+        await while_connected(request, _collect(generation, writer))
+        body = await gateway.text.run(writer.whole)
+    finally:
+        await generation.cancel()
+    return Response(body, headers=headers, media_type="application/json")
+
+
+async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
+    """Count the tokens of a conversation."""
+    fields, _ = await read_fields(gateway, request, PromptFields)
+    chat = fields.chat_fields()
+    ids = await while_connected(request, encode_messages(gateway, chat, read_selection(chat)))
+    return json_response({"input_tokens": len(ids)})
+
+
+def message_error(error: ApiError) -> Response:
+    """Return an error as Anthropic's clients read it; a full queue is 529."""
+    status = OVERLOADED if error.status == 429 else error.status
+    return Response(
+        orjson.dumps(_error_body(error)),
+        status_code=status,
+        headers=error.headers,
+        media_type="application/json",
+    )
+
+
+def _error_body(error: ApiError) -> dict[str, Any]:
+    status = OVERLOADED if error.status == 429 else error.status
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {**error.body, "type": kind}}
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event("error", error=_error_body(error)["error"])
+
+
+async def _collect(generation: Generation, writer: MessageWriter) -> None:
+    nothing: Rendering[None] = generation.rendering(writer.add)
+    async with aclosing(nothing.portions()) as portions:
+        async for _ in portions:
+            pass
+
+
+async def _events(
+    generation: Generation, writer: MessageWriter
+) -> AsyncGenerator[bytes | Rendering[bytes], None]:
+    yield writer.begin()
+    yield generation.rendering(writer.delta)
+    yield writer.end()
