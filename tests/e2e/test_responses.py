@@ -164,6 +164,22 @@ async def test_a_stream_goes_on_when_the_coordinator_restarts_with_its_journal(t
 
 
 @pytest.mark.full
+async def test_a_stream_has_the_same_bytes_when_a_worker_is_killed(tmp_path: Path) -> None:
+    async with serving(tmp_path, num_gateways=1) as served:
+        [gateway] = served.gateways
+        undisturbed = await gateway.create()
+        async with gateway.http.stream("POST", PATH, json={**BODY, "stream": True}) as response:
+            reading = Reading(response)
+            await reading.until(20)
+            await served.cluster.restart("worker-1")
+            await reading.end()
+        body = reading.events[-1]["response"]
+        assert body["usage"]["stageline"]["restarts"] >= 1
+        assert body["output"][0]["content"] == undisturbed["output"][0]["content"]
+        assert await events_of(gateway, f"{PATH}/{reading.identity}?stream=true") == reading.parts
+
+
+@pytest.mark.full
 async def test_without_a_journal_a_stream_fails_with_its_coordinator(tmp_path: Path) -> None:
     async with serving(tmp_path, num_gateways=1) as served:
         [gateway] = served.gateways

@@ -130,7 +130,9 @@ async def _prepare(
     """Render the conversation, and write down what the response is written from. Raises ApiError."""
     earlier = await _earlier_items(gateway, fields.previous_response_id)
     items = [*earlier, *input_items("" if fields.input is None else fields.input)]
-    chat = fields.chat_fields(chat_messages(fields.instructions, items, first=len(earlier)))
+    chat = await gateway.beside_loop(
+        lambda: fields.chat_fields(chat_messages(fields.instructions, items, first=len(earlier)))
+    )
     try:
         conversation = await prepare(
             gateway,
@@ -152,7 +154,8 @@ async def _prepare(
         request=fields.model_copy(update={"input": items if earlier else fields.input}),
     )
     if fields.is_stored:
-        submission = replace(submission, client_state=stored.encode(), keep_s=gateway.config.response_keep_s)
+        state = await gateway.beside_loop(stored.encode)
+        submission = replace(submission, client_state=state, keep_s=gateway.config.response_keep_s)
     return replace(conversation, submission=submission), stored
 
 

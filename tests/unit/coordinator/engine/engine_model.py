@@ -238,9 +238,11 @@ class EngineModel:
         by_choice: dict[int, int] | None = None,
         prompt_token: int | None = None,
         deadline_s: float | None = None,
+        observes: bool = False,
     ) -> Call:
         positions = Positions(from_token, by_choice, prompt_token)
-        return self._call(self.engine.attach(request_id, positions, deadline_s=deadline_s))
+        stream = self.engine.attach(request_id, positions, deadline_s=deadline_s, observes=observes)
+        return self._call(stream)
 
     # Steps
 

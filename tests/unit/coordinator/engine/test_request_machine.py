@@ -18,7 +18,7 @@ from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
 from tests.properties import examples
 from tests.unit.coordinator.engine.customers import Customer
-from tests.unit.coordinator.engine.engine_model import BLOCK_SIZE, EngineModel, ended_as
+from tests.unit.coordinator.engine.engine_model import BLOCK_SIZE, Call, EngineModel, ended_as
 from tests.unit.coordinator.engine.request_cases import RequestCase, request_cases
 from wire.errors import (
     ClusterUnavailable,
@@ -69,6 +69,7 @@ class Requests(RuleBasedStateMachine):
         )
         self.engine = self.model.engine
         self.customers: list[Customer] = []
+        self.observers: list[tuple[Customer, Call]] = []
         self.num_arrivals = 0
         self.is_delivery_due = False
         self.failing: set[RequestId] = set()
@@ -171,6 +172,25 @@ class Requests(RuleBasedStateMachine):
         num_scores = data.draw(st.integers(0, scores) | (st.none() if may_leave_out else st.just(scores)))
         deadline_s = None if deadline_s is None else self.model.now_s + deadline_s
         customer.attach(self.model, positions, num_scores, deadline_s)
+        self.check_ends({})
+
+    @precondition(lambda self: self.customers and len(self.observers) < 6)
+    @rule(place=PLACES)
+    def observe(self, place: int) -> None:
+        """Another client reads a request from its first token, beside its reader."""
+        self.turn()
+        if (customer := self.pick(place, lambda customer: customer.is_here)) is not None:
+            self.observers.append((customer, self.model.attach(customer.request.id, observes=True)))
+        self.check_ends({})
+
+    @precondition(lambda self: self.observers)
+    @rule(place=PLACES, happens=SELDOM)
+    def read_or_leave(self, place: int, happens: bool) -> None:
+        _, call = self.observers[place % len(self.observers)]
+        call.read_all()
+        if happens:
+            call.close()
+            self.observers.pop(place % len(self.observers))
         self.check_ends({})
 
     @precondition(lambda self: self.customers)
@@ -432,6 +452,17 @@ class Requests(RuleBasedStateMachine):
             finally:
                 self.model.close()
 
+    def check_observers(self) -> None:
+        """Each has the whole output, or the error and the output before it."""
+        for customer, call in self.observers:
+            call.read_all()
+            assert call.is_over
+            assert type(call.error) is type(customer.request.error)
+            for choice, outcome in enumerate(customer.expected):
+                tokens = call.tokens(choice)
+                assert tokens == outcome.tokens[: len(tokens)]
+                assert call.error is not None or tokens == outcome.tokens
+
     def drain(self) -> None:
         """After all readers have read everything, no resource is held."""
         if not self.model.is_serving:
@@ -446,6 +477,7 @@ class Requests(RuleBasedStateMachine):
                 customer.attach(self.model, list(customer.num_tokens), customer.num_scores, None)
         self.read_everything()
         assert all(customer.call.is_over for customer in self.customers)
+        self.check_observers()
         self.model.now_s += 1000
         self.sweep()
         self.totals_add_up()
@@ -457,6 +489,8 @@ class Requests(RuleBasedStateMachine):
         for customer in self.customers:
             while customer.read(self.model.now_s):
                 pass
+        for _, call in self.observers:
+            call.read_all()
         self.read_stale()
 
 
