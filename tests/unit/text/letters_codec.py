@@ -18,6 +18,7 @@ class LettersCodec:
 
     def __init__(self, special: frozenset[int] = frozenset()) -> None:
         self._special = special
+        self._whole_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -38,6 +39,9 @@ class LettersCodec:
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         return self.piece(token_id) is not None and not (skip_special_tokens and token_id in self._special)
+
+    def whole_texts(self, *, skip_special_tokens: bool) -> dict[int, str]:
+        return self._whole_texts[skip_special_tokens]
 
     def piece(self, token_id: int) -> str | None:
         return chr(ord("a") + token_id) if token_id < NUM_LETTERS else None
