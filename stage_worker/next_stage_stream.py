@@ -11,7 +11,7 @@ from stage_worker.backends.contract import HandedOn, StageOutput, TimedOutput
 from stage_worker.hop_payloads import OutgoingPayloads
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
-from wire.channels import OrderedWrites, client_channel
+from wire.channels import OrderedWrites, StartedWrite, client_channel, finish_write
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_hidden_states, encode_result_frame
 from wire.payloads import PayloadNotice
@@ -153,7 +153,7 @@ class NextStageStream:
 
     async def _write(self, call: Call, message: Request) -> None:
         try:
-            await call.write(message)
+            await finish_write(call, StartedWrite(call.write(message)))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             raise await self._ended(call) from None
 

@@ -151,6 +151,8 @@ class StartedWrite:
     """A write that was handed to gRPC in this turn of the event loop; await it to finish it, once.
 
     A task would start it behind all callbacks that are due. Python 3.12 has eager tasks for this.
+    When the receiver ends the call meanwhile, the error is the one of gRPC's send operation, and the call
+    keeps the receiver's status: grpc.aio would replace it with INTERNAL, "Internal error from Core".
     """
 
     def __init__(self, write: Coroutine[Any, Any, None]) -> None:
@@ -194,14 +196,31 @@ class OrderedWrites:
         await self._has_room.wait()
 
     async def run(self, call: Any) -> None:
-        """Write until the call ends, with the error of `call.write`."""
+        """Write until the call ends. Raises AioRpcError with the receiver's status, or InvalidStateError."""
         while True:
             if self._writes.empty():
                 self._idle_call = call
             write = await self._writes.get()
             if self._writes.qsize() <= MAX_UNWRITTEN:
                 self._has_room.set()
-            await (write if isinstance(write, StartedWrite) else call.write(write))
+            await finish_write(
+                call, write if isinstance(write, StartedWrite) else StartedWrite(call.write(write))
+            )
+
+
+async def finish_write(call: Any, write: StartedWrite) -> None:
+    """Finish a write to `call`. Raises AioRpcError with the receiver's status, or InvalidStateError."""
+    try:
+        await write
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        raise
+    except Exception as error:
+        raise grpc.aio.AioRpcError(
+            await call.code(),
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
+        ) from error
 
 
 def _retrieve(done: "asyncio.Future[Any]") -> None:
@@ -210,12 +229,22 @@ def _retrieve(done: "asyncio.Future[Any]") -> None:
         done.exception()
 
 
+def _is_error_of(waits_for: Any, error: BaseException) -> bool:
+    """Whether the awaited future failed, in contrast to a cancelled wait for it."""
+    if not asyncio.isfuture(waits_for) or not waits_for.done() or waits_for.cancelled():
+        return False
+    return waits_for.exception() is error
+
+
 @generator_coroutine
 def _resume(write: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
     """Wait for the future that a started coroutine waits for, then run the rest of it."""
     try:
         yield waits_for
     except BaseException as error:
+        if _is_error_of(waits_for, error):
+            write.close()
+            raise
         yield from _resume(write, write.throw(error))
     else:
         yield from write

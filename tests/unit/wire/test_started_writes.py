@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import pytest
 
-from wire.channels import StartedWrite
+from wire.channels import OrderedWrites, StartedWrite, bind, client_channel, new_server
 
 
 class Stream:
@@ -83,3 +86,46 @@ async def test_a_failed_write_that_nothing_awaits_is_not_logged(caplog: pytest.L
     del write, stream
     gc.collect()
     assert caplog.records == []
+
+
+async def _accept_then_abort(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    await anext(messages)
+    yield b"accepted"
+    await anext(messages)
+    await context.abort(grpc.StatusCode.ABORTED, "the epoch is over")
+
+
+class Aborting(grpc.GenericRpcHandler):
+    def service(self, handler_call_details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(_accept_then_abort)
+
+
+async def test_writes_that_race_the_end_of_the_call_have_the_status_of_the_receiver() -> None:
+    server = new_server()
+    server.add_generic_rpc_handlers((Aborting(),))
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        for size_bytes in (100, 100_000) * 10:
+            assert await _status_of_racing_writes(f"127.0.0.1:{port}", bytes(size_bytes)) == (
+                grpc.StatusCode.ABORTED,
+                "the epoch is over",
+            )
+    finally:
+        await server.stop(None)
+
+
+async def _status_of_racing_writes(address: str, message: bytes) -> tuple[grpc.StatusCode, str]:
+    """Status of a call whose sender writes on while the receiver ends it."""
+    async with client_channel(address) as channel:
+        call: Any = channel.stream_stream("/stage/Forward")()
+        await call.write(message)
+        await call.read()
+        writes = OrderedWrites()
+        writing = asyncio.create_task(writes.run(call))
+        while not writing.done():
+            writes.put(message)
+            await asyncio.sleep(0)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            await writing
+        return await call.code(), await call.details()
