@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
+_PAYLOAD_PORT_HINT = "choose another address with --payload-listen HOST:PORT"
 
 
 class Worker:
@@ -180,7 +181,10 @@ class Worker:
         try:
             self._payloads.listen(address, offered=offered)
         except OSError as error:
-            raise OSError(f"cannot listen on {address} for payloads: {error.strerror}") from None
+            reason = (error.strerror or str(error)).lower()
+            raise OSError(
+                f"cannot listen on {address} for payloads: {reason}; {_PAYLOAD_PORT_HINT}"
+            ) from None
 
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""

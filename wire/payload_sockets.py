@@ -8,8 +8,10 @@ step covers it, as on the gRPC stream.
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
+import os
 import queue
 import select
 import socket
@@ -196,7 +198,8 @@ class PayloadSender:
 
         The thread has no limit of its own for the resolution of a name, and one per address of the name.
         """
-        self._thread.start()
+        if problem := _start(self._thread):
+            raise ConnectionError(problem)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 await self._opened
@@ -430,9 +433,12 @@ class PayloadListener:
         self._loop = asyncio.get_running_loop()
         listening = self._listening = _bound(address)
         self._offered = Address(offered.host, offered.port or listening.getsockname()[1])
-        threading.Thread(
+        accepting = threading.Thread(
             target=self._accept_all, args=(listening,), name="payload-listener", daemon=True
-        ).start()
+        )
+        if problem := _start(accepting):
+            self.close()
+            raise OSError(errno.EAGAIN, problem)
 
     def expect(self, *, epoch: int, secret: bytes, max_bytes: int) -> PayloadReceiver | None:
         """Expect one connection of this hop until it is forgotten; None without a port or when suspended."""
@@ -481,9 +487,13 @@ class PayloadListener:
                 connection.close()
                 self._note(problem, host)
                 continue
-            threading.Thread(
+            serving = threading.Thread(
                 target=self._serve, args=(connection, host), name="payload-receiver", daemon=True
-            ).start()
+            )
+            if problem := _start(serving):
+                self._greetings.remove(connection, host)
+                connection.close()
+                self._note(problem, host)
 
     def _serve(self, connection: _Connection, host: str) -> None:
         receiver, problem = None, "no valid greeting"
@@ -524,6 +534,15 @@ class PayloadListener:
             )
 
 
+def _start(thread: threading.Thread) -> str:
+    """Start a thread; return why the system started none, or ""."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        return f"no thread for it: {error}"
+    return ""
+
+
 def _piece_bytes(size_bytes: int) -> int:
     return min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, size_bytes // PIECES))
 
@@ -532,7 +551,13 @@ def _bound(address: Address) -> socket.socket:
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, sockaddr = found[0]
     is_dual = sockaddr[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(sockaddr[:2], family=family, backlog=MAX_GREETINGS, dualstack_ipv6=is_dual)
+    try:
+        return socket.create_server(
+            sockaddr[:2], family=family, backlog=MAX_GREETINGS, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        # create_server appends the address to the system's text.
+        raise OSError(error.errno, os.strerror(error.errno or 0)) from None
 
 
 def _reason(error: OSError | ValueError | _Ended) -> str:

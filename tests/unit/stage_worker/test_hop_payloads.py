@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 
 import pytest
@@ -133,3 +134,20 @@ async def test_an_avoided_address_is_not_dialled(
     assert payloads.fallback == reason
     assert await payloads.send(LARGE) is None
     assert len(caplog.messages) == 1
+
+
+async def test_without_a_thread_hidden_states_travel_over_grpc(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    payloads = hop(connections())
+    await payloads.open(offer())
+    assert payloads.fallback == (
+        "the payload connection to 127.0.0.1:1 could not be opened: no thread for it: can't start new thread"
+    )
+    assert await payloads.send(LARGE) is None
+    assert caplog.messages == [f"hidden states travel over gRPC for 30 s: {payloads.fallback}"]
+    payloads.close()

@@ -443,3 +443,54 @@ def _address(data: object) -> int:
 
     assert isinstance(data, memoryview)
     return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the system refuse threads of this name."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+async def test_a_sender_without_a_thread_is_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hop() as to:
+        without_threads(monkeypatch, "payload-sender")
+        with pytest.raises(ConnectionError, match="no thread for it: can't start new thread"):
+            await PayloadSender(to.address, to.key).open()
+
+
+async def test_a_listener_without_a_thread_is_not_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_threads(monkeypatch, "payload-listener")
+    listener = PayloadListener(RefusedPeers(time.monotonic))
+    with pytest.raises(OSError, match="no thread for it: can't start new thread"):
+        listener.listen(address := Address("127.0.0.1", silent_port()))
+    assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
+    with socket.socket() as probe:
+        assert probe.connect_ex((address.host, address.port)) != 0
+
+
+async def test_a_connection_without_a_thread_is_refused_and_the_next_one_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hop() as to:
+        with monkeypatch.context() as patch:
+            without_threads(patch, "payload-receiver")
+            for _ in range(MAX_PER_HOST + 1):
+                with pytest.raises(ConnectionError, match=r"closed|reset"):
+                    await PayloadSender(to.address, to.key).open()
+        await until(lambda: to.num_refused == MAX_PER_HOST + 1)
+        async with opened(to) as sender:
+            assert (await to.receiver.inbox.take(await sender.send(b"abc"))).data == b"abc"
+
+
+async def test_an_address_in_use_is_an_error_that_names_the_cause_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(OSError, match="Address already in use") as raised:
+            PayloadListener(RefusedPeers(time.monotonic)).listen(address)
+    assert raised.value.strerror == "Address already in use"
