@@ -169,6 +169,7 @@ class EpochSession:
             takes_hidden=not self._role.has_embeddings,
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
+            max_ahead_bytes=WORKER_POLICY.max_ahead_bytes,
         )
         frame_began_s: float | None = None
         await self._has_begun.wait()

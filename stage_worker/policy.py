@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPolicy:
-    """All values are seconds."""
+    """Values are seconds, except those whose names say otherwise."""
 
     welcome_timeout_s: float = 10.0
     """Maximum time until the coordinator welcomes a worker that dialled it."""
@@ -23,6 +23,10 @@ class WorkerPolicy:
     """Maximum time to the first message of a stream from the stage before."""
     epoch_wait_s: float = 10.0
     """Maximum wait of a stream from the stage before for its epoch to begin on this stage."""
+    max_ahead_bytes: int = 256 * 1024 * 1024
+    """Maximum size of the steps that wait for their hidden states on a stage: 16 messages of maximum size.
+    More is a fault of kind UNDECODABLE.
+    """
     mask_wait_s: float = 1.5
     """Maximum wait per step for grammar masks. Less than the coordinator's `min_step_timeout_s`, so that a
     slow grammar fails its own sequence and not the step.

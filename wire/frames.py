@@ -314,12 +314,16 @@ class FrameAssembler:
         takes_hidden: bool = True,
         num_stages_before: int | None = None,
         wire_dtype: WireDType | None = None,
+        max_ahead_bytes: int | None = None,
     ) -> None:
         """`takes_hidden` is False on FIRST, where a step is a complete frame.
 
         `num_stages_before` and `wire_dtype` are checked against each frame; None accepts any.
+        `max_ahead_bytes` bounds the steps that wait for their hidden states.
         """
         self._max_payload_bytes = max_payload_bytes
+        self._max_ahead_bytes = max_ahead_bytes
+        self._ahead_bytes = 0
         self._takes_hidden = takes_hidden
         self._wire_dtype = wire_dtype
         self._num_stages_before = num_stages_before
@@ -363,12 +367,29 @@ class FrameAssembler:
         step = _decode_step_frame(frame, message)
         if self._takes_hidden:
             self._ahead.append(step)
+            self._ahead_bytes += len(message)
+            self._check_ahead()
+        return step
+
+    def _check_ahead(self) -> None:
         if len(self._ahead) > MAX_STEPS_AHEAD:
             raise StepFault(
                 StepFaultKind.UNDECODABLE,
                 f"{len(self._ahead)} steps wait for their hidden states, the limit is {MAX_STEPS_AHEAD}",
             )
-        return step
+        if self._max_ahead_bytes is not None and self._ahead_bytes > self._max_ahead_bytes:
+            raise StepFault(
+                StepFaultKind.UNDECODABLE,
+                f"steps of {self._ahead_bytes} bytes wait for their hidden states, "
+                f"the limit is {self._max_ahead_bytes} (max_ahead_bytes)",
+            )
+
+    def _take_due(self) -> StepFrame | None:
+        if not self._ahead:
+            return None
+        due = self._ahead.popleft()
+        self._ahead_bytes -= len(due.message)
+        return due
 
     def _add_chunk(
         self, chunk: forward_pb2.HiddenStatesChunk, payload: Payload
@@ -419,7 +440,7 @@ class FrameAssembler:
 
     def _complete(self, parts: _Parts) -> Frame:
         _check_checksum(parts)
-        due = self._ahead.popleft() if self._ahead else None
+        due = self._take_due()
         try:
             _check_match(parts, due)
             assert due is not None

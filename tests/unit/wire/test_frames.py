@@ -553,3 +553,19 @@ def test_every_flipped_bit_is_detected() -> None:
 def test_an_invalid_result_is_rejected(message: deliver_pb2.DeliverRequest) -> None:
     with pytest.raises(StepFault):
         decode_result_frame(message)
+
+
+def test_the_size_of_steps_ahead_is_limited() -> None:
+    """Steps whose hidden states arrived do not count."""
+    pairs = [messages_of(example_step(step_id=n), hidden_states(3, 4)) for n in range(1, 5)]
+    size_bytes = pairs[0][0].ByteSize()
+    assembler = FrameAssembler(max_payload_bytes=1 << 20, max_ahead_bytes=3 * size_bytes)
+    for step, hidden in pairs:
+        assert isinstance(add_message(assembler, step), StepFrame)
+        assert isinstance(add_message(assembler, hidden), Frame)
+    for step, _ in pairs[:3]:
+        add_message(assembler, step)
+    with pytest.raises(StepFault) as raised:
+        add_message(assembler, pairs[3][0])
+    assert raised.value.kind is StepFaultKind.UNDECODABLE
+    assert f"the limit is {3 * size_bytes} (max_ahead_bytes)" in raised.value.message
