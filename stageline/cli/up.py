@@ -30,7 +30,7 @@ from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.addresses import DEFAULT_ADDRESS, is_free, parse_address
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
-from wire.flags import parameter_of
+from wire.flags import OFF, parameter_of
 
 _UNKNOWN_MEMORY_BYTES = 2**50  # for a GPU, whose memory only its worker can read: any plan fits
 
@@ -60,7 +60,6 @@ async def wait_until_serving(
         )
 
 
-_OFF = "off"
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
 _NUM_WORKERS = 3
@@ -78,6 +77,8 @@ GATEWAY_FLAGS = (
     "--strict-fields",
     "--max-body",
 )
+PAYLOAD_FLAGS = ("--payload-listen", "--payload-min")
+"""Worker flags for all workers; --payload-advertise names one port, and so one worker."""
 SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
 """Coordinator flags that a local cluster sets itself."""
 _processes = partial(typer.Option, rich_help_panel="Workers on this machine")
@@ -123,7 +124,7 @@ class ProcessFlags(TypedDict, total=False):
 
 def gateway_address(text: str) -> str:
     """Parse HOST:PORT or "off". Raises ValueError."""
-    return text if text == _OFF else str(parse_address(text))
+    return text if text == OFF else str(parse_address(text))
 
 
 class GatewayFlag(TypedDict, total=False):
@@ -147,7 +148,7 @@ class GatewayFlag(TypedDict, total=False):
     config_parameters(GatewayConfig, only=GATEWAY_FLAGS),
     config_parameters(
         WorkerConfig,
-        only=("--memory", "--threads", "--kernels"),
+        only=("--memory", "--threads", "--kernels", *PAYLOAD_FLAGS),
         defaults={
             "--memory": "an even share of 60 % of free memory",
             "--threads": "an even share of the cores",
@@ -171,6 +172,7 @@ def up(context: typer.Context, **flags: Any) -> int:
     )
     if mocks:
         _check_mocks(flags)
+    _check_payload_listen(flags["payload_listen"], num_workers)
     cluster = options.build_config(
         lambda: LocalClusterConfig(
             num_workers=num_workers,
@@ -185,7 +187,7 @@ def up(context: typer.Context, **flags: Any) -> int:
             gateway=gateway_listen(flags["gateway"]),
             gateway_arguments=_gateway_arguments(coordinator, context, flags),
             coordinator_arguments=flags_of(coordinator, without=SET_BY_CLUSTER),
-            worker_arguments=(_worker_arguments(coordinator, flags),) * num_workers,
+            worker_arguments=(_worker_arguments(coordinator, context, flags),) * num_workers,
         )
     )
     check_plan(coordinator, cluster)
@@ -200,15 +202,26 @@ def _check_mocks(flags: Mapping[str, Any]) -> None:
         raise typer.BadParameter("mock stages compute nothing: --kernels cannot be used with --mock")
 
 
-def _worker_arguments(coordinator: CoordinatorConfig, flags: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_payload_listen(listen: str | None, num_workers: int) -> None:
+    if listen not in (None, OFF) and num_workers > 1 and (port := parse_address(listen).port):
+        raise typer.BadParameter(
+            f"--payload-listen {listen} gives port {port} to each of {num_workers} workers: give port 0"
+        )
+
+
+def _worker_arguments(
+    coordinator: CoordinatorConfig, context: typer.Context, flags: Mapping[str, Any]
+) -> tuple[str, ...]:
     kernels = () if flags["kernels"] is None else ("--kernels", flags["kernels"].value)
-    return (*kernels, *flags_of(coordinator.logs))
+    given = {parameter_of(flag): flags[parameter_of(flag)] for flag in PAYLOAD_FLAGS}
+    payloads = make_config(WorkerConfig, context, given)
+    return (*kernels, *flags_of(payloads, only=PAYLOAD_FLAGS), *flags_of(coordinator.logs))
 
 
 def gateway_listen(given: str | None) -> str | None:
     """Return where the gateway listens; None for no gateway."""
     if given is not None:
-        return None if given == _OFF else given
+        return None if given == OFF else given
     return DEFAULT_HTTP_ADDRESS if is_free(parse_address(DEFAULT_HTTP_ADDRESS)) else ANY_PORT
 
 

@@ -91,6 +91,18 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert list(tmp_path.glob("stageline-*")) == []
 
 
+def test_up_passes_payload_flags_to_its_workers(launch: Launch) -> None:
+    flags = ("--payload-listen", "127.0.0.1:0", "--payload-min", "1MiB")
+    launcher, pids, _ = _start_up(launch, *flags)
+    lines = [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
+    assert [" --payload-listen 127.0.0.1:0 --payload-min 1MiB" in line for line in lines] == [
+        " worker " in line for line in lines
+    ]
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("flags", "words"),
