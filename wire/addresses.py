@@ -52,7 +52,20 @@ def parse_address(text: str) -> Address:
     port = int(match["port"])
     if port > 65535:
         raise ValueError(f"address {text!r} has port {port}, the limit is 65535")
+    if match["host"] is not None:
+        _check_host(text, match["host"])
     return Address(match["ipv6"] or match["host"], port)
+
+
+def _check_host(text: str, host: str) -> None:
+    """Raises ValueError for a name that no host can have: resolving it fails without naming it."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(
+            f"address {text!r} has the host {host!r}, which is no host name: "
+            "write labels of 1 to 63 characters between single dots"
+        ) from None
 
 
 def is_free(address: Address) -> bool:

@@ -56,6 +56,26 @@ from wire.tensors import ScaledDType
             "Invalid value for '--coordinator': address 'here' is not HOST:PORT",
         ),
         ("generate x --coordinator here:0", "address 'here:0' has port 0"),
+        *(
+            (f"{command} a..b:7000", f"'{command.split()[-1]}': address 'a..b:7000' has the host 'a..b'")
+            for command in (
+                "status --coordinator",
+                "coordinator --listen",
+                "coordinator --http",
+                "worker --coordinator",
+                "worker --listen",
+                "worker --advertise",
+                "worker --payload-listen",
+                "worker --payload-advertise",
+                "gateway --coordinator",
+                "gateway --listen",
+                "up --listen",
+                "up --http",
+                "up --gateway",
+                "up --payload-listen",
+            )
+        ),
+        ("up --payload-listen 127.0.0.1:7000", "gives port 7000 to each of 3 workers: give port 0"),
         ("generate x --coordinator here:70000", "has port 70000, the limit is 65535"),
         ("generate 1,x --token-ids", "'1,x' is not a list of token ids such as 1,15,7"),
         ("coordinator", "Missing option '--stages'"),

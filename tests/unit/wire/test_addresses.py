@@ -19,7 +19,8 @@ def test_an_address_reads_and_writes_the_same(text: str, address: Address) -> No
     assert str(address) == text
 
 
-hosts = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True) | st.ip_addresses().map(str)
+labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
+hosts = st.lists(labels, min_size=1, max_size=4).map(".".join) | st.ip_addresses().map(str)
 
 
 @given(hosts, st.integers(0, 65535))
@@ -62,3 +63,12 @@ def test_port_0_is_accepted_for_listening_only() -> None:
     assert parse_address("host:0").port == 0
     with pytest.raises(ValueError, match="port 0"):
         parse_peer_address("host:0")
+
+
+@pytest.mark.parametrize(
+    "host", ["a..b", ".a", "a" * 64, f"b.{'a' * 64}.c", "\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 64]
+)
+def test_a_host_that_no_name_can_have_is_rejected_with_the_address(host: str) -> None:
+    with pytest.raises(ValueError, match="which is no host name") as raised:
+        parse_address(f"{host}:7480")
+    assert repr(f"{host}:7480") in str(raised.value)
