@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := openai node litellm langchain lm_eval
+CLIENTS := openai node litellm langchain lm_eval schemathesis
 OPENAI_NODE := openai@6.49.0
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -47,7 +47,7 @@ test-gpu: venv
 	@$(PYTEST) -m gpu tests/gpu
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
-	@$(PYTEST) $(CLIENTS:%=tests/clients/test_%.py) -m clients
+	@$(PYTEST) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
 
 nightly: venv
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"

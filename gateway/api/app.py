@@ -1,7 +1,7 @@
 """The HTTP application: routes, errors and the OpenAPI schema."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import page, process
@@ -38,6 +40,7 @@ from gateway.api.tokenize import (
 from gateway.metrics import GatewayMetrics
 
 CLIENT_GONE_STATUS = 499
+METHOD_NOT_ALLOWED = 405
 Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -169,7 +172,16 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}"
-    return error_response(http_error(error.status_code, text, error.headers))
+    headers = dict(error.headers or {})
+    if error.status_code == METHOD_NOT_ALLOWED:  # with the methods of one of the path's routes
+        headers["Allow"] = ", ".join(sorted(_methods_of_path(request)))
+    return error_response(http_error(error.status_code, text, headers))
+
+
+def _methods_of_path(request: Request) -> Iterable[str]:
+    for route in request.app.routes:
+        if isinstance(route, StarletteRoute) and route.matches(request.scope)[0] is not Match.NONE:
+            yield from route.methods or ()
 
 
 class CountRequests:

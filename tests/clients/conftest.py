@@ -1,4 +1,4 @@
-"""A cluster with a gateway, for the clients of all modules."""
+"""A cluster with gateways, for the clients of all modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.clients.harness import Served, serve_builtin_model
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The builtin model on two workers, behind a gateway."""
+    """The builtin model on two workers, behind two gateways."""
     async with serve_builtin_model(tmp_path_factory.mktemp("served")) as served:
         yield served
 

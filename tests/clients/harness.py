@@ -33,26 +33,30 @@ MARKS = [pytest.mark.clients, pytest.mark.asyncio(loop_scope="session")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A running cluster behind a gateway; `url` ends with a slash."""
+    """A running cluster behind two gateways; their URLs end with a slash."""
 
     coordinator: str
     url: str
+    other_url: str
     model: str
 
 
 @asynccontextmanager
 async def serve(logs: Path, config: LocalClusterConfig, *flags: str) -> AsyncIterator[Served]:
-    """Run a cluster and a gateway with `flags`."""
+    """Run a cluster and two gateways with `flags`."""
     async with LocalCluster(config) as cluster, Shell(logs) as shell:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        gateway = await shell.start(
-            "gateway", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0", *flags
-        )
-        address = await gateway.listening_address(timeout_s=60)
+        gateways = [
+            await shell.start(
+                name, "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0", *flags
+            )
+            for name in ("gateway", "other-gateway")
+        ]
+        url, other_url = [f"http://{await each.listening_address(timeout_s=60)}/" for each in gateways]
         async with Client(cluster.address) as client:
             model = (await client.model()).name
-        yield Served(coordinator=cluster.address, url=f"http://{address}/", model=model)
-        assert "Traceback" not in gateway.read_log()
+        yield Served(coordinator=cluster.address, url=url, other_url=other_url, model=model)
+        assert not any("Traceback" in gateway.read_log() for gateway in gateways)
 
 
 @asynccontextmanager
@@ -76,12 +80,13 @@ def command_of(client: str, name: str) -> Path:
     return environment_of(client) / "bin" / name
 
 
-async def run(*command: str | Path, **environment: str) -> str:
-    """Run a program, which must succeed; return its output."""
+async def run(*command: str | Path, directory: Path | None = None, **environment: str) -> str:
+    """Run a program in a directory. It must succeed; return its output."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": "", **environment},
     )
     try:

@@ -105,3 +105,10 @@ async def test_the_schema_describes_every_path_and_field() -> None:
             ("stream", "query"),
             ("starting_after", "query"),
         ]
+
+
+async def test_a_wrong_method_names_those_of_the_path() -> None:
+    async with serve() as served:
+        for path, methods in (("/v1/responses/0", "DELETE, GET, HEAD"), ("/v1/completions", "POST")):
+            response = await served.client.options(path)
+            assert (response.status_code, response.headers["allow"]) == (405, methods)

@@ -1,22 +1,19 @@
-"""Checks of the Responses API with the `openai` package; run by the Python of its own environment.
-
-python openai_responses.py URL OTHER_URL EXPECTED.json
-"""
+"""Checks of the Responses API with the `openai` package, at two gateways."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
+from checking import FACTS, MODEL, URL, checks_of, run_checks
 from pydantic import BaseModel
 
-ONE, OTHER = (openai.OpenAI(base_url=f"{url}v1", api_key="unused", max_retries=0) for url in sys.argv[1:3])
-EXPECTED = json.loads(Path(sys.argv[3]).read_text())
-MODEL = EXPECTED["model"]
+ONE, OTHER = (
+    openai.OpenAI(base_url=f"{url}v1", api_key="unused", max_retries=0) for url in (URL, FACTS["other_url"])
+)
+EXPECTED = FACTS["expected"]
 STORY = {"model": MODEL, "input": "Tell me a story.", "temperature": 0, "max_output_tokens": 24}
 LONG = {**STORY, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
 SEEDED: dict[str, Any] = {"max_output_tokens": 128, "extra_body": {"seed": 5}}
@@ -113,7 +110,4 @@ def check_errors() -> None:
 
 
 if __name__ == "__main__":
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            check()
-            print(f"passed: {name}", flush=True)
+    run_checks(checks_of(globals()))
