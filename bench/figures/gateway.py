@@ -13,9 +13,17 @@ import psutil
 
 from bench.harness.cluster import BenchCluster
 from bench.harness.figure import Better, Figure, NotMeasured
-from bench.harness.gateways import EventClient, Gateway, cpu_s, running_gateways, running_streams_of
+from bench.harness.gateways import (
+    EventClient,
+    Gateway,
+    cpu_s,
+    running_gateways,
+    running_hostile_client,
+    running_streams_of,
+)
 from bench.harness.group import Setting
 from bench.harness.mock_cluster import text_cluster
+from bench.harness.spread import percentile
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from wire.channels import client_channel
 
@@ -27,6 +35,8 @@ COORDINATOR_US, COORDINATOR_RATIO = 15.0, 0.3
 GATEWAY_US, GATEWAY_RATIO = 25.0, 0.5
 TOKENS_PER_S = 20_000
 START_TIMEOUT_S = 120.0
+HEALTH_MS, HEALTH_PAUSE_S, HEALTH_BODY = 50.0, 0.005, b'{"status":"ok"}'
+NUM_HOSTILE = 4
 CHAT = "/v1/chat/completions"
 PROMPT = "once upon a time there was a small bird"
 CHAT_BODY = {
@@ -60,10 +70,12 @@ async def measure(setting: Setting) -> list[Figure]:
             setting.say(f"gateways: {served[-1]}")
             generated.append(await _generated(cluster, window_s))
             setting.say(f"Generate: {generated[-1]}")
+        health = await _health(cluster, window_s)
     return [
         _figure("coordinator", served, generated, COORDINATOR_RATIO, COORDINATOR_US),
         _figure("gateway", served, generated, GATEWAY_RATIO, GATEWAY_US),
         _cores(served),
+        health,
     ]
 
 
@@ -187,6 +199,54 @@ async def _read(stub: Any, number: int, counts: list[int]) -> None:
     request.sampling.temperature = 1.0
     async for response in stub.Generate(request):
         counts[number] += len(response.token_ids)
+
+
+async def _health(cluster: BenchCluster, window_s: float) -> Figure:
+    """Times of `/health` while other connections send hostile bodies."""
+    async with (
+        running_gateways(cluster.processes.address, 1) as gateways,
+        running_hostile_client(gateways[0], NUM_HOSTILE) as statuses,
+    ):
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not statuses:
+                await asyncio.sleep(0.1)
+        times_ms = await _health_times_ms(gateways[0].address, window_s)
+        if refused := [status for status in statuses if not 400 <= status < 500]:
+            raise NotMeasured(f"hostile bodies were answered with {sorted(set(refused))}")
+        num_hostile = len(statuses)
+    return Figure(
+        name=f"/health p99 while {NUM_HOSTILE} clients send hostile bodies : {HEALTH_MS:g} ms",
+        measured=percentile(times_ms, 0.99),
+        bound=HEALTH_MS,
+        unit="ms",
+        better=Better.LOWER,
+        target=1.0,
+        noise=0.3,
+        how="one request after the other on one connection; bodies of 2 MB, deep JSON, 10,000 stops, ...",
+        details={
+            "median_ms": statistics.median(times_ms),
+            "max_ms": max(times_ms),
+            "requests": len(times_ms),
+            "hostile_bodies": num_hostile,
+        },
+    )
+
+
+async def _health_times_ms(address: str, window_s: float) -> list[float]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    times_ms, end_s = [], time.monotonic() + window_s
+    while time.monotonic() < end_s:
+        begin_s = time.monotonic()
+        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise NotMeasured(f"/health answered {head[:40]!r}")
+        await reader.readexactly(len(HEALTH_BODY))
+        times_ms.append((time.monotonic() - begin_s) * 1e3)
+        await asyncio.sleep(HEALTH_PAUSE_S)
+    writer.close()
+    return times_ms
 
 
 async def _wait_idle(cluster: BenchCluster) -> None:

@@ -92,6 +92,28 @@ async def running_streams_of(
         await _kill(process)
 
 
+@asynccontextmanager
+async def running_hostile_client(gateway: Gateway, num_connections: int) -> AsyncIterator[list[int]]:
+    """Send hostile bodies until the end of the context; yield the statuses, which grow."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.harness.hostile_client", gateway.address, str(num_connections)),
+        stdout=PIPE,
+    )
+    statuses: list[int] = []
+
+    async def read() -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            statuses.append(int(line))
+
+    reading = asyncio.create_task(read())
+    try:
+        yield statuses
+    finally:
+        await _kill(process)
+        await reading
+
+
 async def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()

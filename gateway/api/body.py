@@ -1,5 +1,7 @@
 """Bodies of requests: size, type and JSON."""
 
+import re
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import ClassVar, TypeVar
 
@@ -10,6 +12,9 @@ from gateway.api.errors import ApiError, http_error, invalid
 
 _TYPE_NAMES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
 _MAX_SHOWN = 60
+MAX_STRINGS = 32_768
+MAX_VALUES = 262_144
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class RequestBody(BaseModel):
@@ -48,6 +53,19 @@ def _too_large(max_bytes: int) -> ApiError:
     return http_error(413, f"the body is larger than {max_bytes} bytes (--max-body)")
 
 
+def check_size(body: bytes, *, max_values: int) -> None:
+    """Raise ApiError for JSON of more strings or values than any request needs.
+
+    Reading it would hold the interpreter's lock for 0.1 s and more, during which nothing else answers. The
+    number of strings includes the keys of objects; both numbers are exact but for escaped backslashes.
+    """
+    num_strings = (body.count(b'"') - body.count(b'\\"')) // 2
+    if num_strings > MAX_STRINGS:
+        raise http_error(413, f"the body has more than {MAX_STRINGS} strings and names of fields")
+    if body.count(b",") > max_values and _STRING.sub(b"", body).count(b",") > max_values:
+        raise http_error(413, f"the body has more than {max_values} values")
+
+
 def parse_body(kind: type[_Body], body: bytes) -> _Body:
     """Raises ApiError with the field that is wrong; pydantic limits the depth of nested JSON to 200."""
     try:
@@ -73,5 +91,8 @@ def _path(location: Sequence[int | str]) -> str | None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    """Return the beginning of a value, without reading all of it."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
+    text = reprlib.repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -12,9 +12,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.body import RequestBody, parse_body, read_body
+from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
 from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, invalid, unavailable, unknown_model
-from gateway.api.fields import check_fields
+from gateway.api.fields import check_fields, short_name
 from gateway.api.logprobs import LogprobWriter
 from gateway.api.sampling import GenerationFields
 from gateway.config import GatewayConfig
@@ -133,10 +133,6 @@ class Gateway:
             prompt = prompt[-keep:] if keep else []
         if not prompt:
             raise invalid(f"{param} has no tokens, at least 1 is needed", param=param)
-        if (largest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
-            raise invalid(
-                f"{param} has token id {largest}, must be in [0, {model.vocab_size - 1}]", param=param
-            )
         room = limit - len(prompt)
         wanted = max(room, 1) if max_tokens is None else max_tokens
         if wanted > room:
@@ -145,6 +141,10 @@ class Gateway:
                 f"max_tokens is {wanted}, {len(prompt) + wanted} in all",
                 param=param,
                 code=CONTEXT_LENGTH_EXCEEDED,
+            )
+        if (largest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
+            raise invalid(
+                f"{param} has token id {largest}, must be in [0, {model.vocab_size - 1}]", param=param
             )
         return prompt, wanted
 
@@ -169,7 +169,8 @@ class Call:
         }
         if self.ignored:
             headers["x-stageline-ignored"] = ", ".join(
-                name if name.isascii() and name.isprintable() else ascii(name) for name in self.ignored
+                name if name.isascii() and name.isprintable() else ascii(name)
+                for name in map(short_name, self.ignored)
             )
         return headers
 
@@ -184,14 +185,19 @@ async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> 
     if len(body) <= INLINE_BYTES:
         fields = parse_body(kind, body)
     else:
-        fields = await gateway.beside_loop(lambda: parse_body(kind, body))
+        fields = await gateway.beside_loop(lambda: _parse_large(gateway, kind, body))
     if fields.model and fields.model not in gateway.names:
-        raise unknown_model(fields.model, gateway.names[0])
+        raise unknown_model(short_name(fields.model), gateway.names[0])
     ignored = list(
         check_fields(fields.model_extra, is_strict=gateway.config.strict_fields, known=kind.known_extra)
     )
     gateway.metrics.count_ignored(len(ignored))
     return fields, ignored
+
+
+def _parse_large(gateway: Gateway, kind: type[_Body], body: bytes) -> _Body:
+    check_size(body, max_values=MAX_VALUES + gateway.upstream.model.max_sequence_tokens)
+    return parse_body(kind, body)
 
 
 def open_call(gateway: Gateway, request: Request, fields: GenerationFields, ignored: Sequence[str]) -> Call:

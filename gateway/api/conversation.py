@@ -36,6 +36,7 @@ from gateway.parsers.forced_calls import (
 )
 from text.tokenizer import BadConversation, NoChatTemplate, TemplateOptions, TextCodec
 
+MAX_TOOLS = 1024
 PARTS_BETWEEN = "\n"
 NO_TOOLS = ToolSelection()
 _PROMPT_END_TOKENS = 32
@@ -144,6 +145,8 @@ def read_rules(
 
 def read_selection(fields: ConversationFields) -> ToolSelection:
     """Return the tools that the answer may call. Raises ApiError."""
+    if (num_tools := len(fields.tools or ())) > MAX_TOOLS:
+        raise invalid(f"tools has {num_tools} entries, the limit is {MAX_TOOLS}", param="tools")
     try:
         return select_tools(read_tools(fields.tools or ()), fields.tool_choice)
     except BadTools as error:
@@ -155,6 +158,15 @@ async def encode_messages(
 ) -> Sequence[int]:
     """Return the token ids of the rendered conversation. Raises ApiError."""
     codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    try:
+        return await gateway.beside_loop(partial(_encode, gateway, codec, fields, selection))
+    except (BadConversation, NoChatTemplate) as error:
+        raise invalid(str(error), param="messages") from None
+
+
+def _encode(
+    gateway: Gateway, codec: TextCodec, fields: TemplateFields, selection: ToolSelection
+) -> Sequence[int]:
     messages: list[dict[str, Any]] = [
         _message(index, message) for index, message in enumerate(fields.messages)
     ]
@@ -164,10 +176,7 @@ async def encode_messages(
         for message in messages:  # OpenAI's newer name
             message["role"] = "system" if message["role"] == "developer" else message["role"]
     messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
-    try:
-        return await gateway.beside_loop(lambda: codec.encode_messages(messages, options))
-    except (BadConversation, NoChatTemplate) as error:
-        raise invalid(str(error), param="messages") from None
+    return codec.encode_messages(messages, options)
 
 
 def _message(index: int, message: MessageFields) -> dict[str, Any]:

@@ -59,6 +59,16 @@ REFUSED: Mapping[str, Refused] = {
 """Fields of other servers that cannot be honoured. `null` and neutral values are accepted."""
 
 
+MAX_EXTRA_FIELDS = 64
+"""Fields beside the honoured ones; a client that sends more sends another format."""
+MAX_NAME_CHARACTERS = 64
+
+
+def short_name(name: str) -> str:
+    """Return what is shown of a client's name for something."""
+    return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[:MAX_NAME_CHARACTERS]}..."
+
+
 def check_fields(
     extra: Mapping[str, Any] | None, *, is_strict: bool, known: Collection[str] = ()
 ) -> Collection[str]:
@@ -66,6 +76,8 @@ def check_fields(
 
     `known` fields are checked by the API.
     """
+    if extra and len(extra) > MAX_EXTRA_FIELDS:
+        raise invalid(f"the body has {len(extra)} unknown fields, the limit is {MAX_EXTRA_FIELDS}")
     ignored = []
     for name, value in (extra or {}).items():
         if name in ACCEPTED or name in known:
@@ -76,5 +88,6 @@ def check_fields(
             continue
         ignored.append(name)
     if ignored and is_strict:
-        raise invalid(f"unknown field {ignored[0]!r}", param=ignored[0])
+        name = short_name(ignored[0])
+        raise invalid(f"unknown field {name!r}", param=name)
     return ignored
