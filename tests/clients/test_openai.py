@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from tests.clients.harness import MARKS, Served, check_client
+from gateway.config import DEFAULT_HTTP_ADDRESS
+from tests.clients.harness import MARKS, Served, check_client, command_of, run
+from tests.fake_processes import ROOT
 
 pytestmark = MARKS
 
@@ -14,3 +17,12 @@ async def test_answers_equal_those_of_the_grpc_client(
     served: Served, cases: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     await check_client("openai", "openai_python.py", served, tmp_path, cases=cases)
+
+
+async def test_the_example_of_the_readme_prints_a_story(served: Served) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"^```python\n(from openai import .*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    default = f"http://{DEFAULT_HTTP_ADDRESS}/"
+    assert default in example
+    printed = await run(command_of("openai", "python"), "-c", example.replace(default, served.url))
+    assert len(printed.split()) > 10

@@ -1,4 +1,4 @@
-"""Every feature that README.md names is driven by a test of `make test`.
+"""Every feature that README.md names is driven by a test of `make test`, or of `make test-clients`.
 
 A row names a file of tests and texts: one of its tests is in `make test` and has all the texts in its source,
 or in functions and constants of the file that it uses. A feature without a row fails, as does a row without a
@@ -120,7 +120,8 @@ README_CLAIMS: dict[str, Row] = {
 README_BLOCKS: dict[str, Row] = {
     "  clients <--gRPC--> coordinator": (_UP, '("FIRST", "worker-0"), ("MIDDLE", "worker-1")'),
     "make demo": ("unit/test_features.py", "(BIN)/stageline demo"),
-    "Starting a coordinator and 3 stage workers": (_UP, 'Terminal("demo"', "first token after"),
+    "Starting a coordinator, 3 stage workers and a gateway": (_UP, 'Terminal("demo"', "first token after"),
+    "from openai import OpenAI": ("clients/test_openai.py", "README.md"),
     "$ .venv/bin/stageline up --workers 3": (_UP, 'Terminal("up", "--workers", "3"', '"Once upon a time"'),
     "stageline coordinator --model /models/m": (_BY_HAND, "shell.coordinator(", "--model", "--stages"),
     "stageline worker --coordinator head:7480": (_USAGE, '"worker --coordinator head:7480 --device cuda'),

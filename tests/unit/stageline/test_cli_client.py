@@ -66,7 +66,9 @@ def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
 
 
 def test_the_example_of_the_readme_writes_the_text_and_how_it_ended(address: str) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    (example,) = re.findall(
+        r"^```python\n(import asyncio.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S
+    )
     assert "127.0.0.1:7480" in example
     command = [sys.executable, "-c", example.replace("127.0.0.1:7480", address)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
