@@ -63,6 +63,7 @@ FLAG_GROUPS: dict[str, Row] = {
     "up: Failures and restarts": (_UP_FLAGS, "--recovery-timeout"),
     "up: Addresses and access": (_UP, "--listen"),
     "up: API": (_UP, "--gateway"),
+    "up: Cluster and addresses": (_UP_FLAGS, "--payload-min"),
     "up: Traces": (_UP_FLAGS, "--trace-store"),
     "up: Logs": (_UP_FLAGS, "--log-format"),
     "coordinator: Model and stages": (_USAGE, "--dtype"),
