@@ -161,11 +161,15 @@ class NumberedRequest:
     # The side of the reader
 
     async def wait_accepted(self) -> None:
-        """Wait until the coordinator has accepted the request. Raises UpstreamFailure."""
+        """Wait until the coordinator has accepted the request. Raises UpstreamFailure.
+
+        A request that failed without output can be observed: its failure is the end of what there is.
+        """
         while not self.is_accepted and not self._is_over:
             self._changed.clear()
             await self._changed.wait()  # the link bounds it
-        if self._failure is not None and not self._items:
+        is_found = self._observes and self._client_state is not None
+        if self._failure is not None and not self._items and not is_found:
             raise self._failure
 
     async def next(self) -> Item | None:

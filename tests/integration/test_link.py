@@ -244,6 +244,19 @@ async def test_a_request_goes_on_without_its_readers_until_another_link_cancels_
         assert (await cluster.wait_drained()).requests.cancelled == 1
 
 
+async def test_a_request_that_was_cancelled_before_its_first_token_can_be_observed() -> None:
+    async with mock_cluster(2, hop_proxies=[0]) as cluster, Link(cluster.address) as link:
+        gate = Gate(cluster)
+        gate.close()
+        stream = await link.submit(message(PROMPT, 10, keep_s=60.0))
+        await stream.cancel()
+        observer = await link.observe(stream.request_id, stream.secret)
+        assert observer.found == Found(0, has_ended=True)
+        with pytest.raises(UpstreamFailure, match="cancelled"):
+            await Reading(observer).end()
+        gate.open()
+
+
 async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -> None:
     async with (
         mock_cluster(1) as cluster,
