@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := openai node litellm langchain lm_eval schemathesis
+CLIENTS := openai node litellm langchain anthropic lm_eval schemathesis
 OPENAI_NODE := openai@6.49.0
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
