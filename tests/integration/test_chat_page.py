@@ -148,6 +148,7 @@ async def test_failures_are_said_in_one_line_and_the_next_message_works(browser:
         watched.complaints.clear()  # the browser's own message for status 429
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_follows_the_colour_scheme(browser: Browser, scheme: Any, tmp_path: Path) -> None:
     page_settings = {"color_scheme": scheme, "viewport": {"width": 1000, "height": 640}}

@@ -208,6 +208,7 @@ async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Br
         watched.complaints.clear()  # the browser's own message for a cut connection
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
     browser: Browser, scheme: Any, tmp_path: Path
