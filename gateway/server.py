@@ -98,7 +98,8 @@ class GatewayServer:
                 await gateway.metrics.idle()
 
     async def stop(self) -> None:
-        """Close every connection; what still runs is cancelled."""
+        """Close every connection; what still runs is cancelled, and its client gets an error."""
+        self._link.interrupt()
         await self._http.stop()
         await self._link.stop()
         if self._gateway is not None:

@@ -102,6 +102,11 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._refresh())]
 
+    def interrupt(self) -> None:
+        """Fail all requests, and cancel them at the coordinator; those that are observed go on there."""
+        for request in list(self._requests):
+            request.interrupt(_failure(ClusterUnavailable("the gateway is stopping")))
+
     async def stop(self) -> None:
         """Close the stream; the coordinator keeps what its requests generate."""
         for task in self._tasks:

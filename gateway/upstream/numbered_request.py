@@ -236,6 +236,11 @@ class NumberedRequest:
         else:
             self.cancel()
 
+    def interrupt(self, failure: UpstreamFailure) -> None:
+        """Drop the request, with an error for its reader."""
+        self._failure = self._failure or failure
+        self.drop()
+
     def _leave(self, command: inference_pb2.ServeRequest) -> None:
         if self._call is not None and not self._is_over:
             self._call.send(command)
