@@ -11,22 +11,31 @@ converts the files.
 from __future__ import annotations
 
 import json
+import re
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from sys import getsizeof
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.files import check_directory, is_named
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 TOKENIZER_JSON = "tokenizer.json"
 _MORE_TEMPLATES = "additional_chat_templates"
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "spiece.model")
+
+MAX_CACHED_BYTES = 64 << 20
+_ENTRY_BYTES = 256
+"""What an entry takes beside its text and ids."""
 
 
 class TokenizerError(ValueError):
@@ -159,19 +168,19 @@ class TextCodec:
         if taken := sorted(_TEMPLATE_ARGUMENTS & options.variables.keys()):
             raise BadConversation(f"{taken[0]!r} cannot be a variable of the chat template")
         try:
-            ids = self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=options.template,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **options.variables,
             )
+            assert isinstance(text, str)
+            return self._prompt_tokens.encode(text)
         except Exception as error:  # templates are arbitrary code and raise anything
             raise BadConversation(f"the chat template rejects the conversation: {error}") from error
-        return list(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `token_ids`. Raises UnknownToken."""
@@ -239,10 +248,111 @@ class TextCodec:
         return backend
 
     @cached_property
+    def _prompt_tokens(self) -> PromptTokens:
+        return PromptTokens(self._tokenizer)
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = self._tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}
         return frozenset(special | set(self._tokenizer.all_special_ids))
+
+
+class PromptTokens:
+    """Tokenizes prompts without adding special tokens, from cached ids; safe to share between threads.
+
+    The next request of a conversation repeats all of its messages; only the new ones are tokenized.
+
+    A tokenizer finds its added tokens first, in the raw text, and tokenizes each text between them
+    separately, so the ids of these texts can be kept.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_cached_bytes: int = MAX_CACHED_BYTES
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._boundaries = find_boundaries(tokenizer)
+        longest_first = sorted(self._boundaries, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._cache: OrderedDict[tuple[bool, str], array[int]] = OrderedDict()
+        self._max_bytes = max_cached_bytes
+        self._cached_bytes = 0
+        self._lock = Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids that the tokenizer gives for `text`."""
+        if not self._boundaries:
+            return self._tokenize(text)
+        ids: list[int] = []
+        for number, part in enumerate(self._split(text)):
+            if number % 2:
+                ids.append(self._boundaries[part])
+            elif part:
+                ids.extend(self._part(part, is_first=number == 0))
+        return ids
+
+    def _part(self, part: str, *, is_first: bool) -> array[int]:
+        """Return the ids of a text between boundaries. Some tokenizers put a space before a first one."""
+        key = (is_first, part)
+        with self._lock:
+            if (cached := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return cached
+        before = "" if is_first else next(iter(self._boundaries))
+        ids = array("I", self._tokenize(before + part)[0 if is_first else 1 :])
+        with self._lock:
+            self._add(key, ids)
+        return ids
+
+    def _add(self, key: tuple[bool, str], ids: array[int]) -> None:
+        if key not in self._cache:
+            self._cache[key] = ids
+            self._cached_bytes += _entry_bytes(key[1], ids)
+        while self._cached_bytes > self._max_bytes:
+            (_, text), ids = self._cache.popitem(last=False)
+            self._cached_bytes -= _entry_bytes(text, ids)
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+
+def find_boundaries(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special tokens that split each text in which they are written, and their ids.
+
+    Empty for tokenizers whose rules are unknown (those in Python) or random (dropout).
+    """
+    encode = getattr(type(tokenizer), "_encode_plus", None)
+    if getattr(encode, "__module__", "") != "transformers.tokenization_utils_tokenizers":
+        return {}
+    model = tokenizer.backend_tokenizer.model
+    if getattr(model, "dropout", None) or tokenizer.split_special_tokens:
+        return {}
+    added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
+    texts = [token.content for token in added.values()]
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if _is_exact(token) and not any(_collide(token.content, text) for text in texts)
+    }
+
+
+def _entry_bytes(text: str, ids: array[int]) -> int:
+    return getsizeof(text) + len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+def _is_exact(token: AddedToken) -> bool:
+    """The token is searched in the raw text, and takes no text beside it."""
+    changes = token.normalized or token.lstrip or token.rstrip or token.single_word
+    return token.special and not changes and bool(token.content) and token.content == token.content.strip()
+
+
+def _collide(boundary: str, other: str) -> bool:
+    """Whether another token can take a part of a text in which the boundary is written."""
+    if boundary == other:
+        return False
+    overlaps = any(other.endswith(boundary[:length]) for length in range(1, len(boundary)))
+    return overlaps or boundary in other
 
 
 def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> TextCodec | None:
