@@ -18,7 +18,7 @@ async def test_no_server_errors_and_no_undocumented_responses(served: Served, tm
     output = await run(
         *(command_of("schemathesis", "schemathesis"), "run", f"{served.url}openapi.json"),
         *("--checks", "all", "--exclude-checks", ",".join(NOT_CHECKED)),
-        *("--max-examples", "15", "--seed", "1", "--workers", "2", "--no-shrink", "--warnings", "off"),
+        *("--max-examples", "15", "--seed", "1", "--no-shrink", "--warnings", "off"),
         *("--continue-on-failure", "--request-timeout", "30"),
         directory=tmp_path,
     )
