@@ -6,7 +6,7 @@ from httpx2 import AsyncClient
 from rich.console import Console
 
 from coordinator.config import CoordinatorConfig
-from deploy import LocalCluster, LocalClusterConfig
+from deploy import ClusterFailed, LocalCluster, LocalClusterConfig
 from stageline.cli.config_flags import flags_of
 from stageline.cli.options import CommandFailed
 from stageline.cli.output import Report, live, show_stream
@@ -64,9 +64,7 @@ async def _ask(url: str) -> str:
     async with AsyncClient(timeout=_GENERATE_TIMEOUT_S) as client:
         response = await client.post(f"{url}/v1/chat/completions", json=body)
     if response.is_error:
-        raise CommandFailed(
-            f"the gateway answers {response.status_code}: {response.text}", reason="CLUSTER_FAILED"
-        )
+        raise ClusterFailed(f"the gateway answers {response.status_code}: {response.text}")
     return str(response.json()["choices"][0]["message"]["content"])
 
 

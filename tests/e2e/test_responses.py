@@ -139,6 +139,7 @@ async def test_a_stream_continues_at_another_gateway_when_its_own_is_killed(
         await wait_for_status(served.cluster.address, lambda status: status.requests.decode == 0)
 
 
+@pytest.mark.full
 async def test_a_stream_goes_on_when_the_coordinator_restarts_with_its_journal(tmp_path: Path) -> None:
     async with serving(tmp_path, journal=True) as served:
         one, other = served.gateways
@@ -194,6 +195,7 @@ async def test_without_a_journal_a_stream_fails_with_its_coordinator(tmp_path: P
         assert (await gateway.http.get(f"{PATH}/{reading.identity}")).status_code == 404
 
 
+@pytest.mark.full
 async def test_a_response_of_the_background_needs_no_gateway(tmp_path: Path) -> None:
     async with serving(tmp_path, gateway="--response-keep 3") as served:
         one, other = served.gateways
