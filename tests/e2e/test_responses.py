@@ -217,6 +217,7 @@ async def test_a_response_of_the_background_needs_no_gateway(tmp_path: Path) -> 
         assert "--response-keep" in gone.json()["error"]["message"]
 
 
+@pytest.mark.full
 async def test_cancel_and_delete_at_another_gateway(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         one, other = served.gateways
