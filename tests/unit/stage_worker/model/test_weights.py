@@ -146,12 +146,18 @@ LARGE: dict[str, object] = {
     "dtype": "bfloat16",
 }
 
+SLACK_BYTES = 200e6
+"""One window of the checkpoint's files, buffers, and libraries that loading maps."""
+
 PROGRAM = """
 import re, sys
 import torch
 from checkpoint import Checkpoint, DType
 from stage_worker.model import DecoderStage, LoadedParts
 torch.set_num_threads(1)
+def kib(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+at_start = kib("VmRSS")
 checkpoint = Checkpoint.open(sys.argv[1])
 parts = LoadedParts()
 def new_stage(begin, end):
@@ -170,7 +176,7 @@ if sys.argv[3] == "keep mappings":
     kept = []
     weights.mmap.mmap = KeptMapping
 stage.load(checkpoint, parts=parts)
-print(stage.weight_bytes, re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+print(stage.weight_bytes, kib("VmHWM") - at_start)
 """
 
 
@@ -184,7 +190,9 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 def measure(directory: Path, dtype: str, mode: str = "", *stages_before: str) -> tuple[int, int]:
     """(weights, peak resident memory) in bytes of a fresh process that loads layers 5 to 9, perhaps after
-    other stages of as many layers ("2-7")."""
+    other stages of as many layers ("2-7"). The peak is without the libraries of the process, of which the
+    kernel maps more or less.
+    """
     command = [sys.executable, "-c", PROGRAM, str(directory), dtype, mode, *stages_before]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
@@ -200,14 +208,14 @@ def test_peak_memory_while_loading_stays_near_the_stage_s_own_weights(
 ) -> None:
     weight_bytes, peak = measure(large_checkpoint, dtype)
     assert weight_bytes > 450_000_000
-    assert peak < 1.15 * weight_bytes + 400e6
+    assert peak < 1.15 * weight_bytes + SLACK_BYTES
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 def test_the_memory_bound_notices_windows_that_stay_mapped(large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, "bf16", "keep mappings")
-    assert peak > 1.15 * weight_bytes + 400e6
+    assert peak > 1.15 * weight_bytes + SLACK_BYTES
 
 
 @pytest.mark.full
@@ -215,11 +223,11 @@ def test_the_memory_bound_notices_windows_that_stay_mapped(large_checkpoint: Pat
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_the_peak_stays_there_when_stages_follow_one_another(dtype: str, large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, dtype, "", "2-7", "10-15", "7-12", "0-5", "3-8")
-    assert peak < 1.15 * weight_bytes + 400e6
+    assert peak < 1.15 * weight_bytes + SLACK_BYTES
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 def test_the_memory_bound_notices_layers_that_are_dropped_late(large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, "bf16", "drop late", "0-5")
-    assert peak > 1.15 * weight_bytes + 400e6
+    assert peak > 1.15 * weight_bytes + SLACK_BYTES
