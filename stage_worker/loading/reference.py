@@ -156,6 +156,9 @@ class StreamedModel:
         self._wire_dtype = None if wire_dtype is dtype else wire_dtype
         self._on_progress = on_progress
         self._fraction = 0.0
+        # Reused by all blocks: freed ones of megabytes stay with the allocator, which then holds several.
+        self._stored_block = torch.empty(0, dtype=self._dtype)
+        self._block = torch.empty(0)
 
     @staticmethod
     def memory_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]) -> int:
@@ -259,19 +262,27 @@ class StreamedModel:
         return self._rounded(product if bias is None else product + self._rows(bias, 0, product.shape[-1]))
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, rows) per block of a matrix."""
+        """Yield (first row, rows) per block of a matrix; the next block overwrites the rows."""
         num_rows, width = self._checkpoint.tensors[name].shape
-        step = _num_rows(width)
+        step = min(_num_rows(width), num_rows)
+        if self._block.numel() < step * width:
+            self._stored_block = torch.empty(step * width, dtype=self._dtype)
+            self._block = torch.empty(step * width)
         for first in range(0, num_rows, step):
-            yield first, self._rows(name, first, min(first + step, num_rows))
+            shape = (min(step, num_rows - first), width)
+            size = math.prod(shape)
+            rows = self._block[:size].view(shape)
+            yield first, rows.copy_(self._load(name, first, self._stored_block[:size].view(shape)))
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of a tensor, rounded to the run dtype, in float32."""
+        shape = (end - begin, *self._checkpoint.tensors[name].shape[1:])
+        return self._load(name, begin, torch.empty(shape, dtype=self._dtype)).float()
+
+    def _load(self, name: str, first_row: int, rows: Tensor) -> Tensor:
         self._on_progress(self._fraction)
-        shape = self._checkpoint.tensors[name].shape
-        rows = torch.empty((end - begin, *shape[1:]), dtype=self._dtype)
-        load_rows(self._checkpoint, name, rows, first_row=begin)
-        return rows.float()
+        load_rows(self._checkpoint, name, rows, first_row=first_row)
+        return rows
 
     def _rounded(self, x: Tensor) -> Tensor:
         """Round the second of `x` [2, ...]."""
