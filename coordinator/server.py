@@ -192,7 +192,9 @@ class CoordinatorServer:
         callers = CallContexts(self._config.client_key, self.engine.now_s)
         operators = Operators(self._token, self._refused_operators)
         secrets = SecretCheck(self.engine, self.metrics.refused_peers("attach_secret"))
-        self._streams = ServeStreams(self._requests, self.engine, callers, secrets)
+        self._streams = ServeStreams(
+            self._requests, self.engine, callers, secrets, fingerprint=self._model.fingerprint
+        )
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(
                 self._requests,

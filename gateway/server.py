@@ -60,7 +60,8 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
-        self._link = CoordinatorLink(config.coordinator, cache_directory=config.cache_directory)
+        self._metrics = GatewayMetrics()
+        self._link = self._new_link()
         self._app: ASGIApp = self._not_connected
         self._gateway: Gateway | None = None
         self._http = HttpServer(self, parse_address(config.listen), name="the gateway", hint=PORT_HINT)
@@ -76,13 +77,34 @@ class GatewayServer:
         Raises OSError if the address cannot be bound, TokenizerError, and UpstreamFailure.
         """
         await self._http.start()
+        await self._connect()
+
+    async def follow_model(self) -> None:
+        """Connect again, with its tokenizer, whenever the coordinator serves another model.
+
+        Meanwhile requests are refused. Raises like `start`.
+        """
+        while True:
+            await self._link.other_model.wait()  # no timeout: usually it never happens
+            log.warning("coordinator %s serves another model", self._config.coordinator)
+            self._app = self._not_connected
+            await self.drain()
+            await self._disconnect()
+            self._link = self._new_link()
+            await self._connect()
+            log.info("serving model %s of coordinator %s", self._link.model.name, self._config.coordinator)
+
+    def _new_link(self) -> CoordinatorLink:
+        return CoordinatorLink(self._config.coordinator, cache_directory=self._config.cache_directory)
+
+    async def _connect(self) -> None:
         await self._link.start()
         codec = await asyncio.to_thread(_load_codec, self._link)
         self._gateway = Gateway(
             config=self._config,
             upstream=self._link,
             codec=codec,
-            metrics=GatewayMetrics(),
+            metrics=self._metrics,
             template=self._template,
         )
         self._app = make_app(self._gateway)
@@ -101,9 +123,13 @@ class GatewayServer:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
         self._link.interrupt()
         await self._http.stop()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         await self._link.stop()
         if self._gateway is not None:
             self._gateway.close()
+            self._gateway = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -135,7 +161,7 @@ async def _serve(config: GatewayConfig, template: str | None) -> None:
             # Objects made at start are permanent: scanning them in each collection would pause streams.
             gc.freeze()
             print(f"stageline gateway listening on {server.address}", flush=True)
-            await _first_of(stopping.wait(), draining.wait())
+            await _first_of(stopping.wait(), draining.wait(), server.follow_model())
         if not stopping.is_set():
             log.info("draining; send SIGTERM again to stop immediately")
             await _first_of(stopping.wait(), server.drain())

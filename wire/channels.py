@@ -43,6 +43,8 @@ AUTHORIZATION_KEY = "authorization"
 """Metadata key of the operator token, as `Bearer TOKEN`."""
 JOURNALLED_KEY = "stageline-journalled"
 """Initial metadata key of a call whose request survives a coordinator restart (Attach continues it)."""
+MODEL_KEY = "stageline-model"
+"""Initial metadata key of Serve: the fingerprint of the model."""
 
 
 def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from coordinator.engine.output_batch import (
 from coordinator.engine.request import new_attach_secret, secret_digest
 from stageline_rpc.internal.v1 import serve_pb2
 from stageline_rpc.v1 import inference_pb2
-from wire.channels import JOURNALLED_KEY, when_call_ends
+from wire.channels import JOURNALLED_KEY, MODEL_KEY, when_call_ends
 from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
@@ -67,12 +67,20 @@ class ServeStreams:
     """The streams of all gateways."""
 
     def __init__(
-        self, requests: RequestHandler, engine: Engine, callers: CallContexts, secrets: SecretCheck
+        self,
+        requests: RequestHandler,
+        engine: Engine,
+        callers: CallContexts,
+        secrets: SecretCheck,
+        *,
+        fingerprint: str,
     ) -> None:
+        """`fingerprint` is the model's."""
         self._requests = requests
         self._engine = engine
         self._callers = callers
         self._secrets = secrets
+        self._metadata = ((MODEL_KEY, fingerprint), *(((JOURNALLED_KEY, "1"),) if engine.has_journal else ()))
         self._streams: set[ServeStream] = set()
 
     async def serve(
@@ -91,7 +99,7 @@ class ServeStreams:
             stream.close()
 
         when_call_ends(context, end)
-        await context.send_initial_metadata(((JOURNALLED_KEY, "1"),) if self._engine.has_journal else ())
+        await context.send_initial_metadata(self._metadata)
         async for message in stream.batch.messages():
             yield encode_batch(message)
 

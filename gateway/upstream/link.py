@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_urlsafe
@@ -49,11 +49,19 @@ class LinkPolicy:
 DEFAULT_POLICY = LinkPolicy()
 
 
+class OtherModel(Exception):
+    """The coordinator at the link's address serves another model than before."""
+
+
 class CoordinatorLink:
     """Owns the connection to one coordinator and the requests on it.
 
     A request survives a broken connection: it attaches again from the tokens that it has, by its secret, and
     fails when the coordinator stays away. So requests are submitted to detach, unless they say otherwise.
+
+    Attributes:
+        other_model: Set when the coordinator serves another model, whose tokens this link's readers would
+            misread; all requests have failed then, and a new link is needed.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class CoordinatorLink:
         self._call: ServeCall | None = None
         self._away_since_s: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self.other_model = asyncio.Event()
 
     @property
     def model(self) -> ModelInfo:
@@ -100,7 +109,10 @@ class CoordinatorLink:
                 log.debug("coordinator %s cannot be reached: %s", self._address, error.details())
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
-        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._refresh())]
+        self._tasks = [
+            asyncio.create_task(self._until_other_model(self._run())),
+            asyncio.create_task(self._until_other_model(self._refresh())),
+        ]
 
     def interrupt(self) -> None:
         """Fail all requests, and cancel them at the coordinator; those that are observed go on there."""
@@ -188,6 +200,8 @@ class CoordinatorLink:
             raise _call_failure(error) from None
 
     async def _open(self, request: NumberedRequest) -> RequestStream:
+        if self.other_model.is_set():
+            raise self._other_model_failure()
         stream = RequestStream(request)
         self._requests[request] = None
         request.on_end = self._forget
@@ -207,18 +221,17 @@ class CoordinatorLink:
         return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
 
     async def _fetch(self) -> None:
-        """Fetch model and tokenizer. Raises AioRpcError."""
+        """Fetch tokenizer and model. Raises AioRpcError."""
         await fetch_tokenizer(self._stub, self._files, timeout_s=self._policy.call_s)
         await self._fetch_model()
 
     async def _fetch_model(self) -> None:
+        """Raises AioRpcError and OtherModel."""
         response = await self._stub.GetModel(
             inference_pb2.GetModelRequest(), timeout=self._policy.call_s, wait_for_ready=True
         )
+        self._check_model(response.fingerprint)
         known = self._model
-        if known is not None and known.fingerprint != response.fingerprint:
-            log.error("coordinator %s now serves model %s: restart the gateway", self._address, response.name)
-            known = None
         # A restarted coordinator has no limit before it has workers; its requests wait for them meanwhile.
         limit = response.max_sequence_tokens or (0 if known is None else known.max_sequence_tokens)
         self._model = ModelInfo(
@@ -229,6 +242,23 @@ class CoordinatorLink:
             eos_token_ids=frozenset(response.eos_token_ids),
             generation_config=self._files.generation_config,
         )
+
+    def _check_model(self, fingerprint: str) -> None:
+        if self._model is not None and self._model.fingerprint != fingerprint:
+            raise OtherModel
+
+    async def _until_other_model(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except OtherModel:
+            self._call = None
+            self.other_model.set()
+            for request in list(self._requests):
+                request.fail(self._other_model_failure())
+
+    def _other_model_failure(self) -> UpstreamFailure:
+        error = ClusterUnavailable(f"coordinator {self._address} serves another model now")
+        return UpstreamFailure(str(error), status=grpc.StatusCode.UNAVAILABLE, reason=reason_of(error))
 
     async def _refresh(self) -> None:
         while True:
@@ -261,7 +291,9 @@ class CoordinatorLink:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
 
-    def _opened(self, call: ServeCall) -> None:
+    def _opened(self, call: ServeCall, fingerprint: str) -> None:
+        """Raises OtherModel."""
+        self._check_model(fingerprint)
         self._call, self._away_since_s = call, None
         for request in list(self._requests):
             call.begin(request)

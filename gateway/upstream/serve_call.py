@@ -13,6 +13,7 @@ import grpc
 from gateway.upstream.contract import ChoiceEnd, PromptLogprobs
 from gateway.upstream.numbered_request import NumberedRequest
 from stageline_rpc.v1 import inference_pb2
+from wire.channels import MODEL_KEY
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ class ServeCall:
     Commands are queued and written one after the other; credit that readers return meanwhile is one message.
     """
 
-    def __init__(self, stub: Any, *, on_open: Callable[[ServeCall], None]) -> None:
-        """`on_open` is called when the coordinator answers."""
+    def __init__(self, stub: Any, *, on_open: Callable[[ServeCall, str], None]) -> None:
+        """`on_open` is called when the coordinator answers, with the fingerprint of its model; may raise."""
         self._stub = stub
         self._on_open = on_open
         self._requests: dict[int, NumberedRequest] = {}
@@ -34,13 +35,13 @@ class ServeCall:
         self._next_number = 0
 
     async def run(self) -> None:
-        """Serve the stream until it ends. Raises AioRpcError."""
+        """Serve the stream until it ends. Raises AioRpcError, and what `on_open` raises."""
         call = self._stub.Serve()
         writer = asyncio.create_task(self._write(call))
         try:
-            await call.initial_metadata()
+            metadata = dict(await call.initial_metadata())
             if not call.done():
-                self._on_open(self)
+                self._on_open(self, metadata.get(MODEL_KEY, ""))
             async for message in call:
                 self._dispatch(message)
         finally:

@@ -1,0 +1,81 @@
+"""A gateway's process: it follows the coordinator at its address when that serves another model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from httpx2 import AsyncClient
+
+from gateway.config import GatewayConfig
+from gateway.server import GatewayServer
+from gateway.upstream.contract import UpstreamFailure
+from tests.faults.byte_proxy import ByteProxy
+from tests.integration.calls import message, until
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.test_link import PROMPT, Link, Reading
+from tests.integration.test_mock_cluster import mock_cluster
+
+
+async def complete(http: AsyncClient, **fields: Any) -> Any:
+    fields = {"max_tokens": 3, "return_token_ids": True, "ignore_eos": True, **fields}
+    return await http.post("/v1/completions", json=fields)
+
+
+async def test_a_gateway_follows_its_coordinator_to_another_model() -> None:
+    async with (
+        Cluster(None, layers=(6, 6), has_text=True) as first,
+        ByteProxy(first.address) as proxy,
+        mock_cluster(2) as second,
+    ):
+        config = GatewayConfig(coordinator=proxy.address, listen="127.0.0.1:0")
+        server = GatewayServer(config, template=None)
+        await server.start()
+        following = asyncio.create_task(server.follow_model())
+        try:
+            async with AsyncClient(base_url=f"http://{server.address}", timeout=DEADLINE_S) as http:
+                told = await complete(http, prompt="Once upon a time")
+                assert told.status_code == 200, told.text
+                waiting = asyncio.create_task(complete(http, prompt="Once", max_tokens=400))
+                await until(lambda: bool(first.server.engine.live_requests))
+                proxy.target = second.address
+                proxy.cut()
+                lost = await waiting
+                assert lost.status_code == 503, lost.text
+                assert lost.json()["error"]["message"].endswith("serves another model now")
+                async with asyncio.timeout(DEADLINE_S):
+                    while (await http.get("/readyz")).status_code != 200:
+                        await asyncio.sleep(0.01)
+                models = (await http.get("/v1/models")).json()["data"]
+                assert [model["root"] for model in models] == ["mock"]
+                # The first model's tokenizer is gone with it.
+                refused = await complete(http, prompt="Once upon a time")
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+                served = await complete(http, prompt=[3, 14, 15])
+                assert len(served.json()["choices"][0]["token_ids"]) == 3, served.text
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await server.stop()
+
+
+async def test_a_link_sends_no_request_to_another_model() -> None:
+    async with (
+        mock_cluster(1) as first,
+        ByteProxy(first.address) as proxy,
+        Link(proxy.address) as link,
+        mock_cluster(2) as second,
+    ):
+        reading = Reading(await link.submit(message(PROMPT, 4000)))
+        await reading.until(5)
+        proxy.target = second.address
+        proxy.cut()
+        with pytest.raises(UpstreamFailure, match="serves another model now"):
+            await reading.end()
+        assert link.other_model.is_set()
+        assert not link.is_ready
+        with pytest.raises(UpstreamFailure, match="serves another model now"):
+            await link.submit(message(PROMPT, 5))
+        assert second.server.engine.admission.num_preparing == 0
+        assert not second.server.engine.live_requests
