@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -60,7 +61,6 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
-        self._metrics = GatewayMetrics()
         self._link = self._new_link()
         self._app: ASGIApp = self._not_connected
         self._gateway: Gateway | None = None
@@ -89,7 +89,7 @@ class GatewayServer:
             log.warning("coordinator %s serves another model", self._config.coordinator)
             self._app = self._not_connected
             await self.drain()
-            await self._disconnect()
+            await self._link.stop()
             self._link = self._new_link()
             await self._connect()
             log.info("serving model %s of coordinator %s", self._link.model.name, self._config.coordinator)
@@ -100,13 +100,16 @@ class GatewayServer:
     async def _connect(self) -> None:
         await self._link.start()
         codec = await asyncio.to_thread(_load_codec, self._link)
-        self._gateway = Gateway(
-            config=self._config,
-            upstream=self._link,
-            codec=codec,
-            metrics=self._metrics,
-            template=self._template,
-        )
+        if self._gateway is None:
+            self._gateway = Gateway(
+                config=self._config,
+                upstream=self._link,
+                codec=codec,
+                metrics=GatewayMetrics(),
+                template=self._template,
+            )
+        else:  # with the same threads, which readers of the model before may still use
+            self._gateway = replace(self._gateway, upstream=self._link, codec=codec, is_draining=False)
         self._app = make_app(self._gateway)
 
     async def drain(self) -> None:
@@ -123,13 +126,9 @@ class GatewayServer:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
         self._link.interrupt()
         await self._http.stop()
-        await self._disconnect()
-
-    async def _disconnect(self) -> None:
         await self._link.stop()
         if self._gateway is not None:
             self._gateway.close()
-            self._gateway = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
