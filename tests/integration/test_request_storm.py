@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ NUM_WARM_UP = 200
 KV_TOKENS = 384
 """About a quarter of the tokens of all concurrent requests, so that requests wait and are preempted."""
 
-MAX_GROWTH_BYTES = 8 * 2**20
-"""Growth of resident memory from the first round to the last: 8 KiB for each of the 1000 requests between.
-Rounds differ by some hundred KiB, sometimes by 3 to 5 MiB when the allocator grows. Leaked Python objects are
-counted individually; this bound covers memory of grpc's C core and of allocators.
+MAX_GROWTH_BYTES = 4 * 2**20
+"""Growth of resident memory in a round: 8 KiB for each of its requests. A leak grows in every round, while
+one round may need more at once than those before (17 MiB were seen), so the smallest growth counts. Leaked
+Python objects are counted individually; this bound covers memory of grpc's C core and of allocators.
 """
 
 
@@ -91,7 +92,9 @@ async def test_storms_of_requests_leak_nothing(
             check_counts(requests_before, requests, storm)
             outcomes += storm.outcomes
         assert cluster.epoch == epoch
-    assert memory[-1] - memory[0] < MAX_GROWTH_BYTES, f"resident bytes after each round: {memory}"
+    growths = [after - before for before, after in pairwise(memory)]
+    print(f"growth of resident bytes in each round: {growths}")
+    assert min(growths) < MAX_GROWTH_BYTES, f"growth of resident bytes in each round: {growths}"
     # All outcomes occurred, and cancels and deadlines came before and after the end.
     assert requests.preemptions > 0
     assert {name for name, _ in outcomes} == BEHAVIOURS
