@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := openai node litellm langchain anthropic lm_eval schemathesis
+CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis
 OPENAI_NODE := openai@6.49.0
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -102,13 +102,15 @@ $(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-# Clients of other projects, which need other versions of our own dependencies. The files name all packages.
+# Clients of other projects, which need other versions of our own dependencies. The files name all packages;
+# what torch needs beside them depends on its build.
 $(VENV)/clients-node/.installed: Makefile
 	@npm install --loglevel=error --no-audit --no-fund --prefix $(@D) $(OPENAI_NODE)
 	@touch $@
 
 $(VENV)/clients-%/.installed: tests/clients/environments/%.txt
 	@$(PYTHON) -m venv $(@D)
+	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip install -qq --disable-pip-version-check -c $<
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@touch $@
 

@@ -21,6 +21,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def float32(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """The same in float32: tokens are those of transformers, alone and in any batch."""
+    async with serve_builtin_model(tmp_path_factory.mktemp("float32"), "--dtype", "f32") as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cases(served: Served) -> list[dict[str, Any]]:
     """Requests, with the output of the gRPC client for them."""
     async with Client(served.coordinator) as client:

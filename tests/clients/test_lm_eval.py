@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from builtin_model import MODEL_DIRECTORY
-from tests.clients.harness import MARKS, Served, command_of, run, serve_builtin_model
+from tests.clients.harness import MARKS, Served, command_of, run
 
 pytestmark = MARKS
 
@@ -37,13 +35,6 @@ target_delimiter: ""
 metric_list:
   - metric: acc
 """
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def float32(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The model as transformers computes it here."""
-    async with serve_builtin_model(tmp_path_factory.mktemp("float32"), "--dtype", "f32") as served:
-        yield served
 
 
 @pytest.mark.parametrize("tokenizer", ["huggingface", "remote"])
