@@ -211,12 +211,7 @@ class CoordinatorServer:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_events, operators), self._server
         )
-        join_pb2_grpc.add_MembershipServiceServicer_to_server(
-            MembershipService(self.controller), self._server
-        )
-        deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(
-            StepResultsService(self.controller), self._server
-        )
+        self._add_worker_services()
         telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.trace_store, self.trace_reader, activity), self._server
         )
@@ -229,6 +224,14 @@ class CoordinatorServer:
         self._health.add_to(self._server)
         if self._config.reflection:
             add_reflection(self._server, (file.DESCRIPTOR for file in SERVICES))
+
+    def _add_worker_services(self) -> None:
+        join_pb2_grpc.add_MembershipServiceServicer_to_server(
+            MembershipService(self.controller), self._server
+        )
+        deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(
+            StepResultsService(self.controller), self._server
+        )
 
     def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
         # Imported late: the HTTP server takes some 20 MB, and not every coordinator has a dashboard.

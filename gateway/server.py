@@ -84,15 +84,16 @@ class GatewayServer:
 
         Meanwhile requests are refused. Raises like `start`.
         """
+        link = self._link
         while True:
-            await self._link.other_model.wait()  # no timeout: usually it never happens
+            await link.other_model.wait()  # no timeout: usually it never happens
             log.warning("coordinator %s serves another model", self._config.coordinator)
             self._app = self._not_connected
             await self.drain()
-            await self._link.stop()
-            self._link = self._new_link()
+            await link.stop()
+            link = self._link = self._new_link()
             await self._connect()
-            log.info("serving model %s of coordinator %s", self._link.model.name, self._config.coordinator)
+            log.info("serving model %s of coordinator %s", link.model.name, self._config.coordinator)
 
     def _new_link(self) -> CoordinatorLink:
         return CoordinatorLink(self._config.coordinator, cache_directory=self._config.cache_directory)
