@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 
 from tests.simulation.campaign import Tally, campaign
 from tests.simulation.coverage import missing, unlisted
+from tests.simulation.gateway_schedule import examine_gateways
 from tests.simulation.planted import BUGS
+from tests.simulation.planted_gateways import GATEWAY_BUGS
 from tests.simulation.schedule import draw, run
+
+GATEWAY_SCHEDULES = 100
 
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.gateways or arguments.bug in GATEWAY_BUGS:
+        return _gateways(arguments)
     if arguments.schedule is not None:
         return _tell(arguments.seed, arguments.schedule, arguments.bug)
     tally = campaign(
@@ -33,8 +40,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="maximum number of schedules")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
     parser.add_argument("--schedule", type=int, help="tell the story of this one only")
-    parser.add_argument("--bug", choices=sorted(BUGS), help="with this bug planted, until it is caught")
+    parser.add_argument("--gateways", action="store_true", help="schedules of gateways")
+    parser.add_argument(
+        "--bug", choices=sorted(BUGS | GATEWAY_BUGS), help="with this bug planted, until it is caught"
+    )
     return parser.parse_args()
+
+
+def _gateways(arguments: argparse.Namespace) -> int:
+    """Schedules of gateways, one after another in this process."""
+    is_single = arguments.schedule is not None
+    numbers = [arguments.schedule] if is_single else range(arguments.count or GATEWAY_SCHEDULES)
+    num_failed = 0
+    with nullcontext() if arguments.bug is None else (BUGS | GATEWAY_BUGS)[arguments.bug]():
+        for number in numbers:
+            verdict = examine_gateways(arguments.seed, number, is_tracing=is_single)
+            num_failed += bool(verdict.problems)
+            if verdict.problems or is_single:
+                print(f"{number}: requests: {dict(verdict.ends)}, faults: {dict(verdict.faults)}")
+                print("\n".join(verdict.problems) or "all holds")
+    print(f"{num_failed} of {len(numbers)} schedules failed")
+    return 1 if num_failed else 0
 
 
 def _tell(seed: int, number: int, bug: str | None) -> int:

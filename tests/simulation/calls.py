@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,6 +25,7 @@ UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED, OK = (
     grpc.StatusCode.OK,
 )
 _NO_METADATA = grpc.aio.Metadata()
+_WITH_METADATA = "/Serve"
 _SECRET = "the-attach-secret-of-every-client"
 
 
@@ -71,6 +72,7 @@ class ClientCall:
         self._deserialize = deserialize or bytes
         self._inbox = Inbox(process.loop)
         self._requests: asyncio.Task[None] | None = None
+        self._metadata: grpc.aio.Metadata | None = None
 
     def feed(self, requests: AsyncIterator[Any]) -> None:
         """Writes what an iterator has, as it comes."""
@@ -116,16 +118,34 @@ class ClientCall:
     async def details(self) -> str:
         return (await self._final())[1]
 
+    def done(self) -> bool:
+        return self.status is not None
+
     async def initial_metadata(self) -> grpc.aio.Metadata:
+        """Waits for the server only where that sends some."""
+        while self.method.endswith(_WITH_METADATA) and self._metadata is None and self.status is None:
+            await self._inbox.wait()
+        return self._metadata or _NO_METADATA
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
         return _NO_METADATA
 
-    trailing_metadata = initial_metadata
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """The response of a call that has one."""
+        return self.read().__await__()
 
     def arrive(self, item: Any) -> None:
-        """From the network: bytes, or the status."""
+        """From the network: metadata, bytes, or the status."""
         if self.status is not None:
             return
-        if isinstance(item, tuple):
+        if isinstance(item, grpc.aio.Metadata):
+            self._metadata = item
+            self._inbox.wake()
+        elif isinstance(item, tuple):
             self.finish(item, from_server=True)
         else:
             self._inbox.messages.append(item)
@@ -188,7 +208,9 @@ class ServerCall:
         raise grpc.aio.AbortError
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Clients of the simulation neither attach nor cancel by it."""
+        """Clients of Generate neither attach nor cancel by it."""
+        if self.client.method.endswith(_WITH_METADATA):
+            self.client.down.send(grpc.aio.Metadata(*metadata))
 
     def peer(self) -> str:
         return f"ipv4:{self.client.process.name}:1"

@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import coordinator.server
+import gateway.upstream.link
 import stage_worker.epoch_session
 import stage_worker.hop_payloads
 import stage_worker.server
 from checkpoint import DType
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
+from coordinator.engine.durability import Durability
+from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.observability.metrics import LoopLag
 from coordinator.recovery.policy import RecoveryPolicy
@@ -59,6 +64,9 @@ class Shape:
     poison: frozenset[RequestId] = frozenset()
     """Requests that crash the worker that computes `poisoned_layer`."""
     poisoned_layer: int = 0
+    journal: Path | None = None
+    keep_s: float = 60.0
+    """How long a restarted coordinator keeps what the journal has."""
 
 
 @dataclass(slots=True)
@@ -86,15 +94,31 @@ class Cluster:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, random)
         self.oracle = Oracle(self.network)
-        self._is_closing = False
+        self.is_closing = False
         self.hosts = [Host(f"worker-{n}", f"10.0.0.{n + 1}:7000") for n in range(shape.num_workers)]
+        self.start_coordinator()
+        self.clients = Process("clients", self.network)
+        self.others: list[Process] = []
+
+    def start_coordinator(self) -> None:
+        """A new process, in the place of one that is dead."""
         self.coordinator_process = Process("coordinator", self.network)
         self.coordinator_process.context.run(self._start_coordinator)
-        self.clients = Process("clients", self.network)
+
+    def kill_coordinator(self) -> None:
+        """Its cleanup must not reach the journal, which the next one opens."""
+        durability = self.coordinator.engine.durability
+        journal = durability.journal
+        durability.journal = durability._writer = None
+        if journal is not None:
+            journal.close()
+        self.coordinator_process.die()
+        self.network.forget(self.coordinator_process)
+        self.others.append(self.coordinator_process)
 
     def start_worker(self, host: Host) -> None:
         """A new process, unless one is up."""
-        if host.is_up or self._is_closing:
+        if host.is_up or self.is_closing:
             return
         process = host.process = Process(host.name, self.network)
         host.is_bad = host.machine.is_bad
@@ -107,7 +131,7 @@ class Cluster:
 
     def close(self) -> None:
         """Ends everything, and waits for what that takes."""
-        self._is_closing = True
+        self.is_closing = True
         for process in self._processes:
             if not process.is_dead:
                 process.die()
@@ -122,7 +146,9 @@ class Cluster:
     def _processes(self) -> list[Process]:
         hosts = (host.process for host in self.hosts)
         return [
-            process for process in (self.clients, self.coordinator_process, *hosts) if process is not None
+            process
+            for process in (self.clients, self.coordinator_process, *self.others, *hosts)
+            if process is not None
         ]
 
     def executors(self) -> list[StepExecutor]:
@@ -157,6 +183,8 @@ class Cluster:
             f"vocab={VOCAB_SIZE},max_len=96",
             http=None,
             telemetry=DISABLED,
+            journal=shape.journal,
+            reattach_timeout_s=shape.keep_s,
         )
         assert config.mock_model is not None
         model_config = mock_model.parse_mock_model(config.mock_model)
@@ -167,7 +195,6 @@ class Cluster:
             dtype=DType.F32,
         )
         self.coordinator = CoordinatorServer(config, model, POLICY)
-        self.coordinator.engine._clock = self.loop.time
         untyped: Any = self.coordinator.controller
         if shape.is_checked:
             untyped.checks = untyped._new_checks(SimCheck(self._is_bad))
@@ -232,8 +259,14 @@ def simulated(cluster_random: Random) -> Iterator[None]:
 
     secrets = Random(0)
 
+    def now_s() -> float:
+        return Process.current().loop.time()
+
     def new_incarnation() -> Incarnation:
         return Incarnation(cluster_random.randbytes(16))
+
+    async def no_tokenizer(*_: object, **__: object) -> None:
+        pass
 
     async def report_health(worker: Worker, status: object) -> None:
         pass
@@ -261,6 +294,10 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (stage_worker.hop_payloads, "PayloadSender", SimSender),
         (stage_worker.hop_payloads, "PAYLOAD_RETRY_S", PAYLOAD_RETRY_S),
         (coordinator.server, "ClusterState", ObservedState),
+        (coordinator.server, "Engine", partial(Engine, clock=now_s)),
+        (coordinator.server, "Durability", partial(Durability, wall_clock=now_s)),
+        (gateway.upstream.link, "client_channel", channel),
+        (gateway.upstream.link, "fetch_tokenizer", no_tokenizer),
         (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),
         (stage_worker.epoch_session, "time", _VirtualTime),

@@ -88,7 +88,7 @@ def _draw(random: Random, shape: Shape, number: int, shared: tuple[int, ...]) ->
     num_shared = random.choice((0, 0, 8, 13))
     return Customer(
         name=f"client {number}",
-        request_id=_uuid7(random),
+        request_id=new_request_id(random),
         habit=random.choices(list(Habit), weights=(8, 2, 2, 2, 1, 1))[0],
         arrives_s=random.uniform(0, 2.5),
         act_s=random.uniform(0, 0.6),
@@ -98,7 +98,7 @@ def _draw(random: Random, shape: Shape, number: int, shared: tuple[int, ...]) ->
     )
 
 
-def _uuid7(random: Random) -> str:
+def new_request_id(random: Random) -> str:
     number = random.getrandbits(128) & ~(0xF << 76) & ~(0x3 << 62) | (7 << 76) | (2 << 62)
     return str(UUID(int=number))
 

@@ -143,8 +143,8 @@ class Channel:
     def unary_stream(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Callable[..., ClientCall]:
-        def call(request: Any, *, timeout: float | None = None) -> ClientCall:
-            opened = self._open(method, request_serializer, response_deserializer, timeout, True)
+        def call(request: Any, *, timeout: float | None = None, wait_for_ready: bool = True) -> ClientCall:
+            opened = self._open(method, request_serializer, response_deserializer, timeout, wait_for_ready)
             opened.write_last(request)
             return opened
 
@@ -175,6 +175,8 @@ class Network:
     def __init__(self, loop: VirtualLoop, random: Random) -> None:
         self.loop = loop
         self.calls: list[ClientCall] = []
+        self.on_call: Callable[[ClientCall], None] = lambda call: None
+        """Called with each call that has reached its server."""
         self.num_messages = 0
         self.history: dict[str, list[bytes]] = {}
         """Messages of each worker to the coordinator, on all its streams."""
@@ -186,6 +188,7 @@ class Network:
         self.payload_listeners: dict[Address, SimListener] = {}
         self.payload_links: list[SimSender] = []
         self._cuts: set[frozenset[str]] = set()
+        self._unseen: list[tuple[Direction, Callable[..., None], tuple[Any, ...]]] = []
 
     def latency_s(self) -> float:
         return 0.0002 + self.slowest_s * self._random.random() ** 3
@@ -224,6 +227,9 @@ class Network:
             call.down.flush()
         for link in self.payload_links:
             link.up.flush()
+        unseen, self._unseen = self._unseen, []
+        for way, action, args in unseen:
+            self._later(way, action, *args)
 
     def heal_all(self) -> None:
         for pair in tuple(self._cuts):
@@ -275,12 +281,17 @@ class Network:
         call.down.sender = process
         self.calls = [rpc for rpc in self.calls if rpc.status is None]
         self.calls.append(call)
+        self.on_call(call)
         self.loop.call_soon(call.server.start, context=process.context)
         call.up.flush()
 
     def _later(self, way: Direction, action: Callable[..., None], *args: Any) -> None:
-        """Seen at the far end of a direction, unless it is cut off."""
-        if way.to is not None and not self.is_cut(way.sender, way.to):
+        """Seen at the far end of a direction, and where that is cut off, when it is no more."""
+        if way.to is None:
+            return
+        if self.is_cut(way.sender, way.to):
+            self._unseen.append((way, action, args))
+        else:
             self.loop.call_later(self.latency_s(), action, *args, context=way.to.context)
 
     def _expire(self, pair: frozenset[str]) -> None:
