@@ -46,12 +46,14 @@ class AnswerRules:
         is_named: The caller named the function to call.
         max_calls: Further calls are dropped; None for no limit.
         hides_reasoning: Reasoning is not part of the answer.
+        is_call: Apart from reasoning, the answer is a call: a text is one that was cut off.
     """
 
     new_parser: Callable[[str], AnswerParser] | None = None
     is_named: bool = False
     max_calls: int | None = None
     hides_reasoning: bool = False
+    is_call: bool = False
 
 
 class Answers:
@@ -96,9 +98,10 @@ class Answers:
         match event:
             case Reasoning():
                 return not self._rules.hides_reasoning
+            case Content():
+                return not self._rules.is_call
             case ToolCallStart() | ToolCallArguments():
                 return self._rules.max_calls is None or event.index < self._rules.max_calls
-        return True
 
 
 @dataclass(slots=True)

@@ -54,6 +54,10 @@ class BadConversation(TokenizerError):
     """The conversation is empty, or the chat template rejects it."""
 
 
+class BadTemplateVariable(TokenizerError):
+    """A variable has a name that the chat template's own arguments have."""
+
+
 class UnknownToken(TokenizerError):
     """A token id outside the vocabulary."""
 
@@ -70,7 +74,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
         "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
 """Arguments of transformers' `apply_chat_template`, which no variable of a template can be named."""
@@ -166,7 +170,7 @@ class TextCodec:
         if not messages:
             raise BadConversation("conversation has no messages, at least 1 is needed")
         if taken := sorted(_TEMPLATE_ARGUMENTS & options.variables.keys()):
-            raise BadConversation(f"{taken[0]!r} cannot be a variable of the chat template")
+            raise BadTemplateVariable(f"{taken[0]!r} cannot be a variable of the chat template")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -19,7 +19,14 @@ class ServingError(Exception):
 
 
 class InvalidRequest(ServingError):
-    """A parameter or prompt that cannot be served; the text gives value and limit."""
+    """A parameter or prompt that cannot be served; the text gives value and limit.
+
+    `field` is the field of the request that it is about, empty if there is none.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class MessageTooLarge(InvalidRequest):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.any_pb2 import Any as AnyPb2Any
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
@@ -35,17 +35,21 @@ DOMAIN = "stageline"
 
 
 def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
-    """Return trailing metadata for `error`: ErrorInfo with the reason, RetryInfo with the retry delay.
+    """Return trailing metadata for `error`: ErrorInfo with the reason, RetryInfo with the retry delay,
+    BadRequest with the field.
 
     Only Stageline's own errors have details; a broken connection has none, so clients can tell them apart.
     """
     code, text = status_of(error)
     number: int = code.value[0]
-    details = [error_details_pb2.ErrorInfo(reason=sent_reason(error), domain=DOMAIN)]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=sent_reason(error), domain=DOMAIN)]
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, InvalidRequest) and error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     status = status_pb2.Status(code=number, message=text, details=[_packed(detail) for detail in details])
     metadata: tuple[tuple[str, bytes], ...] = rpc_status.to_status(status).trailing_metadata
     return metadata
@@ -56,7 +60,7 @@ def sent_reason(error: BaseException) -> str:
     return reason_of(error) if isinstance(error, ServingError) else "INTERNAL_ERROR"
 
 
-def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> AnyPb2Any:
+def _packed(message: Message) -> AnyPb2Any:
     packed = AnyPb2Any()
     packed.Pack(message)
     return packed

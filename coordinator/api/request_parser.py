@@ -127,14 +127,19 @@ def check_bad_words(message: inference_pb2.SamplingParameters) -> None:
     """Raises InvalidRequest for words that cannot be tokenized, and for too many."""
     num_words = len(message.bad_words) + len(message.bad_word_ids)
     if num_words > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}")
+        raise InvalidRequest(
+            f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}", field="bad_words"
+        )
     for word in message.bad_words:
         if len(word) > MAX_BAD_WORD_CHARACTERS:
             raise InvalidRequest(
-                f"bad_words has a word of {len(word)} characters, must be in [1, {MAX_BAD_WORD_CHARACTERS}]"
+                f"bad_words has a word of {len(word)} characters, must be in [1, {MAX_BAD_WORD_CHARACTERS}]",
+                field="bad_words",
             )
         if not word.strip():
-            raise InvalidRequest("bad_words has an empty word; each needs at least one visible character")
+            raise InvalidRequest(
+                "bad_words has an empty word; each needs at least one visible character", field="bad_words"
+            )
 
 
 def refuse_unmockable(message: inference_pb2.SamplingParameters) -> None:
@@ -149,7 +154,8 @@ def refuse_unmockable(message: inference_pb2.SamplingParameters) -> None:
     }
     if given := [name for name, is_given in needs_logits.items() if is_given]:
         raise InvalidRequest(
-            f"{' and '.join(given)}: mock stages compute no logits, so they cannot honour this"
+            f"{' and '.join(given)}: mock stages compute no logits, so they cannot honour this",
+            field=given[0],
         )
 
 
@@ -161,13 +167,13 @@ def _number(message: inference_pb2.SamplingParameters, number: SamplingNumber) -
 
 def _within(name: str, value: float, valid: Range) -> float:
     if value not in valid:
-        raise InvalidRequest(f"{name} is {value:g}, must be in {valid}")
+        raise InvalidRequest(f"{name} is {value:g}, must be in {valid}", field=name.partition(" ")[0])
     return value
 
 
 def _count(name: str, value: int, most: int) -> int:
     if value > most:
-        raise InvalidRequest(f"{name} is {value}, must be in [0, {most}]")
+        raise InvalidRequest(f"{name} is {value}, must be in [0, {most}]", field=name)
     return value
 
 
@@ -183,7 +189,9 @@ def _logit_bias(
 def _token_ids(name: str, ids: Iterable[int], vocabulary: Vocabulary) -> tuple[int, ...]:
     for token in ids:
         if token >= vocabulary.size:
-            raise InvalidRequest(f"{name} has token id {token}, must be in [0, {vocabulary.size - 1}]")
+            raise InvalidRequest(
+                f"{name} has token id {token}, must be in [0, {vocabulary.size - 1}]", field=name
+            )
     return tuple(ids)
 
 
@@ -201,7 +209,8 @@ def _bad_words(
         for word in words:
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(
-                    f"{name} has a word of {len(word)} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
+                    f"{name} has a word of {len(word)} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]",
+                    field=name,
                 )
     return (*spelled, *given)
 
@@ -214,14 +223,17 @@ def _stop_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocab
 def _stops(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[str, ...]:
     stops = tuple(message.stop)
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings, must be in [0, {MAX_STOPS}]")
+        raise InvalidRequest(f"stop has {len(stops)} strings, must be in [0, {MAX_STOPS}]", field="stop")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest(
-                f"stop has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]"
+                f"stop has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]",
+                field="stop",
             )
     if stops and not vocabulary.has_text:
-        raise InvalidRequest("stop needs a tokenizer, which this model lacks: use stop_token_ids")
+        raise InvalidRequest(
+            "stop needs a tokenizer, which this model lacks: use stop_token_ids", field="stop"
+        )
     return stops
 
 
@@ -246,14 +258,15 @@ def _check_weight(message: inference_pb2.SamplingParameters, sampling: StepSampl
     if num_choices * num_entries > MAX_ENTRIES:
         raise InvalidRequest(
             f"logit_bias and bad_words have {num_entries} entries and tokens for each of n = {num_choices} "
-            f"choices, {num_choices * num_entries} in all; at most {MAX_ENTRIES}"
+            f"choices, {num_choices * num_entries} in all; at most {MAX_ENTRIES}",
+            field="logit_bias" if sampling.logit_bias else "bad_words",
         )
 
 
 def _num_choices(message: inference_pb2.SamplingParameters) -> int:
     num_choices = message.n if message.HasField("n") else 1
     if not 1 <= num_choices <= MAX_CHOICES:
-        raise InvalidRequest(f"n is {num_choices}, must be in [1, {MAX_CHOICES}]")
+        raise InvalidRequest(f"n is {num_choices}, must be in [1, {MAX_CHOICES}]", field="n")
     return num_choices
 
 
@@ -276,7 +289,7 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
     try:
         return parse_request_id(request.request_id)
     except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        raise InvalidRequest(str(error), field="request_id") from None
 
 
 def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
@@ -293,7 +306,8 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
     if size_bytes > most_bytes:
         raise InvalidRequest(
             f"the prompt's text has {size_bytes} bytes; more than {most_bytes} can never fit into the "
-            f"model's {max_tokens} tokens of at most {text.longest_token_bytes} bytes each"
+            f"model's {max_tokens} tokens of at most {text.longest_token_bytes} bytes each",
+            field="prompt",
         )
 
 
@@ -332,16 +346,18 @@ def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -
     """Return the prompt's token ids; slow for a long text. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("a prompt is needed: text, token_ids or conversation")
+        raise InvalidRequest("a prompt is needed: text, token_ids or conversation", field="prompt")
     if kind == "token_ids":
         prompt = tuple(request.token_ids.ids)
     else:
         prompt = tuple(_encode(request, _text_codec(model, "token_ids", instead_of=f"a prompt of {kind}")))
     if not prompt:
-        raise InvalidRequest("the prompt has no tokens; at least 1 is needed")
+        raise InvalidRequest("the prompt has no tokens; at least 1 is needed", field="prompt")
     vocab_size = model.config.vocab_size
     if (largest := max(prompt)) >= vocab_size:
-        raise InvalidRequest(f"prompt token id {largest} is outside the vocabulary [0, {vocab_size})")
+        raise InvalidRequest(
+            f"prompt token id {largest} is outside the vocabulary [0, {vocab_size})", field="prompt"
+        )
     return prompt
 
 
@@ -426,11 +442,11 @@ def _output_buffer(
 def _output_codec(message: inference_pb2.GenerateRequest, model: ServedModel) -> TextCodec | None:
     """The codec of the output's text; None for an output of tokens only."""
     if message.output not in inference_pb2.Output.values():
-        raise InvalidRequest(f"output is {message.output}, must be TEXT or TOKENS_ONLY")
+        raise InvalidRequest(f"output is {message.output}, must be TEXT or TOKENS_ONLY", field="output")
     if message.output != inference_pb2.OUTPUT_TOKENS_ONLY:
         return model.text
     if message.sampling.stop:
-        raise InvalidRequest("stop needs text, output is TOKENS_ONLY: use stop_token_ids")
+        raise InvalidRequest("stop needs text, output is TOKENS_ONLY: use stop_token_ids", field="stop")
     return None
 
 
@@ -448,27 +464,32 @@ def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
         inference_pb2.OnDisconnect.ACTION_CANCEL,
     ):
         if policy.HasField("keep_for"):
-            raise InvalidRequest("on_disconnect has keep_for, which only DETACH takes")
+            raise InvalidRequest("on_disconnect has keep_for, which only DETACH takes", field="on_disconnect")
         return None
     if policy.action != inference_pb2.OnDisconnect.ACTION_DETACH:
-        raise InvalidRequest(f"on_disconnect is {policy.action}, must be CANCEL or DETACH")
+        raise InvalidRequest(
+            f"on_disconnect is {policy.action}, must be CANCEL or DETACH", field="on_disconnect"
+        )
     if not policy.HasField("keep_for"):
         return DEFAULT_KEEP_S
     keep_s = policy.keep_for.seconds + policy.keep_for.nanos / 1e9
     if keep_s not in KEEP_RANGE_S:
-        raise InvalidRequest(f"keep_for is {keep_s:g} s, must be in {KEEP_RANGE_S}")
+        raise InvalidRequest(f"keep_for is {keep_s:g} s, must be in {KEEP_RANGE_S}", field="on_disconnect")
     return keep_s
 
 
 def _priority(request: inference_pb2.GenerateRequest) -> Priority:
     if (priority := PRIORITY_OF_MESSAGE.get(request.priority)) is None:
-        raise InvalidRequest(f"priority is {request.priority}, must be LOW, NORMAL or HIGH")
+        raise InvalidRequest(f"priority is {request.priority}, must be LOW, NORMAL or HIGH", field="priority")
     return priority
 
 
 def _text_codec(model: ServedModel, possible: str, *, instead_of: str) -> TextCodec:
     if model.text is None:
-        raise InvalidRequest(f"model {model.name} has no tokenizer: pass {possible}, not {instead_of}")
+        raise InvalidRequest(
+            f"model {model.name} has no tokenizer: pass {possible}, not {instead_of}",
+            field=instead_of if instead_of == "bad_words" else "prompt",
+        )
     return model.text
 
 
@@ -498,9 +519,12 @@ def _grammar(
     if field is None:
         return None
     if sampling.ignore_eos:
-        raise InvalidRequest(f"ignore_eos with {field}: structured output ends with an end-of-sequence token")
+        raise InvalidRequest(
+            f"ignore_eos with {field}: structured output ends with an end-of-sequence token",
+            field="ignore_eos",
+        )
     if model.grammars is None:
-        raise InvalidRequest(f"{field}: structured output is not served")
+        raise InvalidRequest(f"{field}: structured output is not served", field=field)
     kind = GrammarKind(field)
     texts = sampling.choice.texts if kind is GrammarKind.CHOICE else [getattr(sampling, field)]
     try:
@@ -511,7 +535,7 @@ def _grammar(
             forbidden=_never_first(sampling, model, bad_words),
         )
     except UnusableGrammar as error:
-        raise InvalidRequest(str(error)) from error
+        raise InvalidRequest(str(error), field=field) from error
 
 
 def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[int]:
@@ -521,7 +545,7 @@ def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[in
         messages = [ChatMessage(message.role, message.content) for message in request.conversation.messages]
         return codec.encode_conversation(messages)
     except TokenizerError as error:
-        raise InvalidRequest(str(error)) from error
+        raise InvalidRequest(str(error), field="prompt") from error
 
 
 def _max_tokens(
@@ -535,7 +559,8 @@ def _max_tokens(
     if wanted > room:
         raise InvalidRequest(
             f"prompt of {num_prompt_tokens} + max_tokens {wanted} = {num_prompt_tokens + wanted} tokens, "
-            f"more than the {plan.max_sequence_tokens} that fit ({_limit_reason(model, plan)})"
+            f"more than the {plan.max_sequence_tokens} that fit ({_limit_reason(model, plan)})",
+            field="max_tokens" if request.HasField("max_tokens") else "prompt",
         )
     return wanted
 

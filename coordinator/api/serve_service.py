@@ -345,5 +345,7 @@ def _encode_failure(failure: Failure, message: inference_pb2.NumberFailure) -> N
     code, text = status_of(error)
     message.number, message.code = failure.number, code.value[0]
     message.reason, message.message = sent_reason(error), text
+    if isinstance(error, InvalidRequest):
+        message.field = error.field
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         message.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))

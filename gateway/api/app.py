@@ -1,7 +1,7 @@
 """The HTTP application: routes, errors and the OpenAPI schema."""
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,10 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import page, process
 from gateway.api.body import RequestBody
-from gateway.api.call import Gateway
+from gateway.api.call import Gateway, label_of
 from gateway.api.chat import ChatRequest, chat_completions
 from gateway.api.completions import CompletionRequest, completions
 from gateway.api.errors import ApiError, api_error, error_response, http_error
+from gateway.api.fields import check_fields, header_name
 from gateway.api.messages.endpoints import count_message_tokens, create_message, message_error
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.responses.endpoints import (
@@ -41,6 +42,7 @@ from gateway.metrics import GatewayMetrics
 
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
+PROCESS = "process"
 Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -50,7 +52,7 @@ class Route:
 
     path: str
     handler: Handler
-    endpoint: str = "process"
+    endpoint: str = PROCESS
     method: str = "GET"
     body: type[RequestBody] | None = None
     streams: bool = False
@@ -60,6 +62,7 @@ class Route:
 
 
 _POST = "POST"
+MESSAGES = "/v1/messages"
 _RESPONSE = "/v1/responses/{response_id}"
 _EVENTS_QUERY: Mapping[str, Mapping[str, Any]] = {
     "stream": {"type": "boolean"},
@@ -70,6 +73,8 @@ _ITEMS_QUERY: Mapping[str, Mapping[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1},
     "after": {"type": "string"},
 }
+_BETA_QUERY: Mapping[str, Mapping[str, Any]] = {"beta": {"type": "string"}}
+"""Sent by Anthropic's clients; what it asks for is in the body."""
 ROUTES = (
     Route("/v1/completions", completions, "completions", _POST, CompletionRequest, streams=True),
     Route("/v1/chat/completions", chat_completions, "chat_completions", _POST, ChatRequest, streams=True),
@@ -79,20 +84,22 @@ ROUTES = (
     Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
     Route(f"{_RESPONSE}/input_items", list_input_items, "responses", query=_ITEMS_QUERY),
     Route(
-        "/v1/messages",
+        MESSAGES,
         create_message,
         "messages",
         _POST,
         MessageRequest,
         streams=True,
+        query=_BETA_QUERY,
         write_error=message_error,
     ),
     Route(
-        "/v1/messages/count_tokens",
+        f"{MESSAGES}/count_tokens",
         count_message_tokens,
         "count_tokens",
         _POST,
         PromptFields,
+        query=_BETA_QUERY,
         write_error=message_error,
     ),
     Route("/v1/models", process.models, "models"),
@@ -124,6 +131,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
         version=gateway.config.telemetry.service_version,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     endpoints: dict[Any, str] = {}
     schemas: dict[str, Any] = {"Error": _ERROR_SCHEMA}
@@ -155,18 +163,39 @@ def _operation_id(route: Route) -> str:
 def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
-            return await route.handler(gateway, request)
+            unknown = _unknown_query(gateway, route, request)
+            response = await route.handler(gateway, request)
+            if unknown:
+                response.headers["x-stageline-ignored"] = ", ".join(
+                    filter(None, (response.headers.get("x-stageline-ignored"), *unknown))
+                )
         except HTTPException as error:
-            return await _http_exception(request, error)
+            response = await _http_exception(request, error)
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
             response = route.write_error(api_error(error))
-            if label := getattr(request.state, "label", ""):
-                response.headers["x-request-id"] = label
-            return response
+        if route.endpoint != PROCESS:
+            _name(response, request)
+        return response
 
     return handle
+
+
+def _name(response: Response, request: Request) -> None:
+    """Add the request's label, under Anthropic's name too for its paths."""
+    response.headers["x-request-id"] = label_of(request)
+    if request.url.path.startswith(MESSAGES):
+        response.headers["request-id"] = label_of(request)
+
+
+def _unknown_query(gateway: Gateway, route: Route, request: Request) -> Sequence[str]:
+    """Names of query parameters without effect. Raises ApiError for them with --strict-fields."""
+    if route.endpoint == PROCESS:
+        return ()
+    unknown = dict.fromkeys(name for name in request.query_params if name not in route.query)
+    check_fields(unknown, is_strict=gateway.config.strict_fields)
+    return [header_name(name) for name in unknown]
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -175,7 +204,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == METHOD_NOT_ALLOWED:  # with the methods of one of the path's routes
         headers["Allow"] = ", ".join(sorted(_methods_of_path(request)))
-    return error_response(http_error(error.status_code, text, headers))
+    write_error = message_error if request.url.path.startswith(MESSAGES) else error_response
+    response = write_error(http_error(error.status_code, text, headers))
+    _name(response, request)
+    return response
 
 
 def _methods_of_path(request: Request) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """What requests share: the gateway's parts, identity and headers of a request, and its submission."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
-from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, invalid, unavailable, unknown_model
-from gateway.api.fields import check_fields, short_name
+from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unavailable, unknown_model
+from gateway.api.fields import check_fields, header_name, short_name
 from gateway.api.logprobs import LogprobWriter
 from gateway.api.sampling import GenerationFields
 from gateway.config import GatewayConfig
@@ -120,31 +121,36 @@ class Gateway:
             )
 
     def fit(
-        self, prompt: Sequence[int], fields: GenerationFields, *, param: str, max_tokens: int | None
+        self,
+        prompt: Sequence[int],
+        fields: GenerationFields,
+        *,
+        param: str,
+        max_tokens: int | None,
+        default: int | None = None,
     ) -> tuple[Sequence[int], int]:
         """Return the prompt, truncated if asked, and the number of tokens to generate.
 
-        Without `max_tokens` it is all that the context has room for. Raises ApiError.
+        Without `max_tokens` it is `default`, or what the context has room for. Raises ApiError.
         """
-        model = self.upstream.model
-        limit = self.max_sequence_tokens
+        vocab_size, limit = self.upstream.model.vocab_size, self.max_sequence_tokens
         if (keep := fields.truncate_prompt_tokens) is not None:
-            keep = max(1, limit - (max_tokens or 1)) if keep == -1 else keep
+            reserved = max_tokens or default or 1
+            keep = max(1, limit - reserved) if keep == -1 else keep
             prompt = prompt[-keep:] if keep else []
         if not prompt:
             raise invalid(f"{param} has no tokens, at least 1 is needed", param=param)
+        for wrong in (min(prompt), max(prompt)):
+            if not 0 <= wrong < vocab_size:
+                raise invalid(f"{param} has token id {wrong}, must be in [0, {vocab_size - 1}]", param=param)
         room = limit - len(prompt)
-        wanted = max(room, 1) if max_tokens is None else max_tokens
+        wanted = max(1, min(default or room, room)) if max_tokens is None else max_tokens
         if wanted > room:
+            more = "" if max_tokens is None else f" and max_tokens is {wanted}, {len(prompt) + wanted} in all"
             raise invalid(
-                f"this model's maximum context length is {limit} tokens: the prompt has {len(prompt)} and "
-                f"max_tokens is {wanted}, {len(prompt) + wanted} in all",
-                param=param,
+                f"this model's maximum context length is {limit} tokens: the prompt has {len(prompt)}{more}",
+                param="max_tokens" if len(prompt) < limit else param,
                 code=CONTEXT_LENGTH_EXCEEDED,
-            )
-        if (largest := max(prompt)) >= model.vocab_size or min(prompt) < 0:
-            raise invalid(
-                f"{param} has token id {largest}, must be in [0, {model.vocab_size - 1}]", param=param
             )
         return prompt, wanted
 
@@ -168,10 +174,7 @@ class Call:
             "openai-processing-ms": str(round((time.monotonic() - self.started_s) * 1000)),
         }
         if self.ignored:
-            headers["x-stageline-ignored"] = ", ".join(
-                name if name.isascii() and name.isprintable() else ascii(name)
-                for name in map(short_name, self.ignored)
-            )
+            headers["x-stageline-ignored"] = ", ".join(map(header_name, self.ignored))
         return headers
 
 
@@ -200,17 +203,28 @@ def _parse_large(gateway: Gateway, kind: type[_Body], body: bytes) -> _Body:
     return parse_body(kind, body)
 
 
+def label_of(request: Request) -> str:
+    """What the client calls the request, else a new id; the same whenever it is asked for."""
+    label: str = getattr(request.state, "label", "") or _printable(request.headers.get("x-request-id", ""))
+    request.state.label = label or id_text(new_request_id())
+    return request.state.label  # type: ignore[no-any-return]
+
+
+def _printable(label: str) -> str:
+    """What can be sent back in a header."""
+    label = label[:MAX_LABEL_CHARACTERS]
+    return label if label.isascii() and label.isprintable() else ""
+
+
 def open_call(gateway: Gateway, request: Request, fields: GenerationFields, ignored: Sequence[str]) -> Call:
     """A UUIDv7 of the client is the request's id; any other text is a label beside a new id."""
-    label = fields.request_id or request.headers.get("x-request-id", "")
-    label = label[:MAX_LABEL_CHARACTERS]
+    if fields.request_id:
+        request.state.label = _printable(fields.request_id)
+    label = label_of(request)
     try:
         request_id = parse_request_id(label)
     except ValueError:
         request_id = new_request_id()
-    if not (label.isascii() and label.isprintable() and label):
-        label = id_text(request_id)
-    request.state.label = label  # for errors
     traceparent = request.headers.get("traceparent", "")
     return Call(
         request_id=request_id,
@@ -246,19 +260,21 @@ def output_rules(
 class Submission:
     """A request for the coordinator: prompts with their maximum number of new tokens.
 
-    With `keep_s` its output is kept for others, together with `client_state`.
+    `prompt_field` is the client's name for the prompt. With `keep_s` its output is kept for others, together
+    with `client_state`.
     """
 
     spec: GenerationSpec
     prompts: Sequence[tuple[Sequence[int], int]]
     sampling: inference_pb2.SamplingParameters
     fields: GenerationFields
+    prompt_field: str
     client_state: bytes = b""
     keep_s: float | None = None
 
 
 async def submit(gateway: Gateway, call: Call, submission: Submission) -> Generation:
-    """Submit all prompts; return when all are accepted. Raises ApiError or UpstreamFailure."""
+    """Submit all prompts; return when all are accepted. Raises ApiError and UpstreamFailure."""
     if gateway.is_draining:
         raise unavailable("the gateway is draining")
     tasks = [
@@ -266,8 +282,10 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
     ]
     try:
         streams = await asyncio.gather(*tasks)
-    except BaseException:
+    except BaseException as error:
         await _cancel_all(tasks)
+        if isinstance(error, UpstreamFailure) and error.field:
+            raise _about_field(error, submission) from None
         raise
     prompts = [prompt for prompt, _ in submission.prompts]
     return Generation(submission.spec, prompts, streams, gateway.text)
@@ -284,6 +302,17 @@ async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.Gener
             status=grpc.StatusCode.ALREADY_EXISTS,
             reason=reason_of(RequestExists("")),
         ) from None
+
+
+def _about_field(failure: UpstreamFailure, submission: Submission) -> ApiError:
+    """The error of a field that the coordinator refused, under the client's name for it."""
+    names = {"prompt": submission.prompt_field}
+    if (structure := submission.sampling.WhichOneof("structured_output")) is not None:
+        names[structure] = submission.fields.structure or "tools"
+    text = failure.message
+    for name, own in names.items():
+        text = re.sub(rf"^{name}(?=:)|\b{name}(?=: structured)", own, text)
+    return invalid(text, param=names.get(failure.field, failure.field))
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[TokenStream]]) -> None:

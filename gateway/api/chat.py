@@ -14,7 +14,7 @@ from gateway.answers import AnswerDelta, Answers, WholeAnswer
 from gateway.api.call import Call, Gateway, open_call, read_fields, submit
 from gateway.api.conversation import ConversationFields, prepare
 from gateway.api.errors import invalid
-from gateway.api.output_body import respond, usage_body
+from gateway.api.output_body import chunk_usage, respond, usage_body
 from gateway.api.sampling import Count, NumLogprobs
 from gateway.api.sse import frame, while_connected
 from gateway.generation import Generation
@@ -132,8 +132,7 @@ class ChatWriter:
         return bool(self._fields.logprobs or self._fields.return_token_ids)
 
     def _chunk(self, choice: Mapping[str, Any], **more: Any) -> bytes:
-        if self._fields.includes_continuous_usage:
-            more["usage"] = usage_body(self._generation.usage)
+        more |= chunk_usage(self._fields, self._generation.usage)
         return frame(orjson.dumps(self.body([choice], **more)))
 
     def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from gateway.api.call import Call, Gateway, Submission, open_call, output_rules, read_fields, submit
 from gateway.api.errors import invalid
-from gateway.api.output_body import ChoiceText, respond, usage_body
+from gateway.api.output_body import ChoiceText, chunk_usage, respond, usage_body
 from gateway.api.sampling import GenerationFields, NumLogprobs, sampling_message
 from gateway.api.sse import frame, while_connected
 from gateway.generation import Generation, GenerationSpec
@@ -70,15 +70,11 @@ async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission
         echoes_logprobs=fields.logprobs is not None,
         wants_tokens=fields.logprobs is not None or bool(fields.return_token_ids) or gateway.codec is None,
     )
-    prompts = [_fit(gateway, fields, ids) for ids in await _prompts(gateway, fields.prompt)]
-    return Submission(spec=spec, prompts=prompts, sampling=sampling, fields=fields)
-
-
-def _fit(gateway: Gateway, fields: CompletionRequest, ids: Sequence[int]) -> tuple[Sequence[int], int]:
-    wanted = fields.max_tokens
-    if wanted is None:
-        wanted = max(1, min(DEFAULT_MAX_TOKENS, gateway.max_sequence_tokens - len(ids)))
-    return gateway.fit(ids, fields, param="prompt", max_tokens=wanted)
+    prompts = [
+        gateway.fit(ids, fields, param="prompt", max_tokens=fields.max_tokens, default=DEFAULT_MAX_TOKENS)
+        for ids in await _prompts(gateway, fields.prompt)
+    ]
+    return Submission(spec=spec, prompts=prompts, sampling=sampling, fields=fields, prompt_field="prompt")
 
 
 async def _prompts(gateway: Gateway, prompt: str | list[Any]) -> Sequence[Sequence[int]]:
@@ -137,7 +133,7 @@ class CompletionWriter:
         if self._fields.return_token_ids and delta.choice not in self._echoed:
             self._echoed.add(delta.choice)
             choice["prompt_token_ids"] = list(self._generation.prompt_of(delta.choice).ids)
-        more = {"usage": usage_body(self._generation.usage)} if self._fields.includes_continuous_usage else {}
+        more = chunk_usage(self._fields, self._generation.usage)
         return frame(orjson.dumps(self.body([choice], **more)))
 
     def body(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:

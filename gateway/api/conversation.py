@@ -5,7 +5,7 @@ An API converts its body to ConversationFields, prepares it, submits it, and wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,13 @@ from gateway.parsers.forced_calls import (
     call_grammar,
     special_marker_ids,
 )
-from text.tokenizer import BadConversation, NoChatTemplate, TemplateOptions, TextCodec
+from text.tokenizer import (
+    BadConversation,
+    BadTemplateVariable,
+    NoChatTemplate,
+    TemplateOptions,
+    TextCodec,
+)
 
 MAX_TOOLS = 1024
 PARTS_BETWEEN = "\n"
@@ -116,7 +122,7 @@ async def prepare(
     sampling = sampling_message(fields, gateway.upstream.model.generation_config)
     if logprobs is not None:
         sampling.logprobs = logprobs
-    selection = read_selection(fields)
+    selection = read_selection(fields.tools, fields.tool_choice)
     rules = output_rules(gateway, fields, kept_special_ids=_kept_ids(gateway.parsers, codec, selection))
     ids = await encode_messages(gateway, fields, selection)
     answer = await gateway.beside_loop(partial(_plan_answer, gateway.parsers, codec, fields, selection, ids))
@@ -127,7 +133,9 @@ async def prepare(
     )
     prompt = gateway.fit(ids, fields, param="messages", max_tokens=max_tokens)
     return Conversation(
-        submission=Submission(spec=spec, prompts=[prompt], sampling=sampling, fields=fields),
+        submission=Submission(
+            spec=spec, prompts=[prompt], sampling=sampling, fields=fields, prompt_field="messages"
+        ),
         rules=answer.rules,
     )
 
@@ -137,18 +145,20 @@ def read_rules(
 ) -> tuple[OutputRules, AnswerRules]:
     """Return how an answer is read, from the last tokens of its prompt. Raises ApiError."""
     codec = gateway.require_codec("messages", "use /v1/completions with token ids")
-    selection, parsers = read_selection(fields), gateway.parsers
+    selection, parsers = read_selection(fields.tools, fields.tool_choice), gateway.parsers
     output = output_rules(gateway, fields, kept_special_ids=_kept_ids(parsers, codec, selection))
     prompt = _prompt_text(parsers, codec, selection, prompt_end)
     return output, _answer_rules(parsers, fields, selection, prompt)
 
 
-def read_selection(fields: ConversationFields) -> ToolSelection:
+def read_selection(
+    tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None = None
+) -> ToolSelection:
     """Return the tools that the answer may call. Raises ApiError."""
-    if (num_tools := len(fields.tools or ())) > MAX_TOOLS:
+    if (num_tools := len(tools or ())) > MAX_TOOLS:
         raise invalid(f"tools has {num_tools} entries, the limit is {MAX_TOOLS}", param="tools")
     try:
-        return select_tools(read_tools(fields.tools or ()), fields.tool_choice)
+        return select_tools(read_tools(tools or ()), choice)
     except BadTools as error:
         raise invalid(str(error), param=error.param) from None
 
@@ -160,6 +170,8 @@ async def encode_messages(
     codec = gateway.require_codec("messages", "use /v1/completions with token ids")
     try:
         return await gateway.beside_loop(partial(_encode, gateway, codec, fields, selection))
+    except BadTemplateVariable as error:
+        raise invalid(str(error), param="chat_template_kwargs") from None
     except (BadConversation, NoChatTemplate) as error:
         raise invalid(str(error), param="messages") from None
 
@@ -175,8 +187,24 @@ def _encode(
     if "developer" not in (options.template or codec.chat_template or ""):
         for message in messages:  # OpenAI's newer name
             message["role"] = "system" if message["role"] == "developer" else message["role"]
+    _check_calls(messages)
     messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
     return codec.encode_messages(messages, options)
+
+
+def _check_calls(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError for calls of earlier answers that no template could read."""
+    for index, message in enumerate(messages):
+        calls, param = message.get("tool_calls"), f"messages[{index}].tool_calls"
+        if calls is None:
+            continue
+        if not isinstance(calls, list):
+            raise invalid(f"{param} is no list", param=param)
+        for number, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                param = f"{param}[{number}]"
+                raise invalid(f"{param} is no call: it needs a function with a name", param=param)
 
 
 def _message(index: int, message: MessageFields) -> dict[str, Any]:
@@ -275,6 +303,7 @@ def _answer_rules(
         is_named=selection.is_named,
         max_calls=1 if fields.parallel_tool_calls is False else None,
         hides_reasoning=fields.include_reasoning is False,
+        is_call=selection.is_required,
     )
 
 

@@ -1,7 +1,8 @@
 """Errors of the HTTP API: one table from gRPC statuses, one JSON shape."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -111,7 +112,17 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(INTERNAL_ERROR_TEXT, _SERVER_ERROR)
     kind = _KIND_OF_STATUS.get(error.status, _SERVER_ERROR)
     code = kind.code or (error.reason.lower() if error.reason != "INVALID_REQUEST" else None)
-    return ApiError(error.message, kind, code=code, headers=_retry_headers(error))
+    return ApiError(error.message, kind, code=code, param=error.field or None, headers=_retry_headers(error))
+
+
+@contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors the names that an API has for fields of a conversation."""
+    try:
+        yield
+    except ApiError as error:
+        error.body["param"] = names.get(error.body["param"] or "", error.body["param"])
+        raise
 
 
 def _retry_headers(error: UpstreamFailure) -> dict[str, str]:

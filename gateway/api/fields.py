@@ -69,6 +69,12 @@ def short_name(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[:MAX_NAME_CHARACTERS]}..."
 
 
+def header_name(name: str) -> str:
+    """Return a client's name for something as a header shows it."""
+    name = short_name(name)
+    return name if name.isascii() and name.isprintable() else ascii(name)
+
+
 def check_fields(
     extra: Mapping[str, Any] | None, *, is_strict: bool, known: Collection[str] = ()
 ) -> Collection[str]:

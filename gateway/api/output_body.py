@@ -30,6 +30,13 @@ def usage_body(usage: UsageCounts) -> dict[str, Any]:
     }
 
 
+def chunk_usage(fields: GenerationFields, usage: UsageCounts) -> dict[str, Any]:
+    """`usage` of a chunk with output: null before the last chunk has it, unless it is wanted in all."""
+    if not fields.includes_usage:
+        return {}
+    return {"usage": usage_body(usage) if fields.includes_continuous_usage else None}
+
+
 @dataclass(slots=True)
 class ChoiceText:
     """All deltas of a choice together."""

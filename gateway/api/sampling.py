@@ -12,6 +12,7 @@ from stageline_rpc.v1 import inference_pb2
 from wire.sampling import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS
 
 MAX_UINT32 = 2**32 - 1
+MAX_ID_DIGITS = len(str(MAX_UINT32))
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 Count = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -30,7 +31,7 @@ class JsonSchema(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: dict[str, Any] | bool = Field(default=True, alias="schema")
 
 
 class ResponseFormat(StrictModel):
@@ -186,7 +187,7 @@ def _set_numbers(
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     found = {}
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal() and int(key) <= MAX_UINT32):
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS and int(key) <= MAX_UINT32):
             raise invalid(f"logit_bias has key {key[:20]!r}, which is not a token id", param="logit_bias")
         found[int(key)] = bias
     return found

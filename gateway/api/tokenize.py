@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, json_response, read_fields
-from gateway.api.conversation import MessageFields, TemplateFields, encode_messages
+from gateway.api.conversation import MessageFields, TemplateFields, encode_messages, read_selection
 from gateway.api.errors import invalid
 from gateway.api.sampling import TokenId
 from text.tokenizer import UnknownToken
@@ -24,6 +24,7 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(RequestBody):
@@ -43,7 +44,8 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
         gateway.check_text_size((text,), param="prompt")
         ids = await gateway.beside_loop(lambda: codec.encode(text, add_special_tokens=adds))
     else:
-        ids = list(await encode_messages(gateway, _template_fields(fields)))
+        selection = read_selection(fields.tools)
+        ids = list(await encode_messages(gateway, _template_fields(fields), selection))
     body: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": gateway.upstream.model.max_sequence_tokens,

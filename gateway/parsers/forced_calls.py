@@ -23,6 +23,8 @@ from text.tokenizer import TextCodec
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_CALL_WHITE_SPACE = r"[\x20\x0A]{1,4}"
+"""White space between the JSON tokens of arguments, which no user reads: models write one space or none."""
 _RAW_STRING_KEYWORDS = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not"})
 
 
@@ -135,7 +137,7 @@ class _GrammarWriter:
         yield f"rest_{index}: arguments_{index} {self._literal(markup.after)}"
         schema = enforced_schema(index, tool)
         if markup.parameter is None:
-            yield f"arguments_{index}: {_json(schema)}"
+            yield f"arguments_{index}: {_json(schema, _CALL_WHITE_SPACE)}"
         else:
             yield from self._parameters(index, tool, schema, markup.parameter)
 
@@ -152,7 +154,8 @@ class _GrammarWriter:
             begin = self._literal(f"{markup[0]}{key}{markup[1]}")
             types = types_of(value)
             if types and "string" not in types:
-                yield f"{name}: {begin} {_json({**value, **definitions})} {self._literal(markup[2])}"
+                argument = _json({**value, **definitions}, _CALL_WHITE_SPACE)
+                yield f"{name}: {begin} {argument} {self._literal(markup[2])}"
             elif choices := _choices(value):
                 texts = " | ".join(json.dumps(choice) for choice in choices)
                 yield f"{name}: {begin} ({texts}) {self._literal(markup[2])}"
@@ -225,8 +228,8 @@ def checked_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     return found
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    options = {"whitespace_pattern": WHITE_SPACE, **schema.get("x-guidance", {})}
+def _json(schema: Mapping[str, Any], white_space: str = WHITE_SPACE) -> str:
+    options = {"whitespace_pattern": white_space, **schema.get("x-guidance", {})}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

@@ -62,6 +62,7 @@ class UpstreamFailure(Exception):
     """A request failed, or the coordinator cannot be reached.
 
     `reason` is the code of docs/reference/errors.md. `may_continue` if only the way to the request failed.
+    `field` is the field of GenerateRequest or SamplingParameters that it is about, if any.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class UpstreamFailure(Exception):
         reason: str,
         retry_after_s: float | None = None,
         may_continue: bool = False,
+        field: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -79,6 +81,7 @@ class UpstreamFailure(Exception):
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.may_continue = may_continue
+        self.field = field
 
 
 class TokenStream(Protocol):

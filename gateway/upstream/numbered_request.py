@@ -362,5 +362,6 @@ def _failure_of(failure: inference_pb2.NumberFailure, *, was_running: bool) -> U
         status=_STATUS.get(failure.code, grpc.StatusCode.UNKNOWN),
         reason=failure.reason,
         may_continue=failure.reason == "SUPERSEDED",
+        field=failure.field,
         retry_after_s=delay.seconds + delay.nanos / 1e9 if failure.HasField("retry_delay") else None,
     )

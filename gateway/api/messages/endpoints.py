@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.api.call import Gateway, json_response, open_call, read_fields, submit
 from gateway.api.conversation import encode_messages, prepare, read_selection
-from gateway.api.errors import ApiError
+from gateway.api.errors import ApiError, renamed_params
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.messages.writer import MessageWriter, event
 from gateway.api.sse import EventStream, while_connected
@@ -30,6 +30,8 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 """By status; others are invalid requests, or errors of the server."""
+_PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of a conversation by the names that they have here."""
 
 
 async def create_message(gateway: Gateway, request: Request) -> Response:
@@ -37,11 +39,12 @@ async def create_message(gateway: Gateway, request: Request) -> Response:
     fields, ignored = await read_fields(gateway, request, MessageRequest)
     chat = fields.chat_fields()
     call = open_call(gateway, request, fields, ignored)
-    conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
-    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    with renamed_params(_PARAMS):
+        conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
+        generation = await while_connected(request, submit(gateway, call, conversation.submission))
     answers = conversation.answers(generation, id_text(call.request_id))
     writer = MessageWriter(call, answers, generation.usage)
-    headers = {**call.headers(), "request-id": call.label}
+    headers = call.headers()
     if fields.stream:
         return EventStream(
             _events(generation, writer), close=generation.cancel, headers=headers, write_error=_error_event
@@ -58,7 +61,8 @@ async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
     """Count the tokens of a conversation."""
     fields, _ = await read_fields(gateway, request, PromptFields)
     chat = fields.chat_fields()
-    ids = await while_connected(request, encode_messages(gateway, chat, read_selection(chat)))
+    selection = read_selection(chat.tools, chat.tool_choice)
+    ids = await while_connected(request, encode_messages(gateway, chat, selection))
     return json_response({"input_tokens": len(ids)})
 
 

@@ -168,9 +168,11 @@ def _tool(index: int, tool: Block) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Block) -> str | dict[str, Any] | None:
+    if not choice:
+        return None
     kind = choice.get("type")
-    if not choice or kind in _TOOL_CHOICES:
-        return _TOOL_CHOICES[kind] if isinstance(kind, str) else None
+    if isinstance(kind, str) and kind in _TOOL_CHOICES:
+        return _TOOL_CHOICES[kind]
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     raise invalid("tool_choice.type is none of auto, any, tool, none", param="tool_choice.type")

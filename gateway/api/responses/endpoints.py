@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.api.call import Call, Gateway, json_response, open_call, read_fields, submit
 from gateway.api.conversation import Conversation, prepare
-from gateway.api.errors import ApiError, invalid
+from gateway.api.errors import ApiError, invalid, renamed_params
 from gateway.api.responses.fields import Item, ResponseRequest, chat_messages, input_items
 from gateway.api.responses.reading import ResponseReading, as_not_found, new_reading, observe
 from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, parse_response_id
@@ -24,7 +24,7 @@ PROMPT_TAIL_TOKENS = 64
 """Tokens of the prompt that the output continues: characters, and the tag that opens the reasoning."""
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
-_PARAMS = {"messages": "input", "response_format": "text.format"}
+_PARAMS = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
 """Fields of a conversation by the names that they have here."""
 
 
@@ -33,8 +33,9 @@ async def create_response(gateway: Gateway, request: Request) -> Response:
     fields, ignored = await read_fields(gateway, request, ResponseRequest)
     fields.check()
     call = open_call(gateway, request, fields, ignored)
-    conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
-    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    with renamed_params(_PARAMS):
+        conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
+        generation = await while_connected(request, submit(gateway, call, conversation.submission))
     stream = generation.prompts[0].stream
     identity = ResponseId(call.request_id, stream.secret if fields.is_stored else "")
     if fields.background:
@@ -133,16 +134,12 @@ async def _prepare(
     chat = await gateway.beside_loop(
         lambda: fields.chat_fields(chat_messages(fields.instructions, items, first=len(earlier)))
     )
-    try:
-        conversation = await prepare(
-            gateway,
-            chat,
-            max_tokens=fields.max_output_tokens,
-            logprobs=fields.top_logprobs or 0 if fields.wants_logprobs else None,
-        )
-    except ApiError as error:
-        error.body["param"] = _PARAMS.get(error.body["param"] or "", error.body["param"])
-        raise
+    conversation = await prepare(
+        gateway,
+        chat,
+        max_tokens=fields.max_output_tokens,
+        logprobs=fields.top_logprobs or 0 if fields.wants_logprobs else None,
+    )
     submission = conversation.submission
     [(prompt, _)] = submission.prompts
     stored = StoredResponse(

@@ -1235,12 +1235,15 @@ class NumberFailure(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     code: _builtins.int
     """The gRPC status code."""
     reason: _builtins.str
     """The reason code of docs/reference/errors.md."""
     message: _builtins.str
+    field: _builtins.str
+    """The field of the request that an invalid request is about; empty if there is none."""
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -1251,10 +1254,11 @@ class NumberFailure(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         retry_delay: _duration_pb2.Duration | None = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "number", b"number", "reason", b"reason", "retry_delay", b"retry_delay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "number", b"number", "reason", b"reason", "retry_delay", b"retry_delay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from tests.unit.text.trained_tokenizers import (
 from text.detokenizer import token_bytes
 from text.tokenizer import (
     BadConversation,
+    BadTemplateVariable,
     ChatMessage,
     NoChatTemplate,
     TemplateOptions,
@@ -127,7 +128,7 @@ def test_messages_are_rendered_with_options(kind: str, tmp_path: Path) -> None:
     assert codec.decode(continued).endswith("well")
     options = TemplateOptions(template="{{ messages[0].name }}{{ extra }}", variables={"extra": "more"})
     assert codec.decode(codec.encode_messages([{"role": "user", "name": "Ann"}], options)) == "Annmore"
-    with pytest.raises(BadConversation, match="'tokenize' cannot be a variable"):
+    with pytest.raises(BadTemplateVariable, match="'tokenize' cannot be a variable"):
         codec.encode_messages(messages, TemplateOptions(variables={"tokenize": False}))
 
 

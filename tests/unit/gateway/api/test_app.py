@@ -6,7 +6,9 @@ import pytest
 
 from gateway.api.app import ROUTES
 from gateway.api.chat import ChatRequest
+from gateway.parsers.conversation import read_tools, template_tools
 from tests.unit.gateway.fake_upstream import builtin_codec, serve
+from text.tokenizer import TemplateOptions
 
 
 async def test_the_model_is_listed_under_all_names() -> None:
@@ -38,6 +40,10 @@ async def test_tokenizing_and_back(prefix: str) -> None:
         messages = [{"role": "user", "content": "hi"}]
         response = await post(f"{prefix}/tokenize", json={"messages": messages})
         assert response.json()["tokens"] == codec.encode_messages(messages)
+        tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+        response = await post(f"{prefix}/tokenize", json={"messages": messages, "tools": [tool]})
+        options = TemplateOptions(tools=template_tools(read_tools([tool])))
+        assert response.json()["tokens"] == codec.encode_messages(messages, options)
         info = (await served.client.get(f"{prefix}/tokenizer_info")).json()
         assert info["eos_token"] == "<|endoftext|>"
         assert info["chat_template"] == codec.chat_template
@@ -49,6 +55,7 @@ async def test_tokenizing_and_back(prefix: str) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [], "tools": [5]}, "tools[0]"),
         ("/tokenize", {"messages": [{"role": "user"}], "add_special_tokens": True}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
@@ -112,3 +119,18 @@ async def test_a_wrong_method_names_those_of_the_path() -> None:
         for path, methods in (("/v1/responses/0", "DELETE, GET, HEAD"), ("/v1/completions", "POST")):
             response = await served.client.options(path)
             assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+async def test_every_answer_has_an_id_and_names_what_it_ignored() -> None:
+    async with serve() as served:
+        get, post = served.client.get, served.client.post
+        paths = ("/v1/none", "/v1/completions/", "/v1/responses/0?include=x")
+        for response in (*[await get(path) for path in paths], await post("/v1/completions", content=b"{")):
+            assert response.status_code in (400, 404), response.text
+            assert response.headers["x-request-id"]
+        assert (await get("/v1/none", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        listed = await get("/v1/models?limit=5")
+        assert listed.headers["x-stageline-ignored"] == "limit"
+    async with serve(strict_fields=True) as served:
+        response = await served.client.get("/v1/models?limit=5")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")

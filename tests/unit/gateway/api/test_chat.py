@@ -86,7 +86,10 @@ async def test_another_template_reads_variables_and_fields_of_messages() -> None
         ({"messages": [{"role": "nobody", "content": "hi"}]}, "messages"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "messages"),
+        ({"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages[0].tool_calls[0]"),
         (
             {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",

@@ -178,7 +178,7 @@ async def test_tokens_beyond_the_context_are_refused_with_the_numbers() -> None:
             "message": "this model's maximum context length is 256 tokens: the prompt has 250 and "
             "max_tokens is 7, 257 in all",
             "type": "invalid_request_error",
-            "param": "prompt",
+            "param": "max_tokens",
             "code": "context_length_exceeded",
         }
         response = await served.client.post(PATH, json={"prompt": [1] * 250})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway.api.chat import ChatRequest
 from gateway.api.completions import CompletionRequest
 from gateway.api.fields import ACCEPTED, REFUSED
-from gateway.upstream.contract import ModelInfo
+from gateway.upstream.contract import ModelInfo, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from tests.unit.gateway.fake_upstream import MODEL, serve
 
@@ -134,6 +135,7 @@ async def test_without_skipping_special_tokens_have_text() -> None:
         ({"stop": [""]}, "stop"),
         ({"stop": "a" * 1025}, "stop"),
         ({"logit_bias": {"cat": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
@@ -159,6 +161,62 @@ async def test_values_out_of_range_are_refused_by_name(body: dict[str, Any], par
         assert response.json()["error"]["type"] == "invalid_request_error"
         assert response.headers["x-should-retry"] == "false"
         assert served.upstream.streams == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message", "param", "shown"),
+    [
+        (
+            {},
+            "stop_token_ids",
+            "stop_token_ids has token id 9",
+            "stop_token_ids",
+            "stop_token_ids has token id 9",
+        ),
+        ({}, "prompt", "the prompt has no tokens", "prompt", "the prompt has no tokens"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "json_schema",
+            "json_schema: too deep",
+            "response_format",
+            "response_format: too deep",
+        ),
+        ({"guided_regex": "a"}, "regex", "regex: empty", "guided_regex", "guided_regex: empty"),
+        (
+            {"guided_regex": "a", "ignore_eos": True},
+            "ignore_eos",
+            "ignore_eos with regex: structured output ends",
+            "ignore_eos",
+            "ignore_eos with guided_regex: structured output ends",
+        ),
+    ],
+)
+async def test_what_the_coordinator_refuses_has_the_name_of_the_field(
+    body: dict[str, Any], field: str, message: str, param: str, shown: str
+) -> None:
+    async with serve() as served:
+        served.upstream.refusal = UpstreamFailure(
+            message, status=grpc.StatusCode.INVALID_ARGUMENT, reason="INVALID_REQUEST", field=field
+        )
+        response = await served.client.post(PATH, json={"prompt": "a", **body})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["message"]) == (param, shown)
+
+
+async def test_a_token_that_is_none_is_named() -> None:
+    async with serve() as served:
+        response = await served.client.post(PATH, json={"prompt": [-1, 5]})
+        assert response.json()["error"]["message"] == "prompt has token id -1, must be in [0, 2047]"
+
+
+@pytest.mark.parametrize(("keep", "num_tokens"), [(100, 100), (-1, 240)])
+async def test_a_truncated_prompt_leaves_the_default_room(keep: int, num_tokens: int) -> None:
+    async with serve() as served:
+        body = {"prompt": [1] * 300, "truncate_prompt_tokens": keep}
+        response = await served.client.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+        assert (len(served.request.token_ids.ids), served.request.max_tokens) == (num_tokens, 16)
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

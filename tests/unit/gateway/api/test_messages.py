@@ -216,6 +216,7 @@ async def test_tokens_are_counted_as_they_are_sent() -> None:
         ({"system": [{"type": "document"}]}, "system[0] is of type 'document'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": ["any"]}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nobody"}}, "'nobody'"),
         ({"n": 2}, "n is not supported"),
         ({"stop": "x"}, "use stop_sequences"),
@@ -235,6 +236,18 @@ async def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], te
         assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
         assert text in found["error"]["message"]
         assert served.upstream.streams == []
+
+
+async def test_errors_have_the_names_the_shape_and_the_id_of_anthropic() -> None:
+    async with serve() as served:
+        body = {"max_tokens": 5, "messages": HELLO, "stop_sequences": [""]}
+        response = await served.client.post(PATH, json=body, headers={"x-request-id": "mine"})
+        assert response.json()["error"]["param"] == "stop_sequences"
+        assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
+        for response in (await served.client.get(PATH), await served.client.post(f"{PATH}/none")):
+            assert response.status_code in (404, 405)
+            assert response.json()["type"] == "error"
+            assert response.headers["request-id"]
 
 
 async def test_fields_of_anthropic_are_accepted_and_unknown_ones_named() -> None:

@@ -97,7 +97,7 @@ async def test_a_response_has_its_output_and_its_fields() -> None:
             "output_tokens": len(builtin_codec().encode(" a bird sang")),
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 3 + len(builtin_codec().encode(" a bird sang")),
-            "stageline": {"restarts": 1},
+            "stageline": {"restarts": 1, "queue_s": 0.25, "first_token_s": 0.5, "decode_s": 2.0},
         }
         given = {name: body[name] for name in ("instructions", "metadata", "temperature", "user", "store")}
         assert given == {
@@ -376,7 +376,7 @@ REFUSALS: Sequence[tuple[dict[str, Any], str]] = (
     ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ({"temperature": 500}, "temperature"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 4000}, "input"),
+    ({"max_output_tokens": 4000}, "max_output_tokens"),
     ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
     ({"instructions": "x" * 600, "metadata": {str(n): "\x01" * 512 for n in range(16)}}, "input"),
 )  # fmt: skip

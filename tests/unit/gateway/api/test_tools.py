@@ -142,6 +142,15 @@ async def test_the_finish_reason_follows_what_was_parsed(choice: object, finish_
         assert (await post(served, tool_choice=choice))["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("text", ['<tool', '<tool_call>\n{"na', '<tool_call>\n{"name": "weather", "argu'])
+async def test_a_demanded_call_that_is_cut_off_is_no_text(text: str) -> None:
+    async with serve(answer(text), tool_parser="hermes") as served:
+        (choice,) = (await post(served, tool_choice="required"))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+        (choice,) = (await post(served))["choices"]
+        assert choice["message"]["content"] == text
+
+
 async def test_a_strict_tool_is_a_grammar_and_names_what_cannot_be_enforced() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     async with serve(tool_parser="hermes") as served:
