@@ -10,15 +10,14 @@ import signal
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.app import make_app
 from gateway.api.call import Gateway
-from gateway.api.errors import error_response, unavailable
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
 from gateway.upstream.contract import UpstreamFailure
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 INTERPRETER_SWITCH_S = 0.0005
 """How long the event loop waits for a thread that runs Python, such as a chat template; CPython has 5 ms."""
-HEALTH_PATHS = ("/health", "/ping")
 PORT_HINT = "choose another address with --listen HOST:PORT"
 
 
@@ -45,8 +43,7 @@ def run(config: GatewayConfig) -> int:
     raise_file_limit()
     sys.setswitchinterval(INTERPRETER_SWITCH_S)
     try:
-        template = None if config.chat_template is None else config.chat_template.read_text(encoding="utf-8")
-        uvloop.run(_serve(config, template))
+        uvloop.run(_serve(config, _read_template(config.chat_template)))
     except UpstreamFailure as error:
         logs.log_fatal(config.logs, error_line(error.reason, error.message))
         return ExitCode.FAILED
@@ -56,14 +53,29 @@ def run(config: GatewayConfig) -> int:
     return ExitCode.DONE
 
 
+def _read_template(path: Path | None) -> str | None:
+    """Raises OSError and ValueError."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {path} is no UTF-8 text: byte {error.start}") from None
+
+
 class GatewayServer:
-    """All parts of a gateway. Until the coordinator is connected, only `/health` answers with success."""
+    """All parts of a gateway. Until the coordinator is connected, only paths of the process are served."""
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
         self._link = self._new_link()
-        self._app: ASGIApp = self._not_connected
-        self._gateway: Gateway | None = None
+        self._gateway = Gateway(
+            config=config,
+            upstream=self._link,
+            codec=None,
+            metrics=GatewayMetrics(),
+            template=template,
+            is_waiting=True,
+        )
+        self._app = make_app(self._gateway)
         self._http = HttpServer(self, parse_address(config.listen), name="the gateway", hint=PORT_HINT)
 
     @property
@@ -77,6 +89,7 @@ class GatewayServer:
         Raises OSError if the address cannot be bound, TokenizerError, and UpstreamFailure.
         """
         await self._http.start()
+        log.info("bound to %s, connecting to coordinator %s", self.address, self._config.coordinator)
         await self._connect()
 
     async def follow_model(self) -> None:
@@ -88,7 +101,7 @@ class GatewayServer:
         while True:
             await link.other_model.wait()  # no timeout: usually it never happens
             log.warning("coordinator %s serves another model", self._config.coordinator)
-            self._app = self._not_connected
+            self._app = make_app(replace(self._gateway, is_waiting=True))
             await self.drain()
             await link.stop()
             link = self._link = self._new_link()
@@ -101,52 +114,44 @@ class GatewayServer:
     async def _connect(self) -> None:
         await self._link.start()
         codec = await asyncio.to_thread(_load_codec, self._link)
-        if self._gateway is None:
-            self._gateway = Gateway(
-                config=self._config,
-                upstream=self._link,
-                codec=codec,
-                metrics=GatewayMetrics(),
-                template=self._template,
-            )
-        else:  # with the same threads, which readers of the model before may still use
-            self._gateway = replace(self._gateway, upstream=self._link, codec=codec, is_draining=False)
+        if codec is not None and self._template is not None:
+            _check_template(self._config, codec, self._template)
+        # With the same threads, which readers of a model before may still use.
+        self._gateway = replace(
+            self._gateway, upstream=self._link, codec=codec, is_draining=False, is_waiting=False
+        )
         self._app = make_app(self._gateway)
 
     async def drain(self) -> None:
         """Refuse new requests, and wait for those in progress, at most `drain_timeout_s`."""
-        gateway = self._gateway
-        if gateway is None:
-            return
-        gateway.is_draining = True
+        self._gateway.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await gateway.metrics.idle()
+                await self._gateway.metrics.idle()
 
     async def stop(self) -> None:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
         self._link.interrupt()
         await self._http.stop()
         await self._link.stop()
-        if self._gateway is not None:
-            self._gateway.close()
+        self._gateway.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
-
-    async def _not_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in HEALTH_PATHS:
-            response: Response = Response(status_code=200)
-        else:
-            text = f"the gateway is waiting for the coordinator {self._config.coordinator}"
-            response = error_response(unavailable(text))
-        await response(scope, receive, send)
 
 
 def _load_codec(link: CoordinatorLink) -> TextCodec | None:
     if link.tokenizer_directory is None:
         return None
     return load_text_codec(link.tokenizer_directory, model_vocab_size=link.model.vocab_size)
+
+
+def _check_template(config: GatewayConfig, codec: TextCodec, template: str) -> None:
+    """Raises TokenizerError."""
+    try:
+        codec.check_template(template)
+    except TokenizerError as error:
+        raise TokenizerError(f"--chat-template {config.chat_template}: {error}") from None
 
 
 async def _serve(config: GatewayConfig, template: str | None) -> None:

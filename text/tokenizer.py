@@ -186,6 +186,19 @@ class TextCodec:
         except Exception as error:  # templates are arbitrary code and raise anything
             raise BadConversation(f"the chat template rejects the conversation: {error}") from error
 
+    def check_template(self, template: str) -> None:
+        """Raises TokenizerError with the line for a chat template that Jinja cannot parse."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=template, tokenize=False
+            )
+        except TemplateSyntaxError as error:
+            raise TokenizerError(f"line {error.lineno}: {error.message}") from None
+        except Exception:
+            return  # it was parsed, and rejects this conversation
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `token_ids`. Raises UnknownToken."""
         self.check(token_ids)

@@ -18,7 +18,7 @@ from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, label_of
 from gateway.api.chat import ChatRequest, chat_completions
 from gateway.api.completions import CompletionRequest, completions
-from gateway.api.errors import ApiError, api_error, error_response, http_error
+from gateway.api.errors import ApiError, api_error, error_response, http_error, unavailable
 from gateway.api.fields import check_fields, header_name
 from gateway.api.messages.endpoints import count_message_tokens, create_message, message_error
 from gateway.api.messages.fields import MessageRequest, PromptFields
@@ -163,6 +163,8 @@ def _operation_id(route: Route) -> str:
 def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
+            if gateway.is_waiting and route.endpoint != PROCESS:
+                raise unavailable(f"the gateway is waiting for the coordinator {gateway.config.coordinator}")
             unknown = _unknown_query(gateway, route, request)
             response = await route.handler(gateway, request)
             if unknown:

@@ -22,7 +22,7 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generation, GenerationSpec
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputRules
-from gateway.parsers.families import ParserChoice, choose_parsers
+from gateway.parsers.families import AUTO, ParserChoice, choose_parsers
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
@@ -44,7 +44,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True, kw_only=True)
 class Gateway:
-    """The parts that serve requests. `template` is the text of --chat-template."""
+    """The parts that serve requests. `template` is the text of --chat-template.
+
+    While it `is_waiting` for its coordinator, only paths of the process are served.
+    """
 
     config: GatewayConfig
     upstream: Upstream
@@ -57,14 +60,15 @@ class Gateway:
     intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "intake"))
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    is_waiting: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a parser that the model's tokenizer cannot serve."""
         self.logprobs = LogprobWriter(self.codec)
         codec = self.codec
+        names = (self.config.tool_parser, self.config.reasoning_parser)
         self.parsers = choose_parsers(
-            self.config.tool_parser,
-            self.config.reasoning_parser,
+            *((AUTO, AUTO) if self.is_waiting else names),
             chat_template=self.template or (None if codec is None else codec.chat_template),
             response_template=None if codec is None else codec.response_template,
         )
@@ -298,7 +302,7 @@ async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.Gener
         if error.reason != _ID_IN_USE:
             raise
         raise UpstreamFailure(
-            f"request id {message.request_id} is in use",
+            f"request id {message.request_id} is in use: its request is live, or its output is kept",
             status=grpc.StatusCode.ALREADY_EXISTS,
             reason=reason_of(RequestExists("")),
         ) from None

@@ -70,11 +70,22 @@ async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission
         echoes_logprobs=fields.logprobs is not None,
         wants_tokens=fields.logprobs is not None or bool(fields.return_token_ids) or gateway.codec is None,
     )
-    prompts = [
+    _check_number(len(prompts := await _prompts(gateway, fields.prompt)), spec.num_choices)
+    fitted = [
         gateway.fit(ids, fields, param="prompt", max_tokens=fields.max_tokens, default=DEFAULT_MAX_TOKENS)
-        for ids in await _prompts(gateway, fields.prompt)
+        for ids in prompts
     ]
-    return Submission(spec=spec, prompts=prompts, sampling=sampling, fields=fields, prompt_field="prompt")
+    return Submission(spec=spec, prompts=fitted, sampling=sampling, fields=fields, prompt_field="prompt")
+
+
+def _check_number(num_prompts: int, num_choices: int) -> None:
+    """Raise ApiError for more sequences than a coordinator's queue takes by default."""
+    if num_prompts * num_choices > MAX_PROMPTS and num_prompts > 1:
+        raise invalid(
+            f"prompt has {num_prompts} entries of n = {num_choices} choices, {num_prompts * num_choices} in "
+            f"all, the limit is {MAX_PROMPTS}",
+            param="n",
+        )
 
 
 async def _prompts(gateway: Gateway, prompt: str | list[Any]) -> Sequence[Sequence[int]]:

@@ -18,7 +18,7 @@ from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from wire.channels import ATTACH_SECRET_KEY, client_channel
-from wire.errors import ClusterUnavailable, reason_of
+from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class CoordinatorLink:
         self._requests: dict[NumberedRequest, None] = {}
         self._call: ServeCall | None = None
         self._away_since_s: float | None = None
+        self._is_lost = False
         self._tasks: list[asyncio.Task[None]] = []
         self.other_model = asyncio.Event()
 
@@ -97,16 +98,21 @@ class CoordinatorLink:
         return self._files.directory
 
     async def start(self) -> None:
-        """Wait for the coordinator, and fetch its model and tokenizer."""
-        pause_s = self._policy.retry_s
+        """Wait for the coordinator, and fetch its model and tokenizer.
+
+        Raises UpstreamFailure if something else than a coordinator answers.
+        """
+        pause_s, warned_s = self._policy.retry_s, -self._policy.unreachable_s
         while True:
             try:
                 await self._fetch()
                 break
             except grpc.aio.AioRpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-                log.debug("coordinator %s cannot be reached: %s", self._address, error.details())
+                    raise _no_coordinator(self._address, error) from None
+                if (now_s := asyncio.get_running_loop().time()) - warned_s >= self._policy.unreachable_s:
+                    warned_s = now_s
+                    log.warning("waiting for coordinator %s: %s", self._address, error.details())
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
         self._tasks = [
@@ -281,7 +287,7 @@ class CoordinatorLink:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             if self._call is not None:
-                self._call, self._away_since_s = None, loop.time()
+                self._call, self._away_since_s, self._is_lost = None, loop.time(), True
                 pause_s = self._policy.retry_s
                 log.warning(
                     "lost coordinator %s (%s): %d requests wait to attach again",
@@ -294,6 +300,9 @@ class CoordinatorLink:
     def _opened(self, call: ServeCall, fingerprint: str) -> None:
         """Raises OtherModel."""
         self._check_model(fingerprint)
+        if self._is_lost:
+            self._is_lost = False
+            log.info("connected to coordinator %s again", self._address)
         self._call, self._away_since_s = call, None
         for request in list(self._requests):
             call.begin(request)
@@ -304,8 +313,10 @@ class CoordinatorLink:
         away_s = 0.0 if since_s is None else now_s - since_s
         for request in list(self._requests):
             waited_s = min(away_s, now_s - request.created_s)
-            if waited_s >= self._policy.unreachable_s or request.is_late(now_s):
-                text = f"coordinator {self._address} cannot be reached for {waited_s:.1f} s ({reason})"
+            text = f"coordinator {self._address} cannot be reached for {waited_s:.1f} s ({reason})"
+            if request.is_late(now_s):
+                request.fail(_late(f"the deadline passed: {text}"))
+            elif waited_s >= self._policy.unreachable_s:
                 request.fail(_failure(ClusterUnavailable(text), retry_after_s=1.0))
 
 
@@ -317,6 +328,17 @@ def _failure(error: ClusterUnavailable, *, retry_after_s: float | None = None) -
         retry_after_s=retry_after_s,
         may_continue=True,
     )
+
+
+def _late(text: str) -> UpstreamFailure:
+    return UpstreamFailure(
+        text, status=grpc.StatusCode.DEADLINE_EXCEEDED, reason=reason_of(DeadlinePassed(""))
+    )
+
+
+def _no_coordinator(address: str, error: grpc.aio.AioRpcError) -> UpstreamFailure:
+    text = f"coordinator {address} answers {error.code().name}: {error.details()}: is it a coordinator?"
+    return UpstreamFailure(text, status=error.code(), reason=reason_of(ClusterUnavailable("")))
 
 
 def _call_failure(error: grpc.aio.AioRpcError) -> UpstreamFailure:

@@ -21,7 +21,7 @@ _OVERLOADED = {429, 503}
 
 
 class GatewayUnreachable(Exception):
-    """No connection to the gateway."""
+    """No connection to the gateway, or something else is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +89,19 @@ async def send_all(
     gateway_url: str, requests: Iterable[BatchRequest], limits: CallLimits, on_answer: OnAnswer
 ) -> None:
     """Send every request. Raises GatewayUnreachable, and errors of `requests` and `on_answer`."""
-    waiting = iter(requests)
+    waiting, has_answered = iter(requests), False
     timeout = Timeout(limits.timeout_s, connect=_CONNECT_TIMEOUT_S, pool=None)
     connections = Limits(max_connections=limits.concurrency, max_keepalive_connections=limits.concurrency)
     async with AsyncClient(base_url=gateway_url, timeout=timeout, limits=connections) as http:
 
         async def send_some() -> None:
+            nonlocal has_answered
             for request in waiting:
-                on_answer(request.custom_id, *await _send(http, request, limits))
+                response, error = await _send(http, request, limits)
+                if error is not None and not has_answered:
+                    raise GatewayUnreachable(f"{gateway_url} is no gateway: {error['message']}")
+                has_answered = True
+                on_answer(request.custom_id, response, error)
 
         tasks = [asyncio.create_task(send_some()) for _ in range(limits.concurrency)]
         try:

@@ -76,6 +76,7 @@ GATEWAY_FLAGS = (
     "--reasoning-parser",
     "--strict-fields",
     "--max-body",
+    "--response-keep",
 )
 PAYLOAD_FLAGS = ("--payload-listen", "--payload-min")
 """Worker flags for all workers; --payload-advertise names one port, and so one worker."""
@@ -219,9 +220,16 @@ def _worker_arguments(
 
 
 def gateway_listen(given: str | None) -> str | None:
-    """Return where the gateway listens; None for no gateway."""
+    """Return where the gateway listens; None for no gateway. Raises OSError if it is taken."""
+    if given == OFF:
+        return None
     if given is not None:
-        return None if given == OFF else given
+        if (address := parse_address(given)).port and ":" not in address.host and not is_free(address):
+            raise OSError(
+                f"cannot serve the gateway on {given}: the address is in use or not local; choose another "
+                "with --gateway HOST:PORT"
+            )
+        return given
     return DEFAULT_HTTP_ADDRESS if is_free(parse_address(DEFAULT_HTTP_ADDRESS)) else ANY_PORT
 
 
@@ -229,6 +237,8 @@ def _gateway_arguments(
     coordinator: CoordinatorConfig, context: typer.Context, flags: Mapping[str, Any]
 ) -> tuple[str, ...]:
     given = {parameter_of(flag): flags[parameter_of(flag)] for flag in GATEWAY_FLAGS}
+    if flags["gateway"] == OFF and (set_flags := [f for f in GATEWAY_FLAGS if given[parameter_of(f)]]):
+        raise typer.BadParameter(f"{set_flags[0]} needs a gateway: it cannot be used with --gateway off")
     config = make_config(GatewayConfig, context, given)
     return (*flags_of(config, only=GATEWAY_FLAGS), *flags_of(coordinator.logs))
 

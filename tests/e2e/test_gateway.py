@@ -122,6 +122,11 @@ async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address:
             for path in ("/readyz", "/v1/models"):
                 response = await http.get(path)
                 assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+            for path in ("/version", "/metrics", "/"):
+                assert (await http.get(path)).status_code == 200
+        log = gateway.read_log()
+        assert f"bound to {free_address}, connecting to coordinator 127.0.0.1:1" in log
+        assert log.count("waiting for coordinator 127.0.0.1:1") == 1
         taken = await run_stageline("gateway", "--listen", free_address)
         assert taken.code == 1
         assert taken.the_error() == (
@@ -130,6 +135,27 @@ async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address:
         )
         gateway.send_signal(signal.SIGTERM)
         assert await exit_code(gateway) == "exit code 0"
+
+
+async def test_what_no_gateway_can_use_is_one_line(tmp_path: Path) -> None:
+    config = LocalClusterConfig(
+        num_workers=1, mocks=("step=1ms",), environment=ENVIRONMENT, log_directory=tmp_path,
+        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
+    )  # fmt: skip
+    async with LocalCluster(config) as cluster:
+        status = await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        worker = status.workers[0].address
+        finished = await run_stageline("gateway", "--coordinator", worker, "--listen", "127.0.0.1:0")
+        assert finished.code == 1
+        assert "Traceback" not in finished.stderr
+        assert f"coordinator {worker} answers UNIMPLEMENTED" in finished.stderr.splitlines()[-1]
+    (tmp_path / "template").write_bytes(b"\xff")
+    finished = await run_stageline("gateway", "--chat-template", str(tmp_path / "template"))
+    assert finished.code == 1
+    assert f"{tmp_path / 'template'} is no UTF-8 text" in finished.the_error()
+    finished = await run_stageline("up", "--gateway", "off", "--served-model-name", "mine")
+    assert finished.code == 2
+    assert "--served-model-name needs a gateway" in finished.the_error()
 
 
 async def _is_healthy(http: AsyncClient) -> bool:

@@ -271,8 +271,12 @@ async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -
         with pytest.raises(UpstreamFailure, match=text) as caught:
             await reading.end()
         assert caught.value.status is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(UpstreamFailure, match=text):
+        with pytest.raises(UpstreamFailure, match=text) as caught:
             await link.submit(message(PROMPT, 5), deadline_s=0.2)
+        assert (caught.value.status, caught.value.reason) == (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "DEADLINE_PASSED",
+        )
 
 
 async def test_the_limit_of_tokens_outlasts_a_restart_of_the_coordinator() -> None:

@@ -206,7 +206,7 @@ class GatewayVisit:
         customer = self._customer
         customer.end = f"{failure.status.name}: {failure.message}"
         was_unserved = self._cluster.oracle.unserved_s >= POLICY.recovery_timeout_s - 0.1
-        is_late = failure.status in (Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE)  # the latter while cut off
+        is_late = failure.status is Code.DEADLINE_EXCEEDED
         if is_late and customer.habit is Habit.HAS_A_DEADLINE:
             return
         if failure.status is Code.UNAVAILABLE and was_unserved:

@@ -17,6 +17,8 @@ from gateway.api.responses.writer import ALL_EVENTS, ResponseRules, ResponseWrit
 from gateway.upstream.contract import ChoiceEnd, Tokens, TokenStream, UpstreamFailure
 from stageline_rpc.v1.inference_pb2 import FINISH_REASON_LENGTH
 
+MAX_NEW_TOKENS = 16
+"""More tokens at once are those of a response that was there before its reader."""
 _NOT_FOUND = frozenset(
     {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT}
 )
@@ -75,15 +77,20 @@ class ResponseReading:
 
     async def _portions(self, *, num_tokens: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the events of what arrives; after `num_tokens`, nothing more is awaited."""
-        text, writer = self.gateway.text, self.writer
+        writer = self.writer
         try:
             async for item in self.stream:
                 portion = b""
                 if isinstance(item, Tokens):
-                    portion = await text.run(partial(writer.push, item.token_ids, item.logprobs))
+                    # What was there before would keep the text of live streams waiting.
+                    is_old = len(item.token_ids) > MAX_NEW_TOKENS
+                    run = self.gateway.beside_loop if is_old else self.gateway.text.run
+                    portion = await run(partial(writer.push, item.token_ids, item.logprobs))
                 elif isinstance(item, ChoiceEnd):
                     is_cut = item.finish_reason == FINISH_REASON_LENGTH
-                    portion = await text.run(partial(writer.end, is_cut=is_cut, usage=item.usage))
+                    portion = await self.gateway.text.run(
+                        partial(writer.end, is_cut=is_cut, usage=item.usage)
+                    )
                 if portion:
                     yield portion
                 if num_tokens is not None and writer.num_tokens >= num_tokens:

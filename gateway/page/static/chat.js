@@ -5,7 +5,7 @@ const KEY = "stageline-api-key";
 const byId = (id) => document.getElementById(id);
 const turns = byId("turns");
 const prompt = byId("prompt");
-const conversation = [];
+let conversation = [];
 let models = [];
 let running = null;
 
@@ -142,8 +142,9 @@ function take(event, turn, answer) {
 }
 
 async function send(text) {
-  new Turn("user", text);
-  conversation.push({ role: "user", content: text });
+  const asked = new Turn("user", text);
+  const own = conversation; // "New chat" begins another one, also while this answer comes
+  own.push({ role: "user", content: text });
   const [path, body] = request(text);
   const turn = new Turn("assistant");
   const answer = { text: "", usage: null, requestId: null, numEvents: 0, startedMs: performance.now(), firstMs: null, lastMs: null, isStopped: false };
@@ -153,13 +154,19 @@ async function send(text) {
     for await (const event of stream(path, body, { headers: headers(), signal: running.signal })) take(event, turn, answer);
   } catch (error) {
     if (error.name === "AbortError") answer.isStopped = true;
-    else report(error);
+    else if (own === conversation) report(error);
   } finally {
     running = null;
     setBusy(turn, false);
     turn.setFigures(answer);
-    turn.show();
-    conversation.push({ role: "assistant", content: answer.text });
+    if (answer.text || answer.usage) {
+      own.push({ role: "assistant", content: answer.text });
+    } else {
+      own.pop(); // a question without an answer is asked again, not sent along
+      asked.item.remove();
+      turn.item.remove();
+      if (own === conversation) prompt.value ||= text;
+    }
     prompt.focus();
   }
 }
@@ -200,7 +207,7 @@ document.addEventListener("keydown", (event) => {
 byId("stop-button").addEventListener("click", () => running?.abort());
 byId("new").addEventListener("click", () => {
   running?.abort();
-  conversation.length = 0;
+  conversation = [];
   turns.replaceChildren();
   byId("empty").hidden = false;
   byId("problem").textContent = "";

@@ -25,6 +25,7 @@ from text.tokenizer import (
     NoChatTemplate,
     TemplateOptions,
     TextCodec,
+    TokenizerError,
     UnknownToken,
     UnreadableTokenizer,
     load_text_codec,
@@ -130,6 +131,13 @@ def test_messages_are_rendered_with_options(kind: str, tmp_path: Path) -> None:
     assert codec.decode(codec.encode_messages([{"role": "user", "name": "Ann"}], options)) == "Annmore"
     with pytest.raises(BadTemplateVariable, match="'tokenize' cannot be a variable"):
         codec.encode_messages(messages, TemplateOptions(variables={"tokenize": False}))
+
+
+def test_a_template_that_cannot_be_parsed_is_refused_with_its_line(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind)
+    codec.check_template("{{ messages[0].role }}")
+    with pytest.raises(TokenizerError, match=r"^line 2: "):
+        codec.check_template("{% for message in messages %}\n{% endif %}")
 
 
 def test_a_text_without_the_special_tokens_of_the_post_processor(kind: str, tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ async def test_a_request_id_in_use_is_a_conflict() -> None:
         response = await served.client.post(PATH, json={"prompt": "a"}, headers={"x-request-id": request_id})
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (409, "request_exists")
-        assert error["message"] == f"request id {request_id} is in use"
+        assert (
+            error["message"]
+            == f"request id {request_id} is in use: its request is live, or its output is kept"
+        )
         assert response.headers["x-should-retry"] == "false"
 
 

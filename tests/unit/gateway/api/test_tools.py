@@ -142,7 +142,7 @@ async def test_the_finish_reason_follows_what_was_parsed(choice: object, finish_
         assert (await post(served, tool_choice=choice))["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("text", ['<tool', '<tool_call>\n{"na', '<tool_call>\n{"name": "weather", "argu'])
+@pytest.mark.parametrize("text", ["<tool", '<tool_call>\n{"na', '<tool_call>\n{"name": "weather", "argu'])
 async def test_a_demanded_call_that_is_cut_off_is_no_text(text: str) -> None:
     async with serve(answer(text), tool_parser="hermes") as served:
         (choice,) = (await post(served, tool_choice="required"))["choices"]
