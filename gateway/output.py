@@ -42,10 +42,6 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: StopReason = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.text or self.token_ids or self.finish_reason)
-
 
 class ChoiceOutput:
     """Text of one choice. Text that may begin a stop string waits for later tokens."""

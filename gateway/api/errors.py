@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -53,6 +53,8 @@ _KIND_OF_HTTP: dict[int, ErrorKind] = {
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 MODEL_NOT_FOUND = "model_not_found"
 DEFAULT_RETRY_S = 1.0
+UNSERVABLE = "SLICE_FAILED"
+"""The reason of a request of which no next token can be sampled; it fails again."""
 
 
 class ApiError(Exception):
@@ -111,6 +113,8 @@ def api_error(error: Exception) -> ApiError:
         log.error("request failed", exc_info=error)
         return ApiError(INTERNAL_ERROR_TEXT, _SERVER_ERROR)
     kind = _KIND_OF_STATUS.get(error.status, _SERVER_ERROR)
+    if error.reason == UNSERVABLE:
+        kind = replace(kind, headers=NO_RETRY)
     code = kind.code or (error.reason.lower() if error.reason != "INVALID_REQUEST" else None)
     return ApiError(error.message, kind, code=code, param=error.field or None, headers=_retry_headers(error))
 

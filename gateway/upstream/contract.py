@@ -17,7 +17,6 @@ class ModelInfo:
     fingerprint: str
     vocab_size: int
     max_sequence_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
     generation_config: Mapping[str, object] = field(default_factory=dict)
 
 

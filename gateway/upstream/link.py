@@ -26,24 +26,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkPolicy:
-    """Waits of a link, in seconds.
-
-    Attributes:
-        unreachable_s: after how long without a coordinator requests fail.
-        retry_s: pause before a new attempt to reach it; `max_retry_s` after several.
-        refresh_s: interval between two looks at the model's limits; `retry_s` before they are planned.
-        call_s: deadline of single calls.
-        keep_s: how long the coordinator keeps the output of a request of a gateway that is lost.
-        credit: tokens of a request that may be on the way.
-    """
+    """Waits of a link, in seconds."""
 
     unreachable_s: float = 30.0
+    """Time without a coordinator after which requests fail."""
     retry_s: float = 0.1
+    """Pause before a new attempt to reach it."""
     max_retry_s: float = 1.0
+    """The same after several attempts."""
     refresh_s: float = 5.0
+    """Interval between two looks at the model's limits; `retry_s` before they are planned."""
     call_s: float = 10.0
+    """Deadline of single calls."""
     keep_s: float = 60.0
+    """How long the coordinator keeps the output of a request of a gateway that is lost."""
     credit: int = 512
+    """Tokens of a request that may be on the way."""
 
 
 DEFAULT_POLICY = LinkPolicy()
@@ -245,7 +243,6 @@ class CoordinatorLink:
             fingerprint=response.fingerprint,
             vocab_size=response.vocab_size,
             max_sequence_tokens=limit,
-            eos_token_ids=frozenset(response.eos_token_ids),
             generation_config=self._files.generation_config,
         )
 

@@ -1,4 +1,4 @@
-"""docs/reference/limits.md: the fields of `RecoveryPolicy` and `WorkerPolicy`."""
+"""docs/reference/limits.md: the fields of `RecoveryPolicy`, `WorkerPolicy` and `LinkPolicy`."""
 
 from tools.reference_pages.markdown import GENERATED, table
 from tools.reference_pages.source import fields_of
@@ -26,11 +26,21 @@ _OF_WORKER = """
 """
 
 
+_OF_GATEWAY = """
+## Gateway
+
+`LinkPolicy` in `gateway/upstream/link.py`:
+
+"""
+
+
 def limits() -> str:
-    """Every field of both policies."""
+    """Every field of all policies."""
     coordinator = _fields("coordinator/recovery/policy.py", "RecoveryPolicy")
     worker = _fields("stage_worker/policy.py", "WorkerPolicy")
-    return f"{_LIMITS}{_OF_COORDINATOR}{coordinator.rstrip()}{_OF_WORKER}{worker}"
+    gateway = _fields("gateway/upstream/link.py", "LinkPolicy")
+    parts = (_OF_COORDINATOR, coordinator.rstrip(), _OF_WORKER, worker, _OF_GATEWAY, gateway)
+    return "".join((_LIMITS, *parts))
 
 
 def _fields(path: str, policy: str) -> str:

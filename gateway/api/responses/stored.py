@@ -17,6 +17,9 @@ MAX_STATE_BYTES = 256 * 1024
 _ID = re.compile(r"resp_([0-9a-f]{32})([A-Za-z0-9_-]{32,128})")
 
 
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseId:
     """The id of a response that any gateway finds: that of its request, and the secret to attach to it."""
@@ -69,6 +72,12 @@ class StoredResponse(BaseModel):
     top_p: float
     request: ResponseRequest
 
+    @property
+    def labels(self) -> dict[str, str | None]:
+        """Fields without effect that a response repeats."""
+        given = self.request.model_extra or {}
+        return {name: given[name] if isinstance(given.get(name), str) else None for name in LABELS}
+
     def encode(self) -> bytes:
         """Encode within the limit, without the input if there is no room for it. Raises ApiError."""
         data = self._dump()
@@ -85,7 +94,9 @@ class StoredResponse(BaseModel):
         return data
 
     def _dump(self) -> bytes:
-        return self.model_dump_json(exclude_none=True, by_alias=True).encode()
+        unknown = set(self.request.model_extra or {}) - {*LABELS}
+        exclude = {"request": unknown} if unknown else None
+        return self.model_dump_json(exclude_none=True, by_alias=True, exclude=exclude).encode()
 
 
 def decode_stored(data: bytes) -> StoredResponse:

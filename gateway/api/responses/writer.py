@@ -169,7 +169,6 @@ class ResponseWriter:
     def body(self) -> dict[str, Any]:
         """The response as it is now."""
         request, stored = self._stored.request, self._stored
-        extra = request.model_extra or {}
         return {
             "id": self._identity,
             "object": "response",
@@ -198,9 +197,7 @@ class ResponseWriter:
             "top_p": stored.top_p,
             "truncation": "disabled",
             "usage": None if self._usage is None else self._usage_body(self._usage),
-            "user": extra.get("user"),
-            "safety_identifier": extra.get("safety_identifier"),
-            "prompt_cache_key": extra.get("prompt_cache_key"),
+            **self._stored.labels,
             "metadata": request.metadata or {},
             **self._ending,
         }

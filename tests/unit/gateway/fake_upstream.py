@@ -26,9 +26,7 @@ from wire.addresses import Address
 Item = Tokens | PromptLogprobs | ChoiceEnd | UpstreamFailure
 EOS = 0
 SECRET = "the_secret-of_a_fake_request_of_a_gateway_43"
-MODEL = ModelInfo(
-    name="tiny", fingerprint="abc", vocab_size=2048, max_sequence_tokens=256, eos_token_ids=frozenset({EOS})
-)
+MODEL = ModelInfo(name="tiny", fingerprint="abc", vocab_size=2048, max_sequence_tokens=256)
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 
 

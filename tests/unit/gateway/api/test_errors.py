@@ -53,6 +53,7 @@ Code = grpc.StatusCode
             {"x-should-retry": "false"},
         ),
         (failure(Code.ABORTED, "STEP_FAILED"), 500, "server_error", "step_failed", {}),
+        (failure(Code.INTERNAL, "SLICE_FAILED"), 500, "server_error", "slice_failed", NO_RETRY),
         (failure(Code.INTERNAL, "INTERNAL_ERROR"), 500, "server_error", "internal_error", {}),
     ],
 )

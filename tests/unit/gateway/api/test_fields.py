@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -247,6 +248,11 @@ async def test_unknown_fields_are_named_and_counted_or_refused() -> None:
     async with serve(strict_fields=True) as served:
         response = await served.client.post(PATH, json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "colour")
+
+
+def test_the_documents_list_every_field_without_effect_and_every_refused_one() -> None:
+    document = (Path(__file__).parents[4] / "docs" / "gateway.md").read_text()
+    assert [name for name in (*ACCEPTED, *REFUSED) if f"`{name}`" not in document] == []
 
 
 def test_no_field_has_two_meanings() -> None:

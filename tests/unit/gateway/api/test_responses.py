@@ -404,6 +404,17 @@ async def test_fields_without_effect_are_accepted_by_a_list() -> None:
         assert (last["prompt_cache_key"], last["service_tier"]) == ("k", "default")
 
 
+async def test_unknown_fields_are_not_kept() -> None:
+    async with serve() as served:
+        body = {"input": "Once", "foo": "x" * 300_000, "user": {"name": "me"}, "safety_identifier": "s"}
+        response = await served.client.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+        assert (response.json()["user"], response.json()["safety_identifier"]) == (None, "s")
+        assert len(served.request.client_state) < 2000
+        again = await served.client.get(f"{PATH}/{response.json()['id']}")
+        assert (again.json()["user"], again.json()["safety_identifier"]) == (None, "s")
+
+
 async def test_numbers_that_only_python_can_write_come_back() -> None:
     async with serve() as served:
         tool = {**WEATHER, "parameters": {"type": "object", "maxProperties": 2**70}}
