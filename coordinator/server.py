@@ -117,7 +117,11 @@ class CoordinatorServer:
         self.controller = self._new_controller(incarnation)
         self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweeper: asyncio.Task[None] | None = None
-        status = StatusReporter(self.controller, self.engine, model, loop_lag=self.metrics.loop_lag.recent)
+        status = StatusReporter(
+            *(self.controller, self.engine, model),
+            sampler=config.sampler.get_description(),
+            loop_lag=self.metrics.loop_lag.recent,
+        )
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._requests = self._new_request_handler()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from gateway.output import ChoiceOutput, Delta, OutputRules
 from gateway.rendering import Rendering
+from gateway.spans import OutputTimes
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import ChoiceEnd, Item, PromptLogprobs, Tokens, TokenStream
 from stageline_rpc.v1 import inference_pb2
@@ -105,8 +106,10 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         streams: Sequence[TokenStream],
         text: TextThread,
+        times: OutputTimes | None = None,
     ) -> None:
-        self._spec, self._text = spec, text
+        """`times` takes the times of the output, if they are recorded."""
+        self._spec, self._text, self._times = spec, text, times
         self._has_stops = bool(spec.rules.stops)
         self.usage = UsageCounts(prompt_tokens=sum(map(len, prompts)))
         self.prompts = [
@@ -132,7 +135,7 @@ class Generation:
 
     def rendering(self, render: Callable[[Delta], _Rendered | None]) -> Rendering[_Rendered]:
         """Return what reads the output once, as `render` of each delta, except None."""
-        return Rendering(self, self._text, render)
+        return Rendering(self, self._text, render, self._times)
 
     async def cancel(self) -> None:
         """Cancel the streams that have not ended."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from gateway.output import Delta
+from gateway.spans import OutputTimes
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import Item, UpstreamFailure
 
@@ -26,10 +27,14 @@ class Rendering(Generic[_Rendered]):
     """
 
     def __init__(
-        self, generation: Generation, text: TextThread, render: Callable[[Delta], _Rendered | None]
+        self,
+        generation: Generation,
+        text: TextThread,
+        render: Callable[[Delta], _Rendered | None],
+        times: OutputTimes | None = None,
     ) -> None:
-        """`render` is called on the text thread."""
-        self._generation, self._text, self._render = generation, text, render
+        """`render` is called on the text thread. `times` takes the times of the output."""
+        self._generation, self._text, self._render, self._times = generation, text, render, times
         self._put: Callable[[list[_Rendered]], bool | None]
         self._ready: dict[int, None] = {}
         self._num_open = len(generation.prompts)
@@ -72,7 +77,8 @@ class Rendering(Generic[_Rendered]):
                 self._num_open -= 1
         if taken:
             self._is_busy = True
-            return partial(self._run, taken)
+            work = partial(self._run, taken)
+            return work if self._times is None else self._times.timed(work)
         self._woken.set()
         return None
 
@@ -81,6 +87,8 @@ class Rendering(Generic[_Rendered]):
         self._is_busy = False
         self._failure = error or self._failure
         self._generation.stop_choices()
+        if result and self._times is not None:
+            self._times.output()
         self._is_congested = bool(result and not self._put(result))
         if self._is_congested or self._failure is not None or not self._num_open:
             self._woken.set()
@@ -116,6 +124,8 @@ class Rendering(Generic[_Rendered]):
 
     def _continue(self) -> None:
         if self._ready and not (self._is_busy or self._is_congested or self._failure is not None):
+            if self._times is not None:
+                self._times.wait()
             self._text.add(self)
 
     def _run(self, taken: list[Taken]) -> list[_Rendered]:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -20,13 +21,18 @@ from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
+from gateway.spans import GatewaySpans
 from gateway.upstream.contract import UpstreamFailure
 from gateway.upstream.link import CoordinatorLink
 from telemetry import logs
+from telemetry.span_recorder import SpanRecorder, new_recorder
+from telemetry.span_sinks import CoordinatorSink
+from telemetry.spans import GATEWAY
 from text.tokenizer import TextCodec, TokenizerError, load_text_codec
 from web.server import HttpServer
 from wire.addresses import parse_address
 from wire.channels import raise_file_limit
+from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 
@@ -66,6 +72,8 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
+        self._clock = ClusterClock()
+        self._recorder: SpanRecorder | None = None
         self._link = self._new_link()
         self._gateway = Gateway(
             config=config,
@@ -89,6 +97,7 @@ class GatewayServer:
         Raises OSError if the address cannot be bound, TokenizerError, and UpstreamFailure.
         """
         await self._http.start()
+        self._recorder = self._open_spans()
         log.info("bound to %s, connecting to coordinator %s", self.address, self._config.coordinator)
         await self._connect()
 
@@ -109,7 +118,28 @@ class GatewayServer:
             log.info("serving model %s of coordinator %s", link.model.name, self._config.coordinator)
 
     def _new_link(self) -> CoordinatorLink:
-        return CoordinatorLink(self._config.coordinator, cache_directory=self._config.cache_directory)
+        return CoordinatorLink(
+            self._config.coordinator, cache_directory=self._config.cache_directory, clock=self._clock
+        )
+
+    def _open_spans(self) -> SpanRecorder | None:
+        """Begin to record spans, as a process that is named by its address."""
+        telemetry, address = self._config.telemetry, self._http.address
+        if telemetry.is_disabled:
+            return None
+        recorder = new_recorder(
+            GATEWAY,
+            CoordinatorSink(self._config.coordinator),
+            telemetry,
+            self._clock,
+            instance=f"{socket.gethostname()}:{address.port}",
+        )
+        recorder.start()
+        return recorder
+
+    def _spans(self) -> GatewaySpans | None:
+        link, recorder = self._link, self._recorder
+        return None if recorder is None else GatewaySpans(recorder, lambda: link.sampler)
 
     async def _connect(self) -> None:
         await self._link.start()
@@ -118,7 +148,12 @@ class GatewayServer:
             _check_template(self._config, codec, self._template)
         # With the same threads, which readers of a model before may still use.
         self._gateway = replace(
-            self._gateway, upstream=self._link, codec=codec, is_draining=False, is_waiting=False
+            self._gateway,
+            upstream=self._link,
+            codec=codec,
+            spans=self._spans(),
+            is_draining=False,
+            is_waiting=False,
         )
         self._app = make_app(self._gateway)
 
@@ -133,6 +168,8 @@ class GatewayServer:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
         self._link.interrupt()
         await self._http.stop()
+        if self._recorder is not None:
+            await self._recorder.close()
         await self._link.stop()
         self._gateway.close()
 

@@ -8,13 +8,23 @@ certificates, compression and timeouts are read by the exporters themselves.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    ALWAYS_ON,
+    ParentBased,
+    Sampler,
+    SamplingResult,
+    TraceIdRatioBased,
+)
+from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util.types import Attributes
 
 _COMPRESSIONS = ("none", "gzip", "deflate")
 _FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
@@ -131,6 +141,52 @@ def _interval_s(environment: Mapping[str, str]) -> float:
 
 
 PROTOCOLS = ("grpc", "http/protobuf")
+_PARENT_BASED = "parentbased_"
+
+
+class StandardSampler(Sampler):
+    """A sampler of OTEL_TRACES_SAMPLER. Another process decides as this one does by its description."""
+
+    def __init__(self, name: str, ratio: float = 1.0) -> None:
+        """`ratio` is OTEL_TRACES_SAMPLER_ARG. Raises ValueError for an unknown name."""
+        match name.removeprefix(_PARENT_BASED):
+            case "always_on":
+                sampler: Sampler = ALWAYS_ON
+            case "always_off":
+                sampler = ALWAYS_OFF
+            case "traceidratio":
+                sampler = TraceIdRatioBased(ratio)
+            case _:
+                raise ValueError(
+                    f"OTEL_TRACES_SAMPLER is {name!r}, but must be always_on, always_off, traceidratio, or "
+                    "one of them after parentbased_"
+                )
+        self._sampler = ParentBased(sampler) if name.startswith(_PARENT_BASED) else sampler
+        self._description = f"{name}={ratio}"
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        return self._sampler.should_sample(
+            parent_context, trace_id, name, kind, attributes, links, trace_state
+        )
+
+    def get_description(self) -> str:
+        """Return name and ratio: parentbased_traceidratio=0.01."""
+        return self._description
+
+
+def described_sampler(description: str) -> Sampler:
+    """Return the sampler of a process by its description. Raises ValueError."""
+    name, _, ratio = description.partition("=")
+    return StandardSampler(name, parse_ratio(ratio or "1.0", name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +208,7 @@ class TelemetrySettings:
 
 NO_SETTINGS = TelemetrySettings()
 """The settings without any variable."""
-DISABLED = TelemetrySettings(is_disabled=True, sampler=ALWAYS_OFF)
+DISABLED = TelemetrySettings(is_disabled=True, sampler=StandardSampler("always_off"))
 """No recording and no exporting."""
 
 
@@ -188,20 +244,8 @@ def _sampler(environment: Mapping[str, str]) -> Sampler | None:
     if not name:
         return None
     argument = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip() or "1.0"
-    base, is_parent_based = name.removeprefix("parentbased_"), name.startswith("parentbased_")
-    match base:
-        case "always_on":
-            sampler: Sampler = ALWAYS_ON
-        case "always_off":
-            sampler = ALWAYS_OFF
-        case "traceidratio":
-            sampler = TraceIdRatioBased(parse_ratio(argument, "OTEL_TRACES_SAMPLER_ARG"))
-        case _:
-            raise ValueError(
-                f"OTEL_TRACES_SAMPLER is {name!r}, but must be always_on, always_off, traceidratio, or one "
-                "of them after parentbased_"
-            )
-    return ParentBased(sampler) if is_parent_based else sampler
+    ratio = parse_ratio(argument, "OTEL_TRACES_SAMPLER_ARG") if name.endswith("traceidratio") else 1.0
+    return StandardSampler(name, ratio)
 
 
 def parse_ratio(text: str, name: str) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     NonRecordingSpan,
@@ -16,7 +16,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from telemetry.settings import TelemetrySettings
+from telemetry.settings import StandardSampler, TelemetrySettings
 from telemetry.span_sinks import CollectorSink, SpanSink, new_exporter
 from telemetry.spans import SpanName
 from wire.clock import ClusterClock
@@ -24,7 +24,7 @@ from wire.clock import ClusterClock
 
 def ratio_sampler(ratio: float) -> Sampler:
     """Follow the caller's decision; sample `ratio` of the requests without one."""
-    return ParentBased(TraceIdRatioBased(ratio))
+    return StandardSampler("parentbased_traceidratio", ratio)
 
 
 def is_sampled(sampler: Sampler, trace_id: int, parent: SpanContext | None, name: str) -> bool:

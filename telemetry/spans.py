@@ -9,8 +9,12 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """Names of spans."""
+    """Names of spans; those of HTTP requests follow OpenTelemetry's conventions."""
 
+    HTTP_COMPLETIONS = "POST /v1/completions"
+    HTTP_CHAT = "POST /v1/chat/completions"
+    HTTP_RESPONSES = "POST /v1/responses"
+    HTTP_MESSAGES = "POST /v1/messages"
     GENERATE = "stageline.generate"
     INTAKE = "stageline.intake"
     QUEUE = "stageline.queue"
@@ -38,6 +42,19 @@ class Attr(StrEnum):
     TIME_IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
     TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
     E2E = "gen_ai.latency.e2e"
+    HTTP_METHOD = "http.request.method"
+    HTTP_ROUTE = "http.route"
+    HTTP_STATUS = "http.response.status_code"
+    URL_PATH = "url.path"
+    URL_SCHEME = "url.scheme"
+    ERROR_TYPE = "error.type"
+    STREAM = "stageline.request.stream"
+    BODY_DURATION = "stageline.body.duration"
+    PROMPT_DURATION = "stageline.prompt.duration"
+    ACCEPT_DURATION = "stageline.accept.duration"
+    TIME_TO_OUTPUT = "stageline.output.first"
+    TEXT_WAIT_DURATION = "stageline.text.wait.duration"
+    TEXT_DURATION = "stageline.text.duration"
     CHOICES = "stageline.request.choices"
     OUTCOME = "stageline.request.outcome"
     CACHED_TOKENS = "stageline.request.cached_tokens"
@@ -84,6 +101,7 @@ class SpanSpec:
     meaning: str
 
 
+GATEWAY = "stageline-gateway"
 COORDINATOR = "stageline-coordinator"
 WORKER = "stageline-worker"
 
@@ -111,7 +129,39 @@ _STAGE = (
     Attr.CLOCK_UNCERTAINTY,
 )
 
+_HTTP = (
+    Attr.HTTP_METHOD,
+    Attr.HTTP_ROUTE,
+    Attr.HTTP_STATUS,
+    Attr.URL_PATH,
+    Attr.URL_SCHEME,
+    Attr.ERROR_TYPE,
+    Attr.REQUEST_ID,
+    Attr.REQUEST_MODEL,
+    Attr.OUTCOME,
+    Attr.STREAM,
+    Attr.BODY_DURATION,
+    Attr.PROMPT_DURATION,
+    Attr.ACCEPT_DURATION,
+    Attr.TIME_TO_OUTPUT,
+    Attr.TEXT_WAIT_DURATION,
+    Attr.TEXT_DURATION,
+    Attr.CLOCK_OFFSET,
+    Attr.CLOCK_UNCERTAINTY,
+)
+HTTP_SPANS = (
+    SpanName.HTTP_COMPLETIONS,
+    SpanName.HTTP_CHAT,
+    SpanName.HTTP_RESPONSES,
+    SpanName.HTTP_MESSAGES,
+)
+_HTTP_MEANING = (
+    "An HTTP request, from its headers to the end of its response; of kind SERVER. Its parent is the "
+    "client's span, if any; its children are the requests of its prompts."
+)
+
 SPANS = (
+    *(SpanSpec(name, GATEWAY, None, _HTTP, _HTTP_MEANING) for name in HTTP_SPANS),
     SpanSpec(
         SpanName.GENERATE,
         COORDINATOR,
@@ -135,7 +185,8 @@ SPANS = (
             Attr.NUM_PREEMPTIONS,
             Attr.NUM_RECOVERIES,
         ),
-        "A request, from its call to its end; of kind SERVER. Its parent is the caller's span, if any.",
+        "A request, from its call to its end; of kind SERVER. Its parent is the gateway's span, or "
+        "the caller's, if any.",
     ),
     SpanSpec(
         SpanName.INTAKE,
@@ -217,6 +268,19 @@ MEANINGS = {
     Attr.TIME_IN_PREFILL: "s, from sending the first chunk to the first token",
     Attr.TIME_IN_DECODE: "s, from the first token to the end",
     Attr.E2E: "s, from the call to the end",
+    Attr.HTTP_METHOD: "HTTP method",
+    Attr.HTTP_ROUTE: "path as in `/openapi.json`",
+    Attr.HTTP_STATUS: "status of the response; 499 if the client left before it",
+    Attr.URL_PATH: "path of the request",
+    Attr.URL_SCHEME: "`http`",
+    Attr.ERROR_TYPE: "for a failure: `code` of the error, else its status; also of a stream that failed later",
+    Attr.STREAM: "whether the response is a stream",
+    Attr.BODY_DURATION: "s, from the headers to the body being read and checked",
+    Attr.PROMPT_DURATION: "s, from the body to the submission: chat template, tokenizer, grammar",
+    Attr.ACCEPT_DURATION: "s, from the submission until the coordinator has accepted every prompt",
+    Attr.TIME_TO_OUTPUT: "s, from the headers to the first byte of output",
+    Attr.TEXT_WAIT_DURATION: "s, in which output waited for the thread that renders text; sum",
+    Attr.TEXT_DURATION: "s, in which output was rendered: text, stop strings, tool calls, JSON; sum",
     Attr.CHOICES: "number of choices",
     Attr.OUTCOME: "`finished`, `cancelled` or `failed`",
     Attr.CACHED_TOKENS: "cached prompt tokens of the first choice",
@@ -247,7 +311,7 @@ MEANINGS = {
     Attr.WAIT_DURATION: "s, from the complete frame to the start of the computation; sum",
     Attr.COMPUTE_DURATION: "s, from the start of the computation to the output being ready; sum",
     Attr.SEND_DURATION: "s, from the output being ready until the transport has taken it; sum",
-    Attr.CLOCK_OFFSET: "s, offset that was added to the worker's clock",
+    Attr.CLOCK_OFFSET: "s, offset that was added to the clock of the worker or gateway",
     Attr.CLOCK_UNCERTAINTY: "s, uncertainty of the clock offset",
     Attr.NUM_REQUESTS: "live requests that waited for the recovery",
 }

@@ -13,6 +13,7 @@ from coordinator.model import ServedModel
 from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from wire.clock import wall_clock_us
 from wire.status_codec import duration, encode_integrity, overall_integrity, timestamp
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
@@ -55,9 +56,13 @@ class StatusReporter:
         engine: Engine,
         model: ServedModel,
         *,
+        sampler: str,
         loop_lag: Callable[[], tuple[float, float] | None],
     ) -> None:
-        """`loop_lag` returns median and p99 in seconds; None before the first measurement."""
+        """`sampler` describes which requests are traced.
+
+        `loop_lag` returns median and p99 in seconds; None before the first measurement.
+        """
         self._controller = controller
         self._state, self._members = controller.state, controller.state.workers
         self._connections = controller.connections
@@ -65,7 +70,7 @@ class StatusReporter:
         self._ledger_check = controller.ledger_check
         self._engine = engine
         self._model = model
-        self._loop_lag = loop_lag
+        self._sampler, self._loop_lag = sampler, loop_lag
 
     def model(self) -> inference_pb2.GetModelResponse:
         """The model, and the current maximum sequence length (0 before the first plan)."""
@@ -79,6 +84,7 @@ class StatusReporter:
             has_tokenizer=model.text is not None,
             has_chat_template=model.text is not None and model.text.has_chat_template,
             eos_token_ids=model.eos_token_ids,
+            tracing=inference_pb2.Tracing(sampler=self._sampler, now=timestamp(wall_clock_us())),
         )
 
     def cluster(self) -> cluster_pb2.GetStatusResponse:

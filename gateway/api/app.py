@@ -30,7 +30,7 @@ from gateway.api.responses.endpoints import (
     retrieve_response,
 )
 from gateway.api.responses.fields import ResponseRequest
-from gateway.api.sse import ClientGone
+from gateway.api.sse import ClientGone, note_departure, note_failure
 from gateway.api.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -39,6 +39,8 @@ from gateway.api.tokenize import (
     tokenizer_info,
 )
 from gateway.metrics import GatewayMetrics
+from gateway.spans import span_of
+from telemetry.spans import SpanName
 
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
@@ -48,13 +50,17 @@ Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path; `endpoint` is its name in metrics, `query` has the schemas of its query parameters."""
+    """A path; `endpoint` is its name in metrics, `query` has the schemas of its query parameters.
+
+    Requests with a `span` generate.
+    """
 
     path: str
     handler: Handler
     endpoint: str = PROCESS
     method: str = "GET"
     body: type[RequestBody] | None = None
+    span: SpanName | None = None
     streams: bool = False
     media_type: str = "application/json"
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -75,21 +81,32 @@ _ITEMS_QUERY: Mapping[str, Mapping[str, Any]] = {
 }
 _BETA_QUERY: Mapping[str, Mapping[str, Any]] = {"beta": {"type": "string"}}
 """Sent by Anthropic's clients; what it asks for is in the body."""
+
+
+def _generating(
+    span: SpanName,
+    handler: Handler,
+    endpoint: str,
+    body: type[RequestBody],
+    **more: Any,
+) -> Route:
+    method, path = span.split(" ")
+    return Route(path, handler, endpoint, method, body, span, streams=True, **more)
+
+
 ROUTES = (
-    Route("/v1/completions", completions, "completions", _POST, CompletionRequest, streams=True),
-    Route("/v1/chat/completions", chat_completions, "chat_completions", _POST, ChatRequest, streams=True),
-    Route("/v1/responses", create_response, "responses", _POST, ResponseRequest, streams=True),
+    _generating(SpanName.HTTP_COMPLETIONS, completions, "completions", CompletionRequest),
+    _generating(SpanName.HTTP_CHAT, chat_completions, "chat_completions", ChatRequest),
+    _generating(SpanName.HTTP_RESPONSES, create_response, "responses", ResponseRequest),
     Route(_RESPONSE, retrieve_response, "responses", streams=True, query=_EVENTS_QUERY),
     Route(_RESPONSE, delete_response, "responses", "DELETE"),
     Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
     Route(f"{_RESPONSE}/input_items", list_input_items, "responses", query=_ITEMS_QUERY),
-    Route(
-        MESSAGES,
+    _generating(
+        SpanName.HTTP_MESSAGES,
         create_message,
         "messages",
-        _POST,
         MessageRequest,
-        streams=True,
         query=_BETA_QUERY,
         write_error=message_error,
     ),
@@ -162,6 +179,8 @@ def _operation_id(route: Route) -> str:
 
 def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
+        if gateway.spans is not None and route.span is not None:
+            gateway.spans.begin(route.span, request.scope)
         try:
             if gateway.is_waiting and route.endpoint != PROCESS:
                 raise unavailable(f"the gateway is waiting for the coordinator {gateway.config.coordinator}")
@@ -174,9 +193,12 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
         except HTTPException as error:
             response = await _http_exception(request, error)
         except ClientGone:
+            note_departure(request.scope)
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
-            response = route.write_error(api_error(error))
+            refused = api_error(error)
+            note_failure(request.scope, refused)
+            response = route.write_error(refused)
         if route.endpoint != PROCESS:
             _name(response, request)
         return response
@@ -219,7 +241,7 @@ def _methods_of_path(request: Request) -> Iterable[str]:
 
 
 class CountRequests:
-    """Counts requests from their first byte to the end of their response."""
+    """Counts requests from their first byte to the end of their response, and ends their spans."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, endpoints: dict[Any, str]) -> None:
         self._app, self._metrics, self._endpoints = app, metrics, endpoints
@@ -231,6 +253,8 @@ class CountRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if (span := span_of(scope)) is not None:
+                    span.responded()
             await send(message)
 
         self._metrics.request_began()
@@ -238,6 +262,8 @@ class CountRequests:
             await self._app(scope, receive, watch)
         finally:
             self._metrics.request_ended(self._endpoints.get(scope.get("endpoint"), "unknown"), status)
+            if (span := span_of(scope)) is not None:
+                span.end(status)
 
 
 _ERROR_SCHEMA = {

@@ -23,6 +23,7 @@ from gateway.generation import Generation, GenerationSpec
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputRules
 from gateway.parsers.families import AUTO, ParserChoice, choose_parsers
+from gateway.spans import GatewaySpans, OutputTimes, RequestSpan, span_of
 from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
@@ -46,7 +47,8 @@ _Result = TypeVar("_Result")
 class Gateway:
     """The parts that serve requests. `template` is the text of --chat-template.
 
-    While it `is_waiting` for its coordinator, only paths of the process are served.
+    While it `is_waiting` for its coordinator, only paths of the process are served. Without `spans`, the
+    headers of clients' traces are passed on.
     """
 
     config: GatewayConfig
@@ -54,6 +56,7 @@ class Gateway:
     codec: TextCodec | None
     metrics: GatewayMetrics
     template: str | None = None
+    spans: GatewaySpans | None = None
     logprobs: LogprobWriter = field(init=False)
     parsers: ParserChoice = field(init=False)
     text: TextThread = field(default_factory=TextThread)
@@ -161,15 +164,29 @@ class Gateway:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """Identity of one HTTP request. `label` is what the client calls it, `ignored` are unknown fields."""
+    """Identity of one HTTP request. `label` is what the client calls it, `ignored` are unknown fields.
+
+    `traceparent` is its span, or the client's if it has none.
+    """
 
     request_id: RequestId
     label: str
     ignored: Sequence[str]
     traceparent: str
     model: str
+    span: RequestSpan | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def output_times(self) -> OutputTimes | None:
+        """Takes the times of the output, if they are recorded."""
+        return None if self.span is None else self.span.output
+
+    def timed(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Return work of the text thread that counts in the times of the output."""
+        times = self.output_times
+        return work if times is None else times.timed(work)
 
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
@@ -229,14 +246,23 @@ def open_call(gateway: Gateway, request: Request, fields: GenerationFields, igno
         request_id = parse_request_id(label)
     except ValueError:
         request_id = new_request_id()
-    traceparent = request.headers.get("traceparent", "")
+    model = fields.model or gateway.names[0]
+    if (span := span_of(request.scope)) is not None:
+        span.opened(request_id, model, is_stream=bool(fields.stream))
     return Call(
         request_id=request_id,
         label=label,
         ignored=ignored,
-        traceparent=traceparent if parse_traceparent(traceparent) is not None else "",
-        model=fields.model or gateway.names[0],
+        traceparent=_client_span(request) if span is None else span.traceparent,
+        model=model,
+        span=span,
     )
+
+
+def _client_span(request: Request) -> str:
+    """W3C header of the client's span; empty without a valid one."""
+    traceparent = request.headers.get("traceparent", "")
+    return traceparent if traceparent and parse_traceparent(traceparent) is not None else ""
 
 
 def output_rules(
@@ -281,6 +307,8 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
     """Submit all prompts; return when all are accepted. Raises ApiError and UpstreamFailure."""
     if gateway.is_draining:
         raise unavailable("the gateway is draining")
+    if call.span is not None:
+        call.span.submitting()
     tasks = [
         asyncio.create_task(_submit_one(gateway, call, message)) for message in _messages(call, submission)
     ]
@@ -291,8 +319,10 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
         if isinstance(error, UpstreamFailure) and error.field:
             raise _about_field(error, submission) from None
         raise
+    if call.span is not None:
+        call.span.accepted()
     prompts = [prompt for prompt, _ in submission.prompts]
-    return Generation(submission.spec, prompts, streams, gateway.text)
+    return Generation(submission.spec, prompts, streams, gateway.text, call.output_times)
 
 
 async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.GenerateRequest) -> TokenStream:

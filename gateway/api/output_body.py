@@ -97,7 +97,7 @@ async def respond(
         return EventStream(events, close=generation.cancel, headers=call.headers())
     try:
         await while_connected(request, _collect(generation, writer))
-        body = await gateway.text.run(writer.whole)
+        body = await gateway.text.run(call.timed(writer.whole))
     finally:
         await generation.cancel()
     return Response(body, headers=call.headers(), media_type="application/json")

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.errors import ApiError, api_error, error_body
 from gateway.rendering import Rendering
+from gateway.spans import span_of
 from web.direct_chunks import EXTENSION, DirectChunks
 
 KEEP_ALIVE_S = 15.0
@@ -31,6 +32,18 @@ def frame(data: bytes) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     return frame(orjson.dumps(error_body(error)))
+
+
+def note_failure(scope: Scope, error: ApiError) -> None:
+    """Note for the request's span that its response is an error, or ends with one."""
+    if (span := span_of(scope)) is not None:
+        span.failed(error.status, error.body["code"], str(error))
+
+
+def note_departure(scope: Scope) -> None:
+    """Note for the request's span that its client has closed the connection."""
+    if (span := span_of(scope)) is not None:
+        span.left()
 
 
 class EventStream(Response):
@@ -57,8 +70,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with contextlib.suppress(ClientGone):
-                await until_disconnect(receive, self._send_events(scope, send))
+            await until_disconnect(receive, self._send_events(scope, send))
+        except ClientGone:
+            note_departure(scope)
         finally:
             await self._close()  # also where the generator never began
 
@@ -75,7 +89,9 @@ class EventStream(Response):
                     self._sent_s = clock()
                     await _send_part(send, event)
         except Exception as error:
-            await _send_part(send, self._write_error(api_error(error)))
+            failure = api_error(error)
+            note_failure(scope, failure)
+            await _send_part(send, self._write_error(failure))
         finally:
             keep_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

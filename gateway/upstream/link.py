@@ -11,17 +11,23 @@ from secrets import token_urlsafe
 from typing import Any
 
 import grpc
+from opentelemetry.sdk.trace.sampling import Sampler
 
 from gateway.upstream.contract import ModelInfo, UpstreamFailure
 from gateway.upstream.numbered_request import NumberedRequest, RequestStream
 from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from telemetry.settings import described_sampler
 from wire.channels import ATTACH_SECRET_KEY, client_channel
+from wire.clock import ClusterClock, Exchange, wall_clock_us
 from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
 
 log = logging.getLogger(__name__)
+
+ALWAYS = "parentbased_always_on"
+"""Sampler before the coordinator's is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +69,25 @@ class CoordinatorLink:
     """
 
     def __init__(
-        self, address: str, *, cache_directory: Path | None = None, policy: LinkPolicy = DEFAULT_POLICY
+        self,
+        address: str,
+        *,
+        cache_directory: Path | None = None,
+        policy: LinkPolicy = DEFAULT_POLICY,
+        clock: ClusterClock | None = None,
     ) -> None:
-        """`cache_directory` keeps the tokenizer's files; None for a temporary one."""
+        """`cache_directory` keeps the tokenizer's files; None for a temporary one.
+
+        The link keeps `clock` on the coordinator's time.
+        """
         self._address = address
         self._policy = policy
         self._channel = client_channel(address)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._files = TokenizerFiles(cache_directory)
         self._model: ModelInfo | None = None
+        self._clock = clock or ClusterClock()
+        self._sampler = described_sampler(ALWAYS)
         self._requests: dict[NumberedRequest, None] = {}
         self._call: ServeCall | None = None
         self._away_since_s: float | None = None
@@ -84,6 +100,11 @@ class CoordinatorLink:
         """The model, with the limits that the coordinator last reported; after `start`."""
         assert self._model is not None, "the link is not started"
         return self._model
+
+    @property
+    def sampler(self) -> Sampler:
+        """Decides which requests are traced as the coordinator does; after `start`."""
+        return self._sampler
 
     @property
     def is_ready(self) -> bool:
@@ -231,9 +252,12 @@ class CoordinatorLink:
 
     async def _fetch_model(self) -> None:
         """Raises AioRpcError and OtherModel."""
+        self._clock.refresh()
+        sent_us = wall_clock_us()
         response = await self._stub.GetModel(
             inference_pb2.GetModelRequest(), timeout=self._policy.call_s, wait_for_ready=True
         )
+        self._follow_tracing(response.tracing, sent_us)
         self._check_model(response.fingerprint)
         known = self._model
         # A restarted coordinator has no limit before it has workers; its requests wait for them meanwhile.
@@ -245,6 +269,13 @@ class CoordinatorLink:
             max_sequence_tokens=limit,
             generation_config=self._files.generation_config,
         )
+
+    def _follow_tracing(self, tracing: inference_pb2.Tracing, sent_us: int) -> None:
+        if tracing.sampler and tracing.sampler != self._sampler.get_description():
+            self._sampler = described_sampler(tracing.sampler)
+        if tracing.HasField("now"):
+            now_us = tracing.now.ToMicroseconds()
+            self._clock.note(Exchange(sent_us, now_us, now_us, wall_clock_us()))
 
     def _check_model(self, fingerprint: str) -> None:
         if self._model is not None and self._model.fingerprint != fingerprint:

@@ -51,7 +51,7 @@ async def create_message(gateway: Gateway, request: Request) -> Response:
         )
     try:
         await while_connected(request, _collect(generation, writer))
-        body = await gateway.text.run(writer.whole)
+        body = await gateway.text.run(call.timed(writer.whole))
     finally:
         await generation.cancel()
     return Response(body, headers=headers, media_type="application/json")

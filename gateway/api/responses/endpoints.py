@@ -46,7 +46,7 @@ async def create_response(gateway: Gateway, request: Request) -> Response:
             return await _events(gateway, identity, headers=call.headers())
         return _body(reading, call.headers())
     after = ALL_EVENTS if fields.stream else NO_EVENTS
-    reading = new_reading(gateway, str(identity), stream, stored, after=after)
+    reading = new_reading(gateway, str(identity), stream, stored, after=after, span=call.span)
     if fields.stream:
         return EventStream(reading.events(), close=stream.cancel, headers=call.headers())
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from gateway.api.conversation import read_rules
 from gateway.api.errors import ApiError, api_error
 from gateway.api.responses.stored import ResponseId, StoredResponse, decode_stored, not_found
 from gateway.api.responses.writer import ALL_EVENTS, ResponseRules, ResponseWriter
+from gateway.spans import OutputTimes, RequestSpan
 from gateway.upstream.contract import ChoiceEnd, Tokens, TokenStream, UpstreamFailure
 from stageline_rpc.v1.inference_pb2 import FINISH_REASON_LENGTH
 
@@ -37,6 +38,7 @@ class ResponseReading:
     stream: TokenStream
     stored: StoredResponse
     writer: ResponseWriter
+    span: RequestSpan | None = None
     failure: UpstreamFailure | None = None
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -77,26 +79,38 @@ class ResponseReading:
 
     async def _portions(self, *, num_tokens: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the events of what arrives; after `num_tokens`, nothing more is awaited."""
-        writer = self.writer
+        writer, times = self.writer, self._times
         try:
             async for item in self.stream:
                 portion = b""
                 if isinstance(item, Tokens):
                     # What was there before would keep the text of live streams waiting.
                     is_old = len(item.token_ids) > MAX_NEW_TOKENS
-                    run = self.gateway.beside_loop if is_old else self.gateway.text.run
-                    portion = await run(partial(writer.push, item.token_ids, item.logprobs))
+                    push = partial(writer.push, item.token_ids, item.logprobs)
+                    portion = await self._run(push, is_old=is_old)
                 elif isinstance(item, ChoiceEnd):
                     is_cut = item.finish_reason == FINISH_REASON_LENGTH
-                    portion = await self.gateway.text.run(
-                        partial(writer.end, is_cut=is_cut, usage=item.usage)
-                    )
+                    portion = await self._run(partial(writer.end, is_cut=is_cut, usage=item.usage))
                 if portion:
+                    if times is not None:
+                        times.output()
                     yield portion
                 if num_tokens is not None and writer.num_tokens >= num_tokens:
                     return
         except UpstreamFailure as failure:
             self.failure = failure
+            if self.span is not None:
+                error = api_error(failure)
+                self.span.failed(error.status, error.body["code"], str(error))
+
+    @property
+    def _times(self) -> OutputTimes | None:
+        return None if self.span is None else self.span.output
+
+    def _run(self, work: Callable[[], bytes], *, is_old: bool = False) -> Awaitable[bytes]:
+        """Run work of the text thread, or beside it."""
+        run = self.gateway.beside_loop if is_old else self.gateway.text.run
+        return run(work if (times := self._times) is None else times.timed(work))
 
 
 async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EVENTS) -> ResponseReading:
@@ -114,8 +128,15 @@ async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EV
 
 
 def new_reading(
-    gateway: Gateway, identity: str, stream: TokenStream, stored: StoredResponse, *, after: int = ALL_EVENTS
+    gateway: Gateway,
+    identity: str,
+    stream: TokenStream,
+    stored: StoredResponse,
+    *,
+    after: int = ALL_EVENTS,
+    span: RequestSpan | None = None,
 ) -> ResponseReading:
+    """Return a reader; `span` is that of the request that created the response."""
     rules = ResponseRules(*read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail))
     writer = ResponseWriter(identity, stored, rules, gateway.logprobs, after=after)
-    return ResponseReading(gateway, stream, stored, writer)
+    return ResponseReading(gateway, stream, stored, writer, span)

@@ -10,6 +10,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -1291,6 +1292,7 @@ class GetModelResponse(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TRACING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     fingerprint: _builtins.str
@@ -1302,6 +1304,8 @@ class GetModelResponse(_message.Message):
     has_chat_template: _builtins.bool
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tracing(self) -> Global___Tracing: ...
     def __init__(
         self,
         *,
@@ -1313,14 +1317,43 @@ class GetModelResponse(_message.Message):
         has_tokenizer: _builtins.bool = ...,
         has_chat_template: _builtins.bool = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tracing: Global___Tracing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tracing", b"tracing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_sequence_tokens", b"max_sequence_tokens", "name", b"name", "tracing", b"tracing", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Tracing(_message.Message):
+    """How the coordinator traces requests, for a process in front of it that records spans of the same traces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLER_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    sampler: _builtins.str
+    """Values of OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG with the same effect: "parentbased_traceidratio=0.01"."""
+    @_builtins.property
+    def now(self) -> _timestamp_pb2.Timestamp:
+        """The coordinator's clock at this response."""
+
+    def __init__(
+        self,
+        *,
+        sampler: _builtins.str = ...,
+        now: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["now", b"now"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "sampler", b"sampler"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tracing: _TypeAlias = Tracing  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):
