@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 
 import psutil
@@ -24,10 +25,15 @@ class GatewayMetrics:
         self._active = self._registry.number(definitions.HTTP_ACTIVE).of()
         self._ignored = self._registry.number(definitions.IGNORED_FIELDS).of()
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
         self._idle = asyncio.Event()
         self._idle.set()
         self._process = psutil.Process()
         self._registry.read_with(lambda: self._memory.set(self._process.memory_info().rss))
+
+    def watch_spans(self, num_dropped: Callable[[], int]) -> None:
+        """Report spans that were dropped."""
+        self._registry.read_with(lambda: self._dropped_spans.set(num_dropped()))
 
     async def idle(self) -> None:
         """Wait until no request is in progress."""

@@ -135,6 +135,7 @@ class GatewayServer:
             instance=f"{socket.gethostname()}:{address.port}",
         )
         recorder.start()
+        self._gateway.metrics.watch_spans(lambda: recorder.num_dropped)
         return recorder
 
     def _spans(self) -> GatewaySpans | None:

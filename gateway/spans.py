@@ -80,12 +80,7 @@ class RequestSpan:
         trace_id = new_trace_id() if parent is None else parent.trace_id
         self._recorder, self._name, self._parent = recorder, name, parent
         self._is_sampled = is_sampled(sampler, trace_id, parent, name)
-        self._context = span_context(
-            trace_id,
-            new_span_id(),
-            is_sampled=self._is_sampled,
-            tracestate=None if parent is None else parent.trace_state,
-        )
+        self._trace_id, self._span_id = trace_id, new_span_id()
         self._attributes: Attributes = {}
         self._started_s = self._last_s = time.monotonic()
         self._responded_s: float | None = None
@@ -96,7 +91,7 @@ class RequestSpan:
     @property
     def traceparent(self) -> str:
         """W3C header of this span."""
-        return format_traceparent(self._context)
+        return format_traceparent(self._context(is_sampled=self._is_sampled))
 
     def opened(self, request_id: RequestId, model: str, *, is_stream: bool) -> None:
         """The body has been read and checked. `model` is one of the served names."""
@@ -135,6 +130,10 @@ class RequestSpan:
         ):
             self._record(status)
 
+    def _context(self, *, is_sampled: bool) -> SpanContext:
+        state = None if self._parent is None else self._parent.trace_state
+        return span_context(self._trace_id, self._span_id, is_sampled=is_sampled, tracestate=state)
+
     def _passed(self, duration: Attr) -> None:
         now_s = time.monotonic()
         self._attributes[duration], self._last_s = now_s - self._last_s, now_s
@@ -158,7 +157,7 @@ class RequestSpan:
             attributes[Attr.ERROR_TYPE] = failure.code
         self._recorder.record(
             self._name,
-            self._context,
+            self._context(is_sampled=True),  # exporters drop others
             self._parent,
             start_s=self._started_s,
             end_s=time.monotonic(),

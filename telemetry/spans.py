@@ -273,7 +273,7 @@ MEANINGS = {
     Attr.HTTP_STATUS: "status of the response; 499 if the client left before it",
     Attr.URL_PATH: "path of the request",
     Attr.URL_SCHEME: "`http`",
-    Attr.ERROR_TYPE: "for a failure: `code` of the error, else its status; also of a stream that failed later",
+    Attr.ERROR_TYPE: "for a failure, also one within a stream: `code` of the error, else its status",
     Attr.STREAM: "whether the response is a stream",
     Attr.BODY_DURATION: "s, from the headers to the body being read and checked",
     Attr.PROMPT_DURATION: "s, from the body to the submission: chat template, tokenizer, grammar",

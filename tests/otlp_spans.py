@@ -14,6 +14,7 @@ from telemetry.trace_view.read_model import RequestTrace, read_spans, request_tr
 REQUEST_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
 BEGIN_NS = 1_790_000_000_000_000_000
 LAYERS_PER_STAGE = 4
+PARENT_ID = b"\xff" * 8
 
 Attributes = Mapping[str, str | bool | int | float]
 
@@ -98,7 +99,7 @@ class SpanMaker:
         start: float = 0.0,
         error: str | None = None,
     ) -> bytes:
-        """The span of the whole request; its parent is a span of the client's."""
+        """The span of the whole request; its parent is a span of a gateway or the client."""
         own = {
             Attr.REQUEST_ID: self.request_id,
             Attr.OUTCOME: self.outcome,
@@ -112,8 +113,23 @@ class SpanMaker:
             start,
             end,
             own | dict(attributes or {}),
-            parent=b"\xff" * 8,
+            parent=PARENT_ID,
             span_id=self.root_id,
+            error=error,
+        )
+
+    def gateway(
+        self, start: float, end: float, attributes: Attributes | None = None, *, error: str | None = None
+    ) -> bytes:
+        """The span of the HTTP request above the root."""
+        own = {Attr.OUTCOME: self.outcome}
+        return self.add(
+            SpanName.HTTP_CHAT,
+            start,
+            end,
+            own | dict(attributes or {}),
+            parent=b"",
+            span_id=PARENT_ID,
             error=error,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from telemetry.spans import SPANS, Attr, SpanName
+from telemetry.spans import HTTP_SPANS, SPANS, Attr, SpanName
 from tests.otlp_collector import CollectedSpan
 
 ATTRIBUTES: dict[str, set[str]] = {spec.name: set(spec.attributes) for spec in SPANS}
@@ -27,6 +27,11 @@ class Tree:
         (root,) = self.named(SpanName.GENERATE)
         return root
 
+    @property
+    def gateway(self) -> CollectedSpan | None:
+        """The HTTP request above the root, if there is one."""
+        return next(iter(self.named(*HTTP_SPANS)), None)
+
     def named(self, *names: SpanName) -> list[CollectedSpan]:
         return [span for span in self.spans if span.name in names]
 
@@ -41,6 +46,9 @@ class Tree:
         by_id = {span.span.span_id: span for span in self.spans}
         assert len(by_id) == len(self.spans), "a span came twice"
         for span in self.spans:
+            if span is self.gateway:
+                assert self.root.span.parent_span_id == span.span.span_id
+                continue
             if span is self.root:
                 continue
             parent = by_id.get(span.span.parent_span_id)

@@ -7,7 +7,7 @@ from enum import Enum
 
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
-from telemetry.spans import Attr, SpanName
+from telemetry.spans import HTTP_SPANS, Attr, SpanName
 from telemetry.trace_view.read_model import MIN_ID_PART
 from wire.errors import InvalidRequest, RequestNotFound
 from wire.ids import id_text, parse_request_id
@@ -20,6 +20,7 @@ MAX_SOURCES = 128
 """Descriptions of processes that are stored once for all traces."""
 MAX_SOURCE_BYTES = 8 * 1024
 """Limit of the description of a process and its scope; ours take a few hundred bytes."""
+_OUTCOME_SPANS = frozenset({SpanName.GENERATE, *HTTP_SPANS})
 SCOPE = "stageline"
 """The instrumentation scope whose spans are kept. Service names are configurable and identify nothing."""
 MAX_TRACE_BYTES = 12 * 1024 * 1024
@@ -36,7 +37,7 @@ class KeptSpan:
         source: the serialised ResourceSpans that it arrived in, without spans.
         message: the serialised Span.
         request_id: set for the root span of a request only.
-        has_failed: the request of this root span failed.
+        has_failed: the request of this span, a root or a gateway's, failed.
     """
 
     span_id: bytes
@@ -60,7 +61,7 @@ class TraceKind(Enum):
     UNFINISHED = "unfinished"
     """No request's root span has arrived."""
     REFUSED = "refused"
-    """All root spans are of requests that failed before any work was done."""
+    """All spans are of requests, or of gateways above them, that failed before any work was done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +82,9 @@ class KeptTrace:
 
     @property
     def kind(self) -> TraceKind:
-        if not self.roots:
-            return TraceKind.UNFINISHED
-        return TraceKind.REFUSED if self._num_failed == len(self.spans) else TraceKind.SERVED
+        if self._num_failed == len(self.spans):
+            return TraceKind.REFUSED
+        return TraceKind.SERVED if self.roots else TraceKind.UNFINISHED
 
     def add(self, span: KeptSpan) -> bool:
         """Return False for a span that is stored already."""
@@ -120,13 +121,15 @@ class KeptTrace:
         return span
 
     def spans_of(self, request_id: str) -> tuple[KeptSpan, ...]:
-        """The root span of a request and all spans below it.
+        """The root span of a request, all spans below it, and its gateway's.
 
         In a trace with one request, also the spans whose parent is missing.
         """
         if len(self.roots) == 1:
             return tuple(self.spans.values())
-        return tuple(self._below(self.roots[request_id]))
+        root = self.roots[request_id]
+        above = self.spans.get(root.parent_id)
+        return (*self._below(root), *(() if above is None else (above,)))
 
     def _below(self, root: KeptSpan) -> Iterator[KeptSpan]:
         waiting = [root]
@@ -400,7 +403,7 @@ class TraceStore:
             start_ns=span.start_time_unix_nano,
             source=source,
             message=span.SerializeToString(),
-            has_failed=request_id is not None and _has_failed(span),
+            has_failed=span.name in _OUTCOME_SPANS and _text(span, Attr.OUTCOME) == "failed",
         )
         self._take(span.trace_id, kept, taken)
 
@@ -468,10 +471,6 @@ def _checked(span: Span) -> str | None:
     if not is_ours:
         raise ValueError("of requests whose id is no UUIDv7")
     return text
-
-
-def _has_failed(root: Span) -> bool:
-    return _text(root, Attr.OUTCOME) == "failed"
 
 
 def _text(span: Span, key: Attr) -> str:

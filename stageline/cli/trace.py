@@ -54,6 +54,10 @@ class _Glyph:
 
 
 _GLYPHS = {
+    SegmentKind.BODY: _Glyph("b", "white"),
+    SegmentKind.PROMPT: _Glyph("t", "green"),
+    SegmentKind.ACCEPT: _Glyph("a", "yellow"),
+    SegmentKind.RESPONSE: _Glyph("=", "cyan"),
     SegmentKind.INTAKE: _Glyph("i", "white"),
     SegmentKind.QUEUE: _Glyph("q", "yellow"),
     SegmentKind.PREFILL: _Glyph("p", "cyan"),
@@ -86,7 +90,7 @@ def waterfall_view(trace: RequestTrace, *, width: int) -> RenderableType:
 
 def _headline(trace: RequestTrace) -> str:
     root = trace.root
-    began = datetime.fromtimestamp(root.start_ns / NS_PER_S).strftime("%Y-%m-%d %H:%M:%S")
+    began = datetime.fromtimestamp(trace.start_ns / NS_PER_S).strftime("%Y-%m-%d %H:%M:%S")
     tokens = (
         f"{root.number(Attr.PROMPT_TOKENS)} prompt tokens, {root.number(Attr.COMPLETION_TOKENS)} generated"
     )

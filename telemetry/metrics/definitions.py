@@ -332,7 +332,7 @@ BUBBLE = _of(
 )
 WORKERS = _of(_COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by state.", WORKER_STATE)
 DROPPED_SPANS = _of(
-    _BOTH, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and dropped."
+    _ALL, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and dropped."
 )
 BUSY_TIME = _of(_WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time spent computing steps.", STAGE)
 WAIT_TIME = _of(

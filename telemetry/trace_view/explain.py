@@ -48,6 +48,10 @@ class Cause(StrEnum):
     """Between two steps, while other sequences are computed."""
     PREEMPTION = "preemption"
     RECOVERY = "recovery"
+    GATEWAY_PROMPT = "gateway_prompt"
+    """At the gateway, before the coordinator."""
+    GATEWAY_RESPONSE = "gateway_response"
+    """At the gateway, after the coordinator."""
     COORDINATOR = "coordinator"
     """Everything else."""
 
@@ -106,9 +110,17 @@ def time_shares(trace: RequestTrace) -> tuple[Share, ...]:
     for interval in intervals:
         if not interval.active:
             is_between = first_end_ns <= interval.start_ns and interval.end_ns <= last_start_ns
-            spent[Cause.TURN if is_between else Cause.COORDINATOR, None] += interval.length_s
+            cause = _outside(interval, trace.root) or (Cause.TURN if is_between else Cause.COORDINATOR)
+            spent[cause, None] += interval.length_s
     shares = [Share(*key, seconds) for key, seconds in spent.items() if seconds > 0]
     return tuple(sorted(shares, key=lambda share: -share.seconds))
+
+
+def _outside(interval: _Interval, root: TraceSpan) -> Cause | None:
+    """The gateway's part in the time outside of the coordinator's request."""
+    if interval.end_ns <= root.start_ns:
+        return Cause.GATEWAY_PROMPT
+    return Cause.GATEWAY_RESPONSE if interval.start_ns >= root.end_ns else None
 
 
 def _activities(trace: RequestTrace) -> tuple[TraceSpan, ...]:
@@ -172,15 +184,15 @@ def _active_seconds(intervals: Iterable[_Interval]) -> Mapping[str, float]:
 def _intervals(trace: RequestTrace) -> Iterator[_Interval]:
     """The request's time, cut at the begin and end of each activity."""
     begin_ns, end_ns = trace.root.start_ns, trace.root.end_ns
-    edges: dict[int, list[TraceSpan]] = defaultdict(list)
+    edges: dict[int, list[TraceSpan]] = defaultdict(list, {begin_ns: [], end_ns: []})
     for span in _activities(trace):
         start_ns, stop_ns = max(begin_ns, span.start_ns), min(end_ns, span.end_ns)
         if start_ns < stop_ns:
             edges[start_ns].append(span)
             edges[stop_ns].append(span)
     active: dict[str, TraceSpan] = {}
-    at_ns = begin_ns
-    for edge_ns in sorted({*edges, end_ns}):
+    at_ns = trace.start_ns
+    for edge_ns in sorted({*edges, trace.end_ns}):
         if edge_ns > at_ns:
             yield _Interval(at_ns, edge_ns, tuple(active.values()))
         at_ns = edge_ns
@@ -432,6 +444,8 @@ def _other_causes(trace: RequestTrace, shares: Iterable[Share]) -> list[_Part]:
         Cause.PREEMPTION: f"preempted{_count_and_reason(trace, SpanName.PREEMPTION)}",
         Cause.INTAKE: "before the queue (checks, tokenizer, no pipeline yet)",
         Cause.UNRECORDED: "in steps without times from every stage",
+        Cause.GATEWAY_PROMPT: "in the gateway before the coordinator (body, chat template, tokenizer)",
+        Cause.GATEWAY_RESPONSE: "in the gateway after the last token (text, sending to the client)",
         Cause.COORDINATOR: "in the coordinator",
     }
     return [_Part(share.seconds, words[share.cause]) for share in shares if share.cause in words]

@@ -40,7 +40,7 @@ def summary(trace: RequestTrace) -> TraceSummary:
     return TraceSummary(
         request_id=trace.request_id,
         trace_id=trace.trace_id,
-        started_ns=root.start_ns,
+        started_ns=trace.start_ns,
         duration_s=trace.duration_s,
         outcome=trace.outcome,
         num_prompt_tokens=root.number(Attr.PROMPT_TOKENS),
@@ -50,7 +50,7 @@ def summary(trace: RequestTrace) -> TraceSummary:
         slowest=slowest_stage(trace),
         num_preemptions=len(trace.named(SpanName.PREEMPTION)),
         num_recoveries=len(trace.named(SpanName.RECOVERY)),
-        num_spans=1 + len(trace.spans),
+        num_spans=1 + len(trace.spans) + (trace.gateway is not None),
     )
 
 
@@ -64,6 +64,7 @@ def trace_facts(trace: RequestTrace) -> dict[str, Any]:
         "error": root.error,
         "explanation": explain(trace),
         "attributes": dict(root.attributes),
+        "gateway": None if trace.gateway is None else dict(trace.gateway.attributes),
         "shares": [_share(share, trace) for share in time_shares(trace)],
         "stages": [_stage(work) for work in trace.stages],
         "rows": [_row(row) for row in view.rows],

@@ -13,13 +13,14 @@ from telemetry.trace_view.waterfall import Row, Segment, lanes, waterfall
 Event: TypeAlias = dict[str, Any]
 
 _COORDINATOR = 1
+_GATEWAY = "gateway"
 
 
 def perfetto(trace: RequestTrace) -> dict[str, Any]:
     """Return the trace as a JSON object.
 
-    The coordinator and each worker are a process, each row is a thread, or several if its segments overlap.
-    Times are microseconds since the first event.
+    Gateway, coordinator and each worker are a process, each row is a thread, or several if its
+    segments overlap. Times are microseconds since the first event.
     """
     return {
         "traceEvents": list(_Writer(trace).events()),
@@ -41,18 +42,17 @@ class _Writer:
         # Clock offsets can place the first hop before the request.
         starts = [segment.start_s for row in self._rows for segment in row.segments]
         self._begin_s = min(0.0, *starts, 0.0)
-        self._processes: dict[str, int] = {}
+        self._processes = {"": _COORDINATOR}
         self._num_threads: dict[int, int] = {}
 
     def events(self) -> Iterator[Event]:
         yield from self._process(_COORDINATOR, "coordinator")
         yield from self._request()
         for row in self._rows:
-            pid = _COORDINATOR
-            if row.place is not None:
-                pid = self._processes.setdefault(row.place.worker, len(self._processes) + _COORDINATOR + 1)
-                if pid not in self._num_threads:
-                    yield from self._process(pid, row.place.worker)
+            name = _GATEWAY if row.is_gateway else "" if row.place is None else row.place.worker
+            pid = self._processes.setdefault(name, len(self._processes) + _COORDINATOR)
+            if pid not in self._num_threads:
+                yield from self._process(pid, name)
             yield from self._row(row, pid)
 
     def _process(self, pid: int, name: str) -> Iterator[Event]:
@@ -63,10 +63,9 @@ class _Writer:
     def _request(self) -> Iterator[Event]:
         trace = self._trace
         tid = yield from self._thread(_COORDINATOR, "request")
-        name = f"request {trace.request_id}"
-        yield self._span(
-            name, "request", 0.0, trace.duration_s, _COORDINATOR, tid, dict(trace.root.attributes)
-        )
+        root, name = trace.root, f"request {trace.request_id}"
+        start_s, end_s = trace.since_start_s(root.start_ns), trace.since_start_s(root.end_ns)
+        yield self._span(name, "request", start_s, end_s, _COORDINATOR, tid, dict(root.attributes))
 
     def _row(self, row: Row, pid: int) -> Iterator[Event]:
         title = row.title if row.place is None else f"{row.title}, layers {row.place.layers}"

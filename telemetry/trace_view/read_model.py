@@ -11,7 +11,7 @@ from typing import TypeAlias
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, TracesData
 
-from telemetry.spans import Attr, SpanName
+from telemetry.spans import HTTP_SPANS, Attr, SpanName
 
 Value: TypeAlias = str | bool | int | float
 
@@ -23,7 +23,7 @@ MIN_ID_PART = 4
 MAX_LEVELS = 8
 """Spans of a request are nested three levels deep; deeper nesting means a cycle."""
 
-_REQUEST_SPANS = frozenset(SpanName) - {SpanName.GENERATE, SpanName.CLUSTER_RECOVERY}
+_REQUEST_SPANS = frozenset(SpanName) - {SpanName.GENERATE, SpanName.CLUSTER_RECOVERY, *HTTP_SPANS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +156,15 @@ class StageWork:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """All spans of one request; `spans` are those below `root`, in order of their start."""
+    """All spans of one request; `spans` are those below `root`, in order of their start.
+
+    `gateway` is the span of the HTTP request above `root`; None for a request that came by gRPC. The request
+    begins and ends with the outer one of the two: a response may end before its request, or long after it.
+    """
 
     root: TraceSpan
     spans: tuple[TraceSpan, ...]
+    gateway: TraceSpan | None = None
 
     @property
     def request_id(self) -> str:
@@ -170,8 +175,16 @@ class RequestTrace:
         return self.root.trace_id
 
     @property
+    def start_ns(self) -> int:
+        return self.root.start_ns if self.gateway is None else min(self.root.start_ns, self.gateway.start_ns)
+
+    @property
+    def end_ns(self) -> int:
+        return self.root.end_ns if self.gateway is None else max(self.root.end_ns, self.gateway.end_ns)
+
+    @property
     def duration_s(self) -> float:
-        return self.root.duration_s
+        return (self.end_ns - self.start_ns) / NS_PER_S
 
     @property
     def outcome(self) -> str:
@@ -181,7 +194,7 @@ class RequestTrace:
 
     def since_start_s(self, time_ns: int) -> float:
         """Seconds since the request's start."""
-        return (time_ns - self.root.start_ns) / NS_PER_S
+        return (time_ns - self.start_ns) / NS_PER_S
 
     def named(self, *names: SpanName) -> tuple[TraceSpan, ...]:
         return tuple(span for span in self.spans if span.name in names)
@@ -228,7 +241,9 @@ def read_spans(data: TracesData | Iterable[ResourceSpans]) -> list[TraceSpan]:
 
 
 def request_trace(spans: Iterable[TraceSpan], request_id: str) -> RequestTrace:
-    """Collect the spans below the request's root. Raises ValueError without a root.
+    """Collect the spans below the request's root, and that of a gateway above it.
+
+    Raises ValueError without a root.
 
     A client may put several requests into one trace. A span without its parent belongs to the request only if
     the trace has no other request.
@@ -244,7 +259,9 @@ def request_trace(spans: Iterable[TraceSpan], request_id: str) -> RequestTrace:
         for span in unique.values()
         if span is not root and _belongs(span, root, unique, is_only=len(roots) == 1)
     ]
-    return RequestTrace(root, tuple(sorted(found, key=lambda span: (span.start_ns, span.span_id))))
+    above = unique.get(root.parent_id)
+    gateway = above if above is not None and above.name in HTTP_SPANS else None
+    return RequestTrace(root, tuple(sorted(found, key=lambda span: (span.start_ns, span.span_id))), gateway)
 
 
 def _belongs(span: TraceSpan, root: TraceSpan, spans: Mapping[str, TraceSpan], *, is_only: bool) -> bool:

@@ -1,4 +1,4 @@
-"""A request as rows of segments on one time axis: the coordinator's phases, then each stage."""
+"""A request as rows of segments on one time axis: the gateway, the coordinator's phases, each stage."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,8 +9,12 @@ from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageTimes
 
 
 class SegmentKind(StrEnum):
-    """The first six are recorded by the coordinator, the others by stages."""
+    """The first four are recorded by a gateway, the next six by the coordinator, the others by stages."""
 
+    BODY = "body"
+    PROMPT = "prompt"
+    ACCEPT = "accept"
+    RESPONSE = "response"
     INTAKE = "intake"
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -24,6 +28,7 @@ class SegmentKind(StrEnum):
     SEND = "send"
 
 
+GATEWAY_KINDS = (SegmentKind.BODY, SegmentKind.PROMPT, SegmentKind.ACCEPT, SegmentKind.RESPONSE)
 STAGE_KINDS = (
     SegmentKind.HOP,
     SegmentKind.RECEIVE,
@@ -65,11 +70,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`place` is the stage, None for a row of the coordinator. Segments may overlap."""
+    """`place` is the stage, None for a row of gateway or coordinator. Segments may overlap."""
 
     title: str
     place: StagePlace | None
     segments: tuple[Segment, ...]
+
+    @property
+    def is_gateway(self) -> bool:
+        return any(segment.kind in GATEWAY_KINDS for segment in self.segments)
 
     def total_s(self, kind: SegmentKind) -> float:
         return sum(segment.duration_s for segment in self.segments if segment.kind is kind)
@@ -77,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """The coordinator's rows come before the stages'; `end_s` is the end of the last segment."""
+    """Gateway, coordinator, stages; `end_s` is the end of the last segment."""
 
     duration_s: float
     end_s: float
@@ -86,9 +95,28 @@ class Waterfall:
 
 def waterfall(trace: RequestTrace) -> Waterfall:
     """Rows without segments are omitted."""
-    rows = [*_coordinator_rows(trace), *_stage_rows(trace)]
+    rows = [*_gateway_row(trace), *_coordinator_rows(trace), *_stage_rows(trace)]
     ends = [segment.end_s for row in rows for segment in row.segments]
     return Waterfall(trace.duration_s, max(trace.duration_s, *ends, 0.0), tuple(rows))
+
+
+def _gateway_row(trace: RequestTrace) -> Iterator[Row]:
+    """What the gateway did before the coordinator, one after the other, and the sending of the output."""
+    span = trace.gateway
+    if span is None:
+        return
+    at_s = begin_s = trace.since_start_s(span.start_ns)
+    durations = (Attr.BODY_DURATION, Attr.PROMPT_DURATION, Attr.ACCEPT_DURATION)
+    segments = []
+    for kind, duration in zip(GATEWAY_KINDS, durations, strict=False):
+        length_s = span.measure(duration) or 0.0
+        if length_s > 0:
+            segments.append(_segment(span, kind, at_s, at_s + length_s))
+        at_s += length_s
+    first_s, end_s = span.measure(Attr.TIME_TO_OUTPUT), trace.since_start_s(span.end_ns)
+    response_s = at_s if first_s is None else max(at_s, begin_s + first_s)
+    segments.append(_segment(span, SegmentKind.RESPONSE, min(response_s, end_s), end_s))
+    yield Row("gateway", None, tuple(segments))
 
 
 def _coordinator_rows(trace: RequestTrace) -> Iterator[Row]:

@@ -9,8 +9,9 @@ const SPANS_DELAY_US = 8e6;
 const LANE_PX = 17;
 const LABELS_PX = 150;
 const CHARACTER_PX = 6.3;
-const ORDER = ["intake", "queue", "prefill", "decode", "preemption", "recovery", "hop", "receive", "wait", "compute", "send"];
+const ORDER = ["body", "prompt", "accept", "response", "intake", "queue", "prefill", "decode", "preemption", "recovery", "hop", "receive", "wait", "compute", "send"];
 const MEANING = {
+  body: "the gateway reads the request", prompt: "the gateway's chat template and tokenizer", accept: "until the coordinator has accepted it", response: "the gateway sends the output",
   intake: "prompt to tokens, checks", queue: "waiting to be scheduled", prefill: "steps with chunks of the prompt", decode: "steps with one token each",
   preemption: "blocks given to older requests", recovery: "restart of the pipeline", hop: "transfer to the stage", receive: "first byte to whole frame",
   wait: "behind other steps", compute: "the stage's layers", send: "transfer to the next stage, during the next step",
@@ -73,7 +74,7 @@ export class TraceView {
   }
 
   #show(trace) {
-    const decodeS = trace.duration - (trace.time_to_first_token ?? trace.duration);
+    const decodeS = trace.attributes["gen_ai.latency.time_in_model_decode"] ?? trace.duration - (trace.time_to_first_token ?? trace.duration);
     const kinds = ORDER.filter((kind) => trace.rows.some((row) => row.segments.some((segment) => segment.kind === kind)));
     this.body.replaceChildren(
       element("p", { class: "sentence" }, trace.explanation),

@@ -17,6 +17,7 @@ from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
+from gateway.spans import GatewaySpans
 from gateway.upstream.contract import ChoiceEnd, Found, ModelInfo, PromptLogprobs, Tokens, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec, load_text_codec
@@ -257,6 +258,7 @@ async def serve(
     has_text: bool = True,
     over_tcp: bool = False,
     beside: Served | None = None,
+    spans: GatewaySpans | None = None,
     **settings: object,
 ) -> AsyncIterator[Served]:
     """Serve in this task, or with `over_tcp` over connections; `settings` are those of GatewayConfig.
@@ -269,6 +271,7 @@ async def serve(
         upstream=upstream,
         codec=builtin_codec() if has_text else None,
         metrics=GatewayMetrics(),
+        spans=spans,
     )
     app = make_app(gateway)
     server = HttpServer(app, Address("127.0.0.1", 0), name="a gateway", hint="") if over_tcp else None

@@ -277,6 +277,21 @@ def test_events_are_distinguishable_without_colours() -> None:
     }
 
 
+def test_the_gateway_is_drawn_before_and_around_the_coordinator() -> None:
+    maker = SpanMaker()
+    maker.queue(0.0, 4.0)
+    maker.decode(4.0, 8.0, [Times(1.0)])
+    maker.root(8.0)
+    times = (Attr.BODY_DURATION, Attr.PROMPT_DURATION, Attr.ACCEPT_DURATION)
+    maker.gateway(-6.0, 10.0, {**dict.fromkeys(times, 2.0), Attr.TIME_TO_OUTPUT: 10.0})
+    lines = rendered(maker, 64 + len("stage 0 worker-0") + 2)
+    bars = {line[:16].strip(): line[17:].rstrip() for line in lines if line[:16].strip()}
+    assert bars["gateway"] == "b" * 8 + "t" * 8 + "a" * 8 + " " * 16 + "=" * 24
+    assert bars["queue"] == " " * 24 + "q" * 16
+    assert bars["decode"] == " " * 40 + "d" * 16
+    assert any("b body  t prompt  a accept  = response  q queue" in line for line in lines)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_picture_fits_its_width(width: int) -> None:
     maker = SpanMaker()

@@ -2,7 +2,7 @@
 
 import re
 
-from telemetry.spans import COORDINATOR, MEANINGS, SPANS, Attr, SpanName, SpanSpec
+from telemetry.spans import MEANINGS, SPANS, Attr, SpanName, SpanSpec
 from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "reference" / "spans.md").read_text()
@@ -15,7 +15,7 @@ def section(title: str) -> list[str]:
 
 
 def span_row(spec: SpanSpec) -> str:
-    process = "coordinator" if spec.process == COORDINATOR else "worker"
+    process = spec.process.removeprefix("stageline-")
     parent = f"`{spec.parent}`" if spec.parent else "-"
     return f"| `{spec.name}` | {process} | {parent} | {spec.meaning} |"
 

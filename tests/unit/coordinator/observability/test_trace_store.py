@@ -259,6 +259,29 @@ def test_requests_that_were_rejected_have_a_quarter_when_room_is_needed() -> Non
     assert kept(store) == [request_id(number) for number in (200, 139, 138, 8, 7, 6, 5, 4)]
 
 
+def test_what_a_gateway_rejects_evicts_no_active_request() -> None:
+    store = filled(1, num_traces=8)
+    active = [span for span in batch(2) if span.scope_spans[0].spans[0].name != SpanName.GENERATE]
+    store.add(active)
+    for number in range(100, 140):
+        rejected = SpanMaker(trace_id=trace_id(number), outcome="failed")
+        rejected.gateway(0.0, 0.1)
+        store.add(rejected.spans)
+    store.add(batch(2))
+    assert read(store.find(request_id(2))) == request(2).trace()
+    assert store.num_traces == 8
+
+
+def test_requests_of_one_gateways_span_are_found_with_it() -> None:
+    store = TraceStore()
+    makers = [served(request_id=request_id(number), first_span=100 * number) for number in (1, 2)]
+    makers[0].gateway(-0.5, 9.0)
+    for maker in makers:
+        store.add(maker.spans)
+    for number in (1, 2):
+        assert read(store.find(request_id(number))).gateway == makers[0].trace().gateway is not None
+
+
 def test_an_empty_store_keeps_rejected_requests_until_room_is_needed() -> None:
     store = TraceStore(StoreLimits(num_traces=8))
     for number in range(1, 9):

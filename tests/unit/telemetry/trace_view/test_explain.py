@@ -389,3 +389,28 @@ def test_parts_of_any_spans_add_up(seed: int) -> None:
                 maker.add(SpanName.PREEMPTION, start, end, {Attr.CHOICE: choice})
     maker.root(1.0)
     spent(maker.trace())
+
+
+def test_the_gateways_part_is_named() -> None:
+    maker = SpanMaker()
+    maker.queue(0.0, 0.9)
+    maker.decode(0.9, 1.0, [Times(0.1)])
+    maker.root(1.0)
+    maker.gateway(-0.6, 1.4)
+    found = spent(maker.trace())
+    assert found[Cause.GATEWAY_PROMPT, None] == pytest.approx(0.6)
+    assert found[Cause.GATEWAY_RESPONSE, None] == pytest.approx(0.4)
+    assert found[Cause.QUEUE, None] == pytest.approx(0.9)
+    assert explain(maker.trace()) == (
+        "2.00 s: 45 % in the queue; 30 % in the gateway before the coordinator (body, chat template, "
+        "tokenizer); 20 % in the gateway after the last token (text, sending to the client); 5 % computing "
+        "on the only stage, stage 0 (worker-0, layers 0-3)."
+    )
+
+
+def test_a_gateway_within_its_request_takes_no_time_of_it() -> None:
+    maker = SpanMaker()
+    maker.queue(0.0, 1.0)
+    maker.root(1.0)
+    maker.gateway(0.1, 0.2)
+    assert spent(maker.trace()) == {(Cause.QUEUE, None): pytest.approx(1.0)}

@@ -102,3 +102,20 @@ def test_a_summary_equals_the_root_span() -> None:
 
 def _named(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["name"] == name]
+
+
+def test_the_gateway_is_a_process_before_the_coordinators_rows() -> None:
+    maker = served((0.2, 0.4))
+    maker.gateway(-0.5, 3.0, {Attr.BODY_DURATION: 0.1})
+    trace = maker.trace()
+    events = perfetto(trace)["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in _named(events, "process_name")}
+    assert list(processes.values()) == ["coordinator", "gateway", "worker-0", "worker-1"]
+    of_gateway = [event for event in events if event["ph"] == "X" and processes[event["pid"]] == "gateway"]
+    assert [event["name"] for event in of_gateway] == ["body", "response"]
+    (request,) = (event for event in events if event.get("cat") == "request")
+    assert (request["ts"], request["dur"]) == (500_000.0, trace.root.duration_s * 1e6)
+    facts = trace_facts(trace)
+    assert facts["gateway"][Attr.BODY_DURATION] == 0.1
+    assert (facts["spans"], facts["end_s"]) == (len(maker.spans), pytest.approx(3.5))
+    assert summary(trace).started_ns == BEGIN_NS - 500_000_000

@@ -104,3 +104,22 @@ def test_the_outcome_is_read_from_the_root_span() -> None:
     cancelled = SpanMaker(outcome="cancelled")
     cancelled.root(1.0)
     assert cancelled.trace().outcome == "cancelled"
+
+
+def test_the_gateways_span_is_above_the_request() -> None:
+    maker = served()
+    before = maker.trace()
+    maker.gateway(-0.5, 9.0)
+    trace = maker.trace()
+    assert trace.gateway is not None
+    assert trace.root.parent_id == trace.gateway.span_id
+    assert trace.spans == before.spans
+    assert (trace.duration_s, before.gateway) == (pytest.approx(9.5), None)
+
+
+def test_requests_of_one_gateways_span_are_separated() -> None:
+    mine, other = served((0.1, 0.3)), served((0.5, 0.5), request_id="other", first_span=1000)
+    mine.gateway(-0.5, 9.0)
+    trace = request_trace(read_spans([*other.spans, *mine.spans]), REQUEST_ID)
+    assert trace == mine.trace()
+    assert trace.gateway is not None

@@ -105,3 +105,41 @@ def _segment(start_s: float, end_s: float) -> Segment:
         num_steps=1,
         num_tokens=1,
     )
+
+
+GATEWAY_TIMES = {
+    Attr.BODY_DURATION: 0.05,
+    Attr.PROMPT_DURATION: 0.3,
+    Attr.ACCEPT_DURATION: 0.1,
+    Attr.TIME_TO_OUTPUT: 1.0,
+}
+
+
+def test_the_gateway_is_the_first_row_and_begins_the_time() -> None:
+    maker = served((0.2, 0.4))
+    before = waterfall(maker.trace())
+    maker.gateway(-0.4, before.duration_s + 0.2, GATEWAY_TIMES)
+    view = waterfall(maker.trace())
+    assert view.duration_s == pytest.approx(before.duration_s + 0.6)
+    assert [row.title for row in view.rows] == ["gateway", *(row.title for row in before.rows)]
+    first = view.rows[0]
+    assert [(segment.kind.value, segment.start_s, segment.end_s) for segment in first.segments] == [
+        ("body", 0.0, pytest.approx(0.05)),
+        ("prompt", pytest.approx(0.05), pytest.approx(0.35)),
+        ("accept", pytest.approx(0.35), pytest.approx(0.45)),
+        ("response", pytest.approx(1.0), pytest.approx(view.duration_s)),
+    ]
+    for row, same in zip(view.rows[1:], before.rows, strict=True):
+        for segment, other in zip(row.segments, same.segments, strict=True):
+            assert segment.start_s == pytest.approx(other.start_s + 0.4)
+
+
+def test_a_gateway_that_answered_before_the_request_began_has_its_row() -> None:
+    maker = SpanMaker()
+    maker.decode(1.0, 3.0, [Times(0.8)])
+    maker.root(3.0)
+    maker.gateway(-0.4, 0.01, {Attr.BODY_DURATION: 0.1, Attr.TIME_TO_OUTPUT: 9.0})
+    view = waterfall(maker.trace())
+    assert view.duration_s == pytest.approx(3.4)
+    assert [segment.kind.value for segment in view.rows[0].segments] == ["body", "response"]
+    assert all(0 <= segment.start_s <= segment.end_s <= 0.41 for segment in view.rows[0].segments)
