@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+import gateway.upstream.link as link_module
 from builtin_model import MODEL_DIRECTORY
 from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
 from gateway.upstream.link import DEFAULT_POLICY, CoordinatorLink
@@ -22,9 +23,11 @@ from tests.integration.gate import Gate
 from tests.integration.test_mock_cluster import VOCAB_SIZE, mock_cluster
 from tests.mock_answers import mock_tokens
 from tests.unit.coordinator.journal.journals import crashed
+from wire.clock import ClusterClock, wall_clock_us
 
 NOWHERE = "127.0.0.1:1"
 PROMPT = (3, 14, 15, 92)
+HOUR_US = 3_600_000_000
 QUICK = replace(DEFAULT_POLICY, unreachable_s=2.0)
 
 
@@ -326,3 +329,11 @@ async def test_the_tokenizer_is_fetched_once_into_the_cache(tmp_path: Path) -> N
                 await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1 << 30]))
             with pytest.raises(grpc.aio.AioRpcError, match="a prompt is needed"):
                 await stub.Tokenize(inference_pb2.TokenizeRequest())
+
+
+async def test_a_link_keeps_a_clock_on_the_coordinators_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "wall_clock_us", lambda: wall_clock_us() - HOUR_US)
+    clock = ClusterClock()
+    async with mock_cluster(1) as cluster, Link(cluster.address, clock=clock):
+        assert clock.uncertainty_us is not None
+        assert abs(clock.offset_us - HOUR_US) <= clock.uncertainty_us + 1
