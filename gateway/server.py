@@ -124,7 +124,7 @@ class GatewayServer:
 
     def _open_spans(self) -> SpanRecorder | None:
         """Begin to record spans, as a process that is named by its address."""
-        telemetry, address = self._config.telemetry, self._http.address
+        telemetry, address, gateway = self._config.telemetry, self._http.address, self._gateway
         if telemetry.is_disabled:
             return None
         recorder = new_recorder(
@@ -135,7 +135,7 @@ class GatewayServer:
             instance=f"{socket.gethostname()}:{address.port}",
         )
         recorder.start()
-        self._gateway.metrics.watch_spans(lambda: recorder.num_dropped)
+        gateway.metrics.watch_spans(lambda: recorder.num_dropped)
         return recorder
 
     def _spans(self) -> GatewaySpans | None:
@@ -160,10 +160,11 @@ class GatewayServer:
 
     async def drain(self) -> None:
         """Refuse new requests, and wait for those in progress, at most `drain_timeout_s`."""
-        self._gateway.is_draining = True
+        gateway = self._gateway
+        gateway.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._gateway.metrics.idle()
+                await gateway.metrics.idle()
 
     async def stop(self) -> None:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
