@@ -64,6 +64,14 @@ MAX_EXTRA_FIELDS = 64
 MAX_NAME_CHARACTERS = 64
 
 
+def check_refused(given: Mapping[str, Any], table: Mapping[str, Refused]) -> None:
+    """Raise ApiError for a field of `table` whose value asks for something."""
+    for name, refused in table.items():
+        value = given.get(name)
+        if value is not None and value not in refused.neutral:
+            raise invalid(f"{name} is not supported: {refused.why}", param=name)
+
+
 def short_name(name: str) -> str:
     """Return what is shown of a client's name for something."""
     return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[:MAX_NAME_CHARACTERS]}..."
@@ -88,11 +96,10 @@ def check_fields(
     for name, value in (extra or {}).items():
         if name in ACCEPTED or name in known:
             continue
-        if (refused := REFUSED.get(name)) is not None:
-            if value is not None and value not in refused.neutral:
-                raise invalid(f"{name} is not supported: {refused.why}", param=name)
-            continue
-        ignored.append(name)
+        if name in REFUSED:
+            check_refused({name: value}, {name: REFUSED[name]})
+        else:
+            ignored.append(name)
     if ignored and is_strict:
         name = short_name(ignored[0])
         raise invalid(f"unknown field {name!r}", param=name)

@@ -61,10 +61,20 @@ class ChoiceText:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class Writer(Protocol):
+class WholeWriter(Protocol):
+    """How one API writes a response that is not streamed; called on the text thread."""
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta to the response."""
+
+    def whole(self) -> bytes:
+        """The response, after all deltas."""
+
+
+class Writer(WholeWriter, Protocol):
     """How one API writes its output; called on the text thread, except `begin` and `body`.
 
-    A stream calls `begin` and `delta`, a response without streaming `add` and `whole`.
+    A stream calls `begin` and `delta`.
     """
 
     def begin(self) -> bytes:
@@ -75,12 +85,6 @@ class Writer(Protocol):
 
     def body(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A chunk of a stream, or the whole response."""
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta to the response."""
-
-    def whole(self) -> bytes:
-        """The response, after all deltas."""
 
 
 async def respond(
@@ -95,6 +99,13 @@ async def respond(
     if fields.stream:
         events = _events(generation, writer, includes_usage=fields.includes_usage)
         return EventStream(events, close=generation.cancel, headers=call.headers())
+    return await respond_whole(gateway, request, call, generation, writer)
+
+
+async def respond_whole(
+    gateway: Gateway, request: Request, call: Call, generation: Generation, writer: WholeWriter
+) -> Response:
+    """Await the output. A client that leaves cancels the request. Raises UpstreamFailure."""
     try:
         await while_connected(request, _collect(generation, writer))
         body = await gateway.text.run(call.timed(writer.whole))
@@ -103,8 +114,7 @@ async def respond(
     return Response(body, headers=call.headers(), media_type="application/json")
 
 
-async def _collect(generation: Generation, writer: Writer) -> None:
-    """Await the whole output of every choice. Raises UpstreamFailure."""
+async def _collect(generation: Generation, writer: WholeWriter) -> None:
     rendering: Rendering[None] = generation.rendering(writer.add)
     async with aclosing(rendering.portions()) as nothing:
         async for _ in nothing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -15,6 +14,7 @@ from gateway.api.conversation import encode_messages, prepare, read_selection
 from gateway.api.errors import ApiError, renamed_params
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.messages.writer import MessageWriter, event
+from gateway.api.output_body import respond_whole
 from gateway.api.sse import EventStream, while_connected
 from gateway.generation import Generation
 from gateway.rendering import Rendering
@@ -44,17 +44,14 @@ async def create_message(gateway: Gateway, request: Request) -> Response:
         generation = await while_connected(request, submit(gateway, call, conversation.submission))
     answers = conversation.answers(generation, id_text(call.request_id))
     writer = MessageWriter(call, answers, generation.usage)
-    headers = call.headers()
     if fields.stream:
         return EventStream(
-            _events(generation, writer), close=generation.cancel, headers=headers, write_error=_error_event
+            _events(generation, writer),
+            close=generation.cancel,
+            headers=call.headers(),
+            write_error=_error_event,
         )
-    try:
-        await while_connected(request, _collect(generation, writer))
-        body = await gateway.text.run(call.timed(writer.whole))
-    finally:
-        await generation.cancel()
-    return Response(body, headers=headers, media_type="application/json")
+    return await respond_whole(gateway, request, call, generation, writer)
 
 
 async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
@@ -85,13 +82,6 @@ def _error_body(error: ApiError) -> dict[str, Any]:
 
 def _error_event(error: ApiError) -> bytes:
     return event("error", error=_error_body(error)["error"])
-
-
-async def _collect(generation: Generation, writer: MessageWriter) -> None:
-    nothing: Rendering[None] = generation.rendering(writer.add)
-    async with aclosing(nothing.portions()) as portions:
-        async for _ in portions:
-            pass
 
 
 async def _events(

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.conversation import PARTS_BETWEEN, ConversationFields, MessageFields
 from gateway.api.errors import invalid
-from gateway.api.fields import Refused
+from gateway.api.fields import Refused, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, ResponseFormat
 
 REFUSED: Mapping[str, Refused] = {
@@ -87,7 +87,7 @@ class PromptFields(GenerationFields):
 
     def chat_fields(self) -> ConversationFields:
         """The request as a conversation. Raises ApiError."""
-        self._check_refused()
+        check_refused({**self.__dict__, **(self.model_extra or {})}, REFUSED)
         messages = chat_messages(self.system, self.messages)
         choice = self.tool_choice or {}
         sampling = {name: getattr(self, name) for name in GenerationFields.model_fields}
@@ -107,13 +107,6 @@ class PromptFields(GenerationFields):
 
     def _stop_sequences(self) -> list[str] | None:
         return None
-
-    def _check_refused(self) -> None:
-        given = {**self.__dict__, **(self.model_extra or {})}
-        for name, refused in REFUSED.items():
-            value = given.get(name)
-            if value is not None and value not in refused.neutral:
-                raise invalid(f"{name} is not supported: {refused.why}", param=name)
 
     def _form(self) -> ResponseFormat | None:
         form = None if self.output_config is None else self.output_config.format

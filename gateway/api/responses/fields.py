@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.conversation import PARTS_BETWEEN, ConversationFields, MessageFields
 from gateway.api.errors import invalid
-from gateway.api.fields import Refused
+from gateway.api.fields import Refused, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, NumLogprobs, ResponseFormat
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -106,7 +106,7 @@ class ResponseRequest(GenerationFields):
     def check(self) -> None:
         """Raise ApiError for fields that cannot be served, and for those that contradict each other."""
         self.check_stream()
-        self._check_refused()
+        check_refused({**self.__dict__, **(self.model_extra or {})}, REFUSED)
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise invalid(
@@ -147,13 +147,6 @@ class ResponseRequest(GenerationFields):
         return ConversationFields(
             messages=[MessageFields(**message) for message in messages], **{**sampling, **more}
         )
-
-    def _check_refused(self) -> None:
-        given = {**self.__dict__, **(self.model_extra or {})}
-        for name, refused in REFUSED.items():
-            value = given.get(name)
-            if value is not None and value not in refused.neutral:
-                raise invalid(f"{name} is not supported: {refused.why}", param=name)
 
     def _check_metadata(self) -> None:
         labels = self.metadata or {}
