@@ -21,7 +21,14 @@ from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterE
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
 from coordinator.engine.observer import EndCause, EngineObserver, EngineSnapshot
 from coordinator.engine.output_stream import CallSoon, OpenStream, OutputStream, Positions, ReaderWakeups
-from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
+from coordinator.engine.request import (
+    Abandonment,
+    Choice,
+    Request,
+    RequestRegistry,
+    RequestTotals,
+    check_attach_secret,
+)
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import SequenceUpdate
@@ -88,6 +95,7 @@ class Engine:
         self._readers = ReaderWakeups(call_soon, is_delivering=self._has_deliverable)
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
+        self._abandonment = Abandonment(self.totals)
         self.kv_events = KvEventPublisher(before_snapshot=self.publish_kv_events)
 
     def now_s(self) -> float:
@@ -436,9 +444,8 @@ class Engine:
     def sweep(self) -> None:
         """End expired requests. Call periodically.
 
-        Removes expired output and cancels detached requests at their deadline. A live request without a
-        reader that is not kept is an orphan, and so is a sequence without a request: both are defects, which
-        are counted, logged and cancelled so that their blocks are freed.
+        Removes expired output, and cancels requests at their deadline and what nobody waits for, so that its
+        blocks are freed.
         """
         now_s = self._clock()
         self._registry.expire(now_s)
@@ -446,18 +453,13 @@ class Engine:
         self.deliver()
         self._durability.sweep(self._registry)
         for request in self._registry.live:
-            if self._cancel_if_late(request) or request.stream is not None or request.keep_s is not None:
+            if self._cancel_if_late(request):
                 continue
-            if request.reattach_until_s is not None:
-                if request.reattach_until_s <= now_s:
-                    self._cancel(request, RequestCancelled("the client did not reattach in time"))
-                continue
-            self._count_orphan(f"request {id_text(request.id)}", request.id)
-            self._cancel(request, RequestCancelled("the request has no reader"))
-        for sequence in (*self._scheduler.running, *self._scheduler.queue):
-            if self._registry.live_request(sequence.key.request_id) is None:
-                self._count_orphan(f"sequence {sequence.key}", sequence.key.request_id)
-                self._scheduler.drop(sequence, SequenceState.CANCELLED)
+            if (error := self._abandonment.error_of(request, now_s)) is not None:
+                self._cancel(request, error)
+        queued_or_running = (*self._scheduler.running, *self._scheduler.queue)
+        for sequence in self._abandonment.orphans(queued_or_running, self._registry):
+            self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._send_steps()
 
     def _attach(self, stream: OutputStream, deadline_s: float | None) -> OutputStream:
@@ -552,14 +554,6 @@ class Engine:
         self._registry.end(request)
         self._durability.end(request)
         self._observer.ended(request, error, now_s)
-
-    def _count_orphan(self, what: str, request_id: RequestId) -> None:
-        log.error(
-            "cancelled orphan %s: no reader, not kept (defect)",
-            what,
-            extra=log_context(request_id=request_id),
-        )
-        self.totals.orphaned += 1
 
     def _send_steps(self) -> None:
         """Send all steps that the scheduler has.

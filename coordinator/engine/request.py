@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 from collections import Counter, abc
@@ -16,17 +17,21 @@ from wire.errors import (
     AttachSecretMismatch,
     InvalidRequest,
     Overloaded,
+    RequestCancelled,
     RequestExists,
     RequestNotFound,
     ServingError,
     require,
 )
 from wire.ids import RequestId, id_text
+from wire.log_context import log_context
 from wire.steps import StartRecord, TokenLogprobs
 
 if TYPE_CHECKING:
     from coordinator.engine.output_stream import OutputStream
 
+
+log = logging.getLogger(__name__)
 
 MAX_OBSERVERS = 64
 """Streams that read one request beside its reader."""
@@ -423,3 +428,39 @@ class RequestRegistry:
         for request in list(self._kept.values()):
             if (expires_s := request.expires_s) is not None and expires_s <= now_s:
                 self.forget(request.id)
+
+
+class Abandonment:
+    """Decides what is to be cancelled because nobody waits for it; changes no request.
+
+    A live request without a reader that is not kept is an orphan, and so is a sequence without a request:
+    both are defects, which are counted and logged.
+    """
+
+    def __init__(self, totals: RequestTotals) -> None:
+        self._totals = totals
+
+    def error_of(self, request: Request, now_s: float) -> RequestCancelled | None:
+        """Why a live request is to be cancelled; None while somebody waits for it, or may return."""
+        if request.stream is not None or request.keep_s is not None:
+            return None
+        if (until_s := request.reattach_until_s) is not None:
+            is_over = until_s <= now_s
+            return RequestCancelled("the client did not reattach in time") if is_over else None
+        self._count_orphan(f"request {id_text(request.id)}", request.id)
+        return RequestCancelled("the request has no reader")
+
+    def orphans(self, sequences: abc.Iterable[Sequence], registry: RequestRegistry) -> abc.Iterator[Sequence]:
+        """Yield the sequences of no live request."""
+        for sequence in sequences:
+            if registry.live_request(sequence.key.request_id) is None:
+                self._count_orphan(f"sequence {sequence.key}", sequence.key.request_id)
+                yield sequence
+
+    def _count_orphan(self, what: str, request_id: RequestId) -> None:
+        log.error(
+            "cancelled orphan %s: no reader, not kept (defect)",
+            what,
+            extra=log_context(request_id=request_id),
+        )
+        self._totals.orphaned += 1
