@@ -290,6 +290,8 @@ class OutputBatch:
             message = self._take()
             if message.has_content:
                 yield message
+            elif self._changed:
+                continue
             elif self._error is not None:
                 raise self._error
             elif self._is_closed:
@@ -299,13 +301,18 @@ class OutputBatch:
                 await self._woken.wait()  # no timeout: the stream may be idle for hours
 
     def _take(self) -> BatchMessage:
-        while self._changed and self._next.room > 0:
-            stream = next(iter(self._changed))
-            del self._changed[stream]
+        """Collect each stream once: an end may deliver further output, which is for the next message."""
+        waiting, self._changed = self._changed, {}
+        while waiting and self._next.room > 0:
+            stream = next(iter(waiting))
+            del waiting[stream]
+            if self._streams.get(stream.number) is not stream:
+                continue  # the end of another one ended it
             if stream.collect(self._next):
                 self._end(stream)
             elif self._next.room <= 0:
-                self._changed[stream] = None  # behind the others
+                waiting[stream] = None  # behind the others
+        self._changed = waiting | self._changed
         message, self._next = self._next, BatchMessage()
         return message
 

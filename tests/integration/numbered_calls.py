@@ -147,7 +147,9 @@ class Gateway:
         async with asyncio.timeout(DEADLINE_S):
             while not holds():
                 assert self._reader is not None
-                assert not self._reader.done(), f"the stream ended: {self.error}"
+                if self._reader.done():
+                    self._reader.result()  # what is wrong with a message
+                    raise AssertionError(f"the stream ended: {self.error}")
                 self._changed.clear()
                 await self._changed.wait()
 

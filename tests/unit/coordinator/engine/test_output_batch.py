@@ -83,6 +83,33 @@ async def test_one_message_has_the_new_tokens_of_all_requests() -> None:
     assert not await readings.has_more()
 
 
+async def test_what_the_end_of_a_request_delivers_is_in_the_next_message() -> None:
+    readings = Readings()
+    requests = [request_of(), request_of(), request_of()]
+    streams = [readings.open(number, request) for number, request in enumerate(requests)]
+    await readings.next()
+
+    def deliver(ended: NumberedStream) -> None:
+        """As an engine that finishes its deliveries before it detaches a reader."""
+        append(requests[1].choices[0], 8)
+        readings.batch.add(streams[1])
+        if ended is streams[0]:
+            readings.batch.end(2)
+
+    readings.batch._on_end = deliver
+    append(requests[1].choices[0], 7)
+    append(requests[0].choices[0], 5)
+    requests[0].choices[0].buffer.finish(FinishReason.LENGTH)
+    append(requests[2].choices[0], 9)
+    for stream in (streams[1], streams[0], streams[2]):
+        stream.wake()
+    message = await readings.next()
+    assert columns(message) == [(1, 0, [7]), (0, 0, [5])]
+    assert [number for number, _ in message.ends] == [0]
+    assert columns(await readings.next()) == [(1, 0, [8, 8])]
+    assert not await readings.has_more()
+
+
 async def test_credit_bounds_what_is_sent_of_all_choices_together() -> None:
     readings = Readings()
     request = request_of(2)
