@@ -38,6 +38,10 @@ class ChurnConfig:
     say: Callable[[str], None] = print
 
 
+MAX_SHOWN_CHARACTERS = 6000
+"""Of the log around its first traceback."""
+
+
 async def run_churn(churn: ChurnConfig) -> Report:
     """Runs for the given time, then stops the cluster."""
     report = Report(churn.seconds, churn.rate)
@@ -61,7 +65,8 @@ async def _run_in(directory: Path, churn: ChurnConfig, report: Report) -> None:
             report.num_requests, report.problems = load.counts, load.problems
         log = cluster.coordinator.read_log()
     if "Traceback" in log:
-        report.problems.append("the coordinator's log has a traceback")
+        shown = log[max(0, log.index("Traceback") - 500) :][:MAX_SHOWN_CHARACTERS]
+        report.problems.append(f"the coordinator's log has a traceback: {shown}")
 
 
 async def _stretches(
