@@ -138,7 +138,6 @@ class ResponseWriter:
         if self._open is None and not self._items:
             self._open_text(_Kind.MESSAGE)
         self._usage = usage
-        self._counts.add_end(0, usage)
         self._close("incomplete" if is_cut else "completed")
         if is_cut:
             self._ending = {"incomplete_details": {"reason": "max_output_tokens"}}
@@ -288,7 +287,7 @@ class ResponseWriter:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._counts.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "stageline": self._counts.times_body(),
+            "stageline": {"restarts": usage.restarts},  # no times: a restarted coordinator measures others
         }
 
     def _emit_response(self, kind: str) -> None:
