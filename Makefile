@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
-# Tests come in tiers: test, test-full, test-chaos, test-clients and nightly; a test without a marker is in `make test`.
+# Tests come in tiers: test, test-full, test-chaos, test-bench, test-clients and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
@@ -29,19 +29,23 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: venv
-	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or nightly or gpu or clients)"
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients)"
 
 test-full: venv
-	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or nightly or gpu or clients)"
+	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients)"
 
 test-chaos: venv
 	@$(PYTEST) -m chaos
+
+# One after the other: a benchmark beside other tests measures them.
+test-bench: venv
+	@$(PYTEST) -m bench
 
 test-gpu: venv
 	@$(PYTEST) -m gpu tests/gpu

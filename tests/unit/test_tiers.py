@@ -22,11 +22,12 @@ TIERS = dict(
 )
 
 
-def test_there_are_six_tiers() -> None:
-    assert TIERS.keys() == {"test", "test-full", "test-chaos", "test-gpu", "test-clients", "nightly"}
+def test_there_are_seven_tiers() -> None:
+    others = {f"test-{name}" for name in ("full", "chaos", "bench", "gpu", "clients")}
+    assert TIERS.keys() == {"test", "nightly", *others}
 
 
-@pytest.mark.parametrize("marker", ["matrix", "full", "chaos", "nightly", "gpu", "clients"])
+@pytest.mark.parametrize("marker", ["matrix", "full", "chaos", "bench", "nightly", "gpu", "clients"])
 def test_a_test_runs_in_one_tier(marker: str) -> None:
     assert len(chosen_by({marker})) == 1
 

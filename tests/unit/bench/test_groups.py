@@ -27,7 +27,7 @@ def setting(folder: Path, *, openai_url: str | None = None) -> Setting:
 @pytest.mark.parametrize(
     ("name", "num_figures"),
     [
-        *(pytest.param(*group, marks=pytest.mark.full) for group in MOCK_GROUPS.items()),
+        *(pytest.param(*group, marks=pytest.mark.bench) for group in MOCK_GROUPS.items()),
         *(pytest.param(*group, marks=pytest.mark.nightly) for group in REAL_GROUPS.items()),
     ],
 )
