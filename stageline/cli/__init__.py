@@ -33,6 +33,7 @@ _COMMANDS = {
     "top": ("stageline.cli.top", _USE),
     "trace": ("stageline.cli.trace", _USE),
     "bench": ("stageline.cli.bench", _USE),
+    "certs": ("stageline.cli.certs", _SERVE),
 }
 """Module and panel of each command, in the order of --help."""
 _REJECTED = {

@@ -1,0 +1,248 @@
+"""The files of a process's certificate, as cert-manager and SPIRE write them too, and their changes.
+
+A directory holds `ca.crt` (one or several authorities that peers may be signed by), `tls.crt` (the leaf, and
+intermediates after it) and `tls.key`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
+from certificates.authority import KeyPair, identity_of
+from certificates.identity import Identity
+
+log = logging.getLogger(__name__)
+
+AUTHORITY_KEY_FILE = "ca.key"
+MAX_BYTES = 1 << 20
+
+
+class UnusableTlsFiles(OSError):
+    """Files of a certificate are missing, readable by others, or do not belong together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """What one version of the files says. The PEM texts are as they were read."""
+
+    ca_pem: bytes
+    chain_pem: bytes
+    key_pem: bytes = field(repr=False)
+    leaf: x509.Certificate
+    identity: Identity
+
+    @property
+    def expires_at(self) -> datetime:
+        return self.leaf.not_valid_after_utc
+
+    def life_left(self, now: datetime) -> float:
+        """Fraction of the certificate's life that is left; 0 after its end."""
+        begin, end = self.leaf.not_valid_before_utc, self.leaf.not_valid_after_utc
+        return max(0.0, (end - now) / (end - begin))
+
+
+def read_tls_material(directory: Path) -> TlsMaterial:
+    """Read and check a directory. Raises UnusableTlsFiles with one line that names the file."""
+    ca_path, chain_path = directory / CA_FILE, directory / CERTIFICATE_FILE
+    ca_pem, chain_pem = _read(ca_path), _read(chain_path)
+    key_pem = read_key_file(directory / KEY_FILE)
+    _parse(ca_path, ca_pem)
+    leaf = _parse(chain_path, chain_pem)[0]
+    if _public_bytes(_load_key(directory / KEY_FILE, key_pem).public_key()) != _public_bytes(
+        leaf.public_key()
+    ):
+        raise UnusableTlsFiles(f"{directory / KEY_FILE} is not the key of {chain_path}")
+    try:
+        identity = identity_of(leaf)
+    except ValueError as error:
+        raise UnusableTlsFiles(f"{chain_path}: {error}") from None
+    _check_time(chain_path, leaf)
+    return TlsMaterial(ca_pem, chain_pem, key_pem, leaf, identity)
+
+
+class TlsDirectory:
+    """The newest usable version of a directory's files.
+
+    Files are looked at when they are needed; a version that cannot be used is logged once, and the one before
+    it stays in use.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UnusableTlsFiles."""
+        self.directory = directory
+        self._seen = self._stamp()
+        self._material = read_tls_material(directory)
+        self._listeners: list[Callable[[TlsMaterial], None]] = []
+
+    def on_change(self, listener: Callable[[TlsMaterial], None]) -> None:
+        """Call `listener` with each new version, in the thread that sees it first."""
+        self._listeners.append(listener)
+
+    def current(self) -> TlsMaterial:
+        """The newest usable version; called by any thread."""
+        stamp = self._stamp()
+        if stamp != self._seen:
+            self._seen = stamp
+            self._reload()
+        return self._material
+
+    def _reload(self) -> None:
+        try:
+            self._material = read_tls_material(self.directory)
+        except UnusableTlsFiles as error:
+            log.warning("%s; the certificate before stays in use", error)
+            return
+        log.info(
+            "certificate of %s was read again, it ends at %s",
+            *(self._material.identity, self._material.expires_at.isoformat(timespec="seconds")),
+        )
+        for listener in self._listeners:
+            listener(self._material)
+
+    def _stamp(self) -> Sequence[tuple[int, int, int] | None]:
+        return [_stamp(self.directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE)]
+
+
+def read_authority(directory: Path) -> KeyPair:
+    """Read the authority that `write_authority` wrote. Raises UnusableTlsFiles."""
+    path = directory / CA_FILE
+    certificate = read_certificates(path)[0]
+    key = _load_key(directory / AUTHORITY_KEY_FILE, read_key_file(directory / AUTHORITY_KEY_FILE))
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UnusableTlsFiles(f"{directory / AUTHORITY_KEY_FILE} is not a key of an elliptic curve")
+    if _public_bytes(key.public_key()) != _public_bytes(certificate.public_key()):
+        raise UnusableTlsFiles(f"{directory / AUTHORITY_KEY_FILE} is not the key of {path}")
+    return KeyPair(certificate, key)
+
+
+def write_authority(directory: Path, authority: KeyPair) -> None:
+    """Write a new authority. Raises OSError; FileExistsError if one is there."""
+    write_new(
+        directory,
+        {AUTHORITY_KEY_FILE: key_pem(authority.key), CA_FILE: certificate_pem(authority.certificate)},
+    )
+
+
+def write_new(directory: Path, files: dict[str, bytes]) -> None:
+    """Write files of a certificate where none is; keys with mode 0600. Raises OSError and FileExistsError."""
+    for name in files:
+        if os.path.lexists(directory / name):
+            raise FileExistsError(f"{directory / name} exists: choose another directory, or remove it first")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace(directory, files)
+
+
+def replace(directory: Path, files: dict[str, bytes]) -> None:
+    """Replace files of a certificate, each at once; readers wait until all fit. Raises OSError."""
+    for name, content in files.items():
+        fresh = directory / f".{name}.{os.getpid()}"
+        mode = 0o600 if name.endswith(".key") else 0o644
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            fresh.rename(directory / name)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+
+
+def read_certificates(path: Path) -> list[x509.Certificate]:
+    """Read the certificates of a file, at least one. Raises UnusableTlsFiles."""
+    return _parse(path, _read(path))
+
+
+def certificate_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def read_key_file(path: Path) -> bytes:
+    """Read a private key. Raises UnusableTlsFiles if other users may read it.
+
+    As for PostgreSQL's keys: 0600 or stricter for a file of this user, 0640 for one of root.
+    """
+    content, status = _read_with_status(path)
+    allowed = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
+    if (mode := stat.S_IMODE(status.st_mode)) & ~allowed & 0o777:
+        raise UnusableTlsFiles(
+            f"{path} has mode {mode:04o}, must be {allowed:04o} or stricter: run chmod {allowed:o} {path}"
+        )
+    return content
+
+
+def _read(path: Path) -> bytes:
+    return _read_with_status(path)[0]
+
+
+def _read_with_status(path: Path) -> tuple[bytes, os.stat_result]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise UnusableTlsFiles(f"{path} is not a regular file")
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UnusableTlsFiles(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if len(content) > MAX_BYTES:
+        raise UnusableTlsFiles(f"{path} is larger than {MAX_BYTES} bytes")
+    return content, status
+
+
+def _parse(path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise UnusableTlsFiles(f"{path} has no certificate in PEM form, or a damaged one") from None
+
+
+def _load_key(path: Path, pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        return load_pem_private_key(pem, password=None)  # type: ignore[return-value]  # any kind serves
+    except (ValueError, TypeError):
+        raise UnusableTlsFiles(f"{path} has no private key in PEM form, or one with a passphrase") from None
+
+
+def _public_bytes(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _check_time(path: Path, leaf: x509.Certificate) -> None:
+    now = datetime.now(UTC)
+    if now >= leaf.not_valid_after_utc:
+        raise UnusableTlsFiles(f"{path} ended at {leaf.not_valid_after_utc.isoformat(timespec='seconds')}")
+    if now < leaf.not_valid_before_utc:
+        begin = leaf.not_valid_before_utc.isoformat(timespec="seconds")
+        raise UnusableTlsFiles(f"{path} is not valid before {begin}")
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
