@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,11 +90,6 @@ class TlsDirectory:
         self.directory = directory
         self._seen = self._stamp()
         self._material = read_tls_material(directory)
-        self._listeners: list[Callable[[TlsMaterial], None]] = []
-
-    def on_change(self, listener: Callable[[TlsMaterial], None]) -> None:
-        """Call `listener` with each new version, in the thread that sees it first."""
-        self._listeners.append(listener)
 
     def current(self) -> TlsMaterial:
         """The newest usable version; called by any thread."""
@@ -106,16 +101,14 @@ class TlsDirectory:
 
     def _reload(self) -> None:
         try:
-            self._material = read_tls_material(self.directory)
+            material = self._material = read_tls_material(self.directory)
         except UnusableTlsFiles as error:
             log.warning("%s; the certificate before stays in use", error)
             return
         log.info(
             "certificate of %s was read again, it ends at %s",
-            *(self._material.identity, self._material.expires_at.isoformat(timespec="seconds")),
+            *(material.identity, material.expires_at.isoformat(timespec="seconds")),
         )
-        for listener in self._listeners:
-            listener(self._material)
 
     def _stamp(self) -> Sequence[tuple[int, int, int] | None]:
         return [_stamp(self.directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE)]

@@ -16,10 +16,11 @@ from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
-from wire.addresses import DEFAULT_ADDRESS, parse_address
+from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import Flag, check_limits, checkpoint_directory, file_path, listen_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
+from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
@@ -315,6 +316,7 @@ class CoordinatorConfig:
             format=exact_size,
         ),
     ] = 64 * 2**20
+    transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -336,9 +338,9 @@ class CoordinatorConfig:
         )
 
     def __post_init__(self) -> None:
-        parse_address(self.listen)
+        self.transport.check_listen("--listen", self.listen)
         if self.http is not None:
-            parse_address(self.http)
+            self.transport.check_listen("--http", self.http)
         if self.token is not None:
             _check_token(self.token)
         check_limits(self)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from certificates.identity import Role
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
 from coordinator.api.call_context import CallContexts, Operators, SecretCheck, TokenFile
@@ -67,12 +68,14 @@ from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
 from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
-from wire.channels import add_reflection, bind, new_server, raise_file_limit
+from wire.authorization import authorization
+from wire.channels import add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
 from wire.peer_secrets import new_secret
+from wire.transport import open_transport
 
 if TYPE_CHECKING:
     from coordinator.dashboard.server import DashboardServer
@@ -100,6 +103,7 @@ class CoordinatorServer:
         self, config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy | None = None
     ) -> None:
         self._config, self._model = config, model
+        self._transport = open_transport(config.transport, Role.COORDINATOR)
         self._policy = policy or config.recovery_policy
         self._token_file = TokenFile(config.token_directory) if config.token is None else None
         self._token = config.token if self._token_file is None else self._token_file.token
@@ -125,7 +129,11 @@ class CoordinatorServer:
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._requests = self._new_request_handler()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
-        self._server = new_server(interceptors=(MessageLimits(),))
+        self._denied = self.metrics.refused_peers("certificate")
+        self._server = new_server(
+            authorization=authorization(self._transport, config.transport.deny_list, self._denied),
+            interceptors=(MessageLimits(),),
+        )
         self._add_services(status, activity)
         self.address = config.listen
 
@@ -171,9 +179,24 @@ class CoordinatorServer:
                 batching=batching, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
             ),
             on_serving=self._health.set_serving,
-            self_check=_new_self_check(config, model, self._policy) if config.wants_self_check else None,
+            self_check=self._new_self_check() if config.wants_self_check else None,
             new_secret=new_secret,
             refused=self.metrics.refused_peers("hop_secret"),
+            transport=self._transport,
+        )
+
+    def _new_self_check(self) -> SelfCheck:
+        config, model, policy = self._config, self._model, self._policy
+        return SelfCheck(
+            References(
+                model,
+                cache_directory=config.cache_directory,
+                policy=policy,
+                transport=self._transport,
+            ),
+            vocab_size=model.config.vocab_size,
+            interval_s=config.self_check_interval_s,
+            policy=policy,
         )
 
     def _new_request_handler(self) -> RequestHandler:
@@ -231,7 +254,7 @@ class CoordinatorServer:
 
     def _add_worker_services(self) -> None:
         join_pb2_grpc.add_MembershipServiceServicer_to_server(
-            MembershipService(self.controller), self._server
+            MembershipService(self.controller, self._denied), self._server
         )
         deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(
             StepResultsService(self.controller), self._server
@@ -250,12 +273,18 @@ class CoordinatorServer:
             traces=self.trace_reader,
             metrics=self.metrics.metrics_text,
         )
-        return DashboardServer(context, listen=listen, token=self._token, refused=self._refused_operators)
+        return DashboardServer(
+            context,
+            listen=listen,
+            token=self._token,
+            refused=self._refused_operators,
+            tls=self._transport.http_context(),
+        )
 
     async def start(self) -> None:
         """Bind and start everything. Raises OSError if an address cannot be bound."""
         listen = self._config.listen
-        port = bind(self._server, str(parse_address(listen)))
+        port = self._transport.bind(self._server, str(parse_address(listen)))
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         if self._token_file is not None:
             self._token_file.write(self.address)
@@ -315,15 +344,6 @@ def _new_state(
         last_epoch=0 if journal is None else journal.epoch,
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
-    )
-
-
-def _new_self_check(config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy) -> SelfCheck:
-    return SelfCheck(
-        References(model, cache_directory=config.cache_directory, policy=policy),
-        vocab_size=model.config.vocab_size,
-        interval_s=config.self_check_interval_s,
-        policy=policy,
     )
 
 

@@ -14,7 +14,7 @@ import grpc.aio
 from deploy.local_config import ClusterFailed, LocalClusterConfig, dialled_address, worker_name
 from deploy.process import LocalProcess
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 COORDINATOR = "coordinator"
 GATEWAY = "gateway"
@@ -149,7 +149,7 @@ class LocalCluster:
         """
         detail = "the coordinator does not respond"
         try:
-            async with asyncio.timeout(timeout_s), client_channel(self.address) as channel:
+            async with asyncio.timeout(timeout_s), PLAIN.channel(self.address) as channel:
                 while True:
                     self._raise_if_ended()
                     status = await _get_status(channel)

@@ -52,7 +52,7 @@ _KILLED = frozenset(-number for number in signal.Signals)
 
 
 _LISTENING = re.compile(r"^stageline (?:coordinator|gateway|worker \S+) listening on (\S+)\n", re.MULTILINE)
-_DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
+_DASHBOARD = re.compile(r"^dashboard (https?://\S+)\n", re.MULTILINE)
 _PROGRAM = "stageline: "
 _ERROR_LINE = f"{_PROGRAM}error["
 _POLL_INTERVAL_S = 0.03

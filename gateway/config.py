@@ -17,9 +17,10 @@ from gateway.parsers.families import (
 )
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
-from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
+from wire.addresses import DEFAULT_ADDRESS, parse_peer_address
 from wire.flags import Flag, check_limits, file_path, listen_address, peer_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
+from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:7482"
 
@@ -154,11 +155,12 @@ class GatewayConfig:
     ] = 16 * 2**20
     cache_directory: Path | None = None
     """Directory for the coordinator's tokenizer, if it is to be kept."""
+    transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
-        parse_address(self.listen)
+        self.transport.check_listen("--listen", self.listen)
         check_parser_names(self.tool_parser, self.reasoning_parser)
         check_limits(self)

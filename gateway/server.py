@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from certificates.identity import Role
 from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
@@ -35,6 +36,7 @@ from wire.channels import raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
+from wire.transport import open_transport
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
+        self._transport = open_transport(config.transport, Role.GATEWAY)
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._link = self._new_link()
@@ -84,7 +87,13 @@ class GatewayServer:
             is_waiting=True,
         )
         self._app = make_app(self._gateway)
-        self._http = HttpServer(self, parse_address(config.listen), name="the gateway", hint=PORT_HINT)
+        self._http = HttpServer(
+            self,
+            parse_address(config.listen),
+            name="the gateway",
+            hint=PORT_HINT,
+            tls=self._transport.http_context(),
+        )
 
     @property
     def address(self) -> str:
@@ -119,7 +128,10 @@ class GatewayServer:
 
     def _new_link(self) -> CoordinatorLink:
         return CoordinatorLink(
-            self._config.coordinator, cache_directory=self._config.cache_directory, clock=self._clock
+            self._config.coordinator,
+            cache_directory=self._config.cache_directory,
+            clock=self._clock,
+            transport=self._transport,
         )
 
     def _open_spans(self) -> SpanRecorder | None:
@@ -129,7 +141,7 @@ class GatewayServer:
             return None
         recorder = new_recorder(
             GATEWAY,
-            CoordinatorSink(self._config.coordinator),
+            CoordinatorSink(self._config.coordinator, self._transport),
             telemetry,
             self._clock,
             instance=f"{socket.gethostname()}:{address.port}",

@@ -12,7 +12,7 @@ from stage_worker.backends.contract import KernelChoice
 from stage_worker.backends.mock_spec import MockSpec
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
-from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
+from wire.addresses import DEFAULT_ADDRESS, parse_peer_address
 from wire.flags import (
     OFF,
     Flag,
@@ -25,6 +25,7 @@ from wire.flags import (
 from wire.payloads import MIN_PAYLOAD_BYTES
 from wire.sizes import exact_size, parse_size
 from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
+from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 MAX_THREADS_PER_CPU = 8
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
@@ -234,6 +235,7 @@ class WorkerConfig:
     ] = None
     cache_directory: Path | None = None
     """Directory of cached weight hashes; None disables the cache."""
+    transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -245,7 +247,7 @@ class WorkerConfig:
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")
         if self.listen is not None:
-            parse_address(self.listen)
+            self.transport.check_listen("--listen", self.listen)
         self._check_payloads()
         if self.advertise is not None:
             parse_peer_address(self.advertise)
@@ -264,8 +266,8 @@ class WorkerConfig:
         return self.num_threads
 
     def _check_payloads(self) -> None:
-        if self.payload_listen is not None:
-            listen_address_or_off(self.payload_listen)
+        if self.payload_listen not in (None, OFF):
+            self.transport.check_listen("--payload-listen", self.payload_listen)
         if self.payload_advertise is not None:
             parse_peer_address(self.payload_advertise)
             if self.payload_listen == OFF:

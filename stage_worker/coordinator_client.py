@@ -11,8 +11,8 @@ import grpc
 from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
-from wire.channels import client_channel
 from wire.clock import ClusterClock, Exchange, wall_clock_us
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,10 @@ class CoordinatorClient:
         heartbeat: Callable[[], join_pb2.Heartbeat],
         stage: StageManager,
         clock: ClusterClock,
+        transport: Transport = PLAIN,
     ) -> None:
         """`new_hello` and `heartbeat` are called for each connection and heartbeat."""
-        self._coordinator = coordinator
+        self._coordinator, self._transport = coordinator, transport
         self._new_hello = new_hello
         self._heartbeat = heartbeat
         self._stage = stage
@@ -102,7 +103,7 @@ class CoordinatorClient:
             self._backoff_s = min(2 * self._backoff_s, WORKER_POLICY.max_rejoin_delay_s)
 
     async def _join_once(self) -> _Left:
-        async with client_channel(self._coordinator) as channel:
+        async with self._transport.channel(self._coordinator) as channel:
             call: Call = join_pb2_grpc.MembershipServiceStub(channel).Join()
             try:
                 return await self._serve(call)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from certificates.identity import Role
 from stage_worker.assignment import Assignment
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -44,6 +45,10 @@ class Epoch:
         """Stage of the process with this incarnation, 0 if it has none."""
         incarnations = [peer.incarnation for peer in self.peers]
         return incarnations.index(incarnation) if incarnation in incarnations else 0
+
+    def sender_to(self, stage: int) -> tuple[Role, str]:
+        """Role and name of the process that sends to `stage`; a coordinator has no name here."""
+        return (Role.COORDINATOR, "") if stage == 0 else (Role.WORKER, self.peers[stage - 1].worker)
 
     def predecessor(self, stage: int) -> Incarnation:
         """The process that sends to `stage`; the coordinator for the first stage."""

@@ -20,6 +20,7 @@ from wire.payloads import (
     PayloadNotice,
 )
 from wire.tensors import TensorView
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,13 @@ class PayloadConnections:
         *,
         min_bytes: int = MIN_PAYLOAD_BYTES,
         clock: Callable[[], float] = _loop_time,
+        transport: Transport = PLAIN,
     ) -> None:
         """Hidden states smaller than `min_bytes` travel over gRPC."""
         self._listener = listener
         self._min_bytes = min_bytes
         self._clock = clock
+        self.client_context = transport.client_context
         self._avoided: dict[Address, tuple[float, str]] = {}
 
     def incoming(self) -> IncomingPayloads:
@@ -95,7 +98,9 @@ class OutgoingPayloads:
         if self.fallback:
             return
         self._sender = PayloadSender(
-            address, PayloadKey(self._epoch.number, self._epoch.outgoing_secret, offer.ticket)
+            address,
+            PayloadKey(self._epoch.number, self._epoch.outgoing_secret, offer.ticket),
+            tls=self._connections.client_context(),
         )
         try:
             await self._sender.open()

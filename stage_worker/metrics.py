@@ -31,9 +31,9 @@ from telemetry.metrics.otlp import export_request
 from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnapshot
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import SpanRecorder, new_resource
-from wire.channels import client_channel
 from wire.frames import Frame
 from wire.tensors import TensorView
+from wire.transport import PLAIN, RenewedChannel, Transport
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -56,9 +56,15 @@ class CoordinatorExport:
     """One call per interval. Failures are counted in `num_failed`; the next export has the same totals."""
 
     def __init__(
-        self, coordinator: str, take_snapshot: TakeSnapshot, resource: Resource, *, interval_s: float
+        self,
+        coordinator: str,
+        take_snapshot: TakeSnapshot,
+        resource: Resource,
+        *,
+        interval_s: float,
+        transport: Transport = PLAIN,
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator, self._transport = coordinator, transport
         self._take_snapshot = take_snapshot
         self._resource = resource
         self._interval_s = interval_s
@@ -66,11 +72,13 @@ class CoordinatorExport:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with client_channel(self._coordinator) as channel:
-            stub: Any = MetricsServiceStub(channel)
+        channel = RenewedChannel(self._transport, self._coordinator)
+        try:
             while True:
                 await asyncio.sleep(self._interval_s)
-                await self._export(stub)
+                await self._export(MetricsServiceStub(channel.current()))
+        finally:
+            await channel.close()
 
     async def _export(self, stub: Any) -> None:
         request = export_request(self._take_snapshot(), self._resource)
@@ -255,7 +263,14 @@ class WorkerMetrics:
     def snapshot(self) -> ScopeMetrics:
         return self._registry.snapshot(time.time_ns())
 
-    def start(self, name: str, coordinator: str, stage: ObservedStage, spans: SpanRecorder) -> None:
+    def start(
+        self,
+        name: str,
+        coordinator: str,
+        stage: ObservedStage,
+        spans: SpanRecorder,
+        transport: Transport = PLAIN,
+    ) -> None:
         """Start to export to the coordinator, and to the collector if one is configured."""
         self.stage.watch(stage)
         self._spans = spans
@@ -268,6 +283,7 @@ class WorkerMetrics:
             self.snapshot,
             Resource({"service.name": service, "service.instance.id": name}),
             interval_s=export.to_coordinator_interval_s,
+            transport=transport,
         )
         self._task = asyncio.create_task(self._to_coordinator.run(), name="metrics-to-coordinator")
         if export.collector is None:

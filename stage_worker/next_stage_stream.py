@@ -11,11 +11,12 @@ from stage_worker.backends.contract import HandedOn, StageOutput, TimedOutput
 from stage_worker.hop_payloads import OutgoingPayloads
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
-from wire.channels import OrderedWrites, StartedWrite, client_channel, finish_write
+from wire.channels import OrderedWrites, StartedWrite, finish_write
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_hidden_states, encode_result_frame
 from wire.payloads import PayloadNotice
 from wire.stage_calls import HELLO_RETRY_S, open_forward
+from wire.transport import PLAIN, Transport
 
 Request = bytes | deliver_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -36,6 +37,7 @@ class NextStageStream:
         hello: Request,
         open_call: Callable[[grpc.aio.Channel], Call],
         payloads: OutgoingPayloads | None = None,
+        transport: Transport = PLAIN,
     ) -> None:
         """`peer` is the receiver's name in messages; without `payloads` all outputs travel on the stream."""
         self._peer = f"{peer} at {address}"
@@ -43,6 +45,7 @@ class NextStageStream:
         self._hello = hello
         self._open_call = open_call
         self._payloads = payloads
+        self._transport = transport
         self._channel: grpc.aio.Channel | None = None
         self._call: Call | None = None
         self._is_accepted = False
@@ -56,7 +59,7 @@ class NextStageStream:
 
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""
-        self._channel = client_channel(self._address)
+        self._channel = self._transport.channel(self._address)
         try:
             async with asyncio.timeout(WORKER_POLICY.dial_timeout_s):
                 answer = await self._greet(self._channel)
@@ -178,7 +181,11 @@ class NextStageStream:
 
 
 def stream_to_stage(
-    stage: int, address: str, hello: forward_pb2.HopHello, payloads: OutgoingPayloads | None = None
+    stage: int,
+    address: str,
+    hello: forward_pb2.HopHello,
+    payloads: OutgoingPayloads | None = None,
+    transport: Transport = PLAIN,
 ) -> NextStageStream:
     """Stream to the next stage."""
     return NextStageStream(
@@ -187,16 +194,20 @@ def stream_to_stage(
         forward_pb2.ForwardRequest(hello=hello).SerializeToString(),
         open_forward,
         payloads,
+        transport,
     )
 
 
-def stream_to_coordinator(address: str, hello: forward_pb2.HopHello) -> NextStageStream:
+def stream_to_coordinator(
+    address: str, hello: forward_pb2.HopHello, transport: Transport = PLAIN
+) -> NextStageStream:
     """Stream of results from LAST to the coordinator."""
     return NextStageStream(
         "the coordinator",
         address,
         deliver_pb2.DeliverRequest(hello=hello),
         lambda channel: deliver_pb2_grpc.StepResultsServiceStub(channel).Deliver(wait_for_ready=True),
+        transport=transport,
     )
 
 

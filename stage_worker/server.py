@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from certificates.identity import Role
 from checkpoint.hashes import CACHE_FOLDER, HashCache
 from stage_worker.backends.backend import StageBackend
 from stage_worker.backends.contract import DeviceError, StepObserver
@@ -35,7 +35,8 @@ from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
-from wire.channels import PROTOCOL_VERSION, add_reflection, bind, new_server, raise_file_limit
+from wire.authorization import authorization
+from wire.channels import PROTOCOL_VERSION, add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
@@ -43,6 +44,7 @@ from wire.flags import OFF
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
 from wire.peer_secrets import RefusedPeers
+from wire.transport import is_loopback, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +66,32 @@ class Worker:
         self._backend.on_device_failure = self._note_device_failure
         self._device_failure = ""
         self._has_failed = asyncio.Event()
-        self._server = new_server()
+        self._transport = open_transport(config.transport, Role.WORKER)
+        self._refused = RefusedPeers(time.monotonic)
+        self._server = new_server(
+            authorization=authorization(self._transport, config.transport.deny_list, self._refused)
+        )
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
-        self._payloads = PayloadListener(RefusedPeers(time.monotonic))
+        self._payloads = PayloadListener(self._refused, tls=self._transport.server_context)
         self._observers: list[StepObserver] = [self.metrics.stage]
-        self._stage = StageManager(
+        self._stage = self._new_stage()
+        self._client = CoordinatorClient(
+            coordinator=config.coordinator,
+            new_hello=self._hello,
+            heartbeat=self._heartbeat,
+            stage=self._stage,
+            clock=self._clock,
+            transport=self._transport,
+        )
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self.listen_address = ""
+        self.advertised_address = ""
+        self.name = self._certified_name()
+
+    def _new_stage(self) -> StageManager:
+        config, transport = self._config, self._transport
+        return StageManager(
             coordinator=config.coordinator,
             backend=self._backend,
             on_serving=self._set_serving,
@@ -77,19 +99,20 @@ class Worker:
             clock=self._clock,
             observers=self._observers,
             weights=WeightsVerifier(_hash_cache(config.cache_directory)),
-            payloads=PayloadConnections(self._payloads, min_bytes=config.min_payload_bytes),
+            payloads=PayloadConnections(
+                self._payloads, min_bytes=config.min_payload_bytes, transport=transport
+            ),
+            transport=transport,
         )
-        self._client = CoordinatorClient(
-            coordinator=config.coordinator,
-            new_hello=self._hello,
-            heartbeat=self._heartbeat,
-            stage=self._stage,
-            clock=self._clock,
-        )
-        self._health_tasks: set[asyncio.Task[None]] = set()
-        self.listen_address = ""
-        self.advertised_address = ""
-        self.name = config.name or ""
+
+    def _certified_name(self) -> str:
+        """The configured name or the certificate's; empty without either. Raises ValueError for two names."""
+        wanted, identity = self._config.name or "", self._transport.identity
+        if identity is None:
+            return wanted
+        if wanted and wanted != identity.name:
+            raise ValueError(f"--name is {wanted}, but the certificate in --tls-dir is of {identity}")
+        return identity.name
 
     async def start(self) -> None:
         """Bind and serve. Raises OSError when the address cannot be bound."""
@@ -98,14 +121,14 @@ class Worker:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._config.reflection:
             add_reflection(self._server, (forward_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR))
-        port = bind(self._server, str(listen))
+        port = self._transport.bind(self._server, str(listen))
         bound = Address(listen.host, port)
         self._listen_for_payloads(bound.host)
         self.listen_address = str(bound)
         self.advertised_address = self._config.advertise or str(
             await _advertised(bound, self._config.coordinator)
         )
-        if _is_loopback(self.advertised_address) and not _is_loopback(self._config.coordinator):
+        if is_loopback(self.advertised_address) and not is_loopback(self._config.coordinator):
             log.warning(
                 "other hosts cannot reach this worker at %s; pass --listen with an address of this host",
                 self.advertised_address,
@@ -157,17 +180,23 @@ class Worker:
         """Start telemetry, which needs the worker's name."""
         config = self._config
         self._recorder = new_recorder(
-            WORKER, CoordinatorSink(config.coordinator), config.telemetry, self._clock, instance=self.name
+            WORKER,
+            CoordinatorSink(config.coordinator, self._transport),
+            *(config.telemetry, self._clock),
+            instance=self.name,
         )
         self._observers.append(StageSpans(self._recorder, self._stage, worker=self.name))
         self._recorder.start()
-        self.metrics.start(self.name, config.coordinator, self._stage, self._recorder)
+        self.metrics.start(self.name, config.coordinator, self._stage, self._recorder, self._transport)
 
     async def _listen_address(self) -> Address:
         """The configured address, else a free port on the interface that reaches the coordinator."""
         if self._config.listen is not None:
             return parse_address(self._config.listen)
-        return Address(await _local_host(self._config.coordinator), 0)
+        address = Address(await _local_host(self._config.coordinator), 0)
+        transport = self._config.transport
+        transport.check_listen("--listen", str(address))
+        return address
 
     def _listen_for_payloads(self, host: str) -> None:
         """Raises OSError when the address cannot be bound."""
@@ -263,14 +292,6 @@ async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF
     except OSError as error:
         raise OSError(f"no route to the coordinator at {coordinator}: {error.strerror}") from None
     return host
-
-
-def _is_loopback(address: str) -> bool:
-    host = parse_address(address).host
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:

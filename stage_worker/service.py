@@ -11,6 +11,7 @@ from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.addresses import peer_host
+from wire.authorization import peer_identity
 from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, StaleStream
 from wire.reference import encode_reference
 from wire.stage_calls import Messages, forward_handler, reference_handler
@@ -33,7 +34,10 @@ class StageService:
     async def forward(
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[forward_pb2.ForwardResponse]:
-        session = await self._host.accept(await _hello(aiter(messages)), host=peer_host(context))
+        caller = peer_identity(context)
+        session = await self._host.accept(
+            await _hello(aiter(messages)), host=peer_host(context), caller=caller
+        )
         yield forward_pb2.ForwardResponse(accepted=session.accepted())
         await session.receive(messages)
 

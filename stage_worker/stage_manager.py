@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from certificates.identity import Identity
 from stage_worker.assignment import Assignment, ReferenceAccess, decode_assignment, decode_request, wants
 from stage_worker.backends.backend import (
     LoadedStage,
@@ -36,6 +37,7 @@ from wire.status_codec import encode_integrity
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
 from wire.tensors import WIRE_DTYPE_TO_MESSAGE, WireDType
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +121,7 @@ class StageManager:
         observers: Sequence[StepObserver] = (),
         weights: WeightsVerifier | None = None,
         payloads: PayloadConnections | None = None,
+        transport: Transport = PLAIN,
     ) -> None:
         """`coordinator` is the address of `Join` and of LAST's results, as this worker reaches it.
 
@@ -126,6 +129,7 @@ class StageManager:
         overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = RefusedPeers(time.monotonic)
+        self._transport = transport
         self._payloads = payloads or PayloadConnections(PayloadListener(refused))
         self._reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
@@ -209,12 +213,14 @@ class StageManager:
             self._weights.close()
             await self._end_session()
 
-    async def accept(self, hello: forward_pb2.HopHello, *, host: str) -> EpochSession:
+    async def accept(
+        self, hello: forward_pb2.HopHello, *, host: str, caller: Identity | None = None
+    ) -> EpochSession:
         """The session for a peer's stream, once its epoch has begun. Raises ServingError without a change."""
         if hello.epoch > self._last_epoch:
             with self._early_streams.waiting(host):
                 await self._wait_begun(hello.epoch)
-        self._secrets.check(hello.secret, host=host)
+        self._secrets.check(hello.secret, host=host, caller=caller)
         check_protocol(hello)
         if self._session is None:
             raise StaleStream(f"stream of epoch {hello.epoch}, which has ended")
@@ -396,10 +402,11 @@ class StageManager:
             )
             reply(join_pb2.JoinRequest(fault=encode_fault(report)))
             return
-        assert self._loaded is not None
-        self._session = self._new_session(epoch, self._loaded, reply)
+        loaded = self._loaded
+        assert loaded is not None
+        self._session = self._new_session(epoch, loaded, reply)
         self._session.start()
-        self._secrets.begin_epoch(epoch.incoming_secret)
+        self._secrets.begin_epoch(epoch.incoming_secret, epoch.sender_to(loaded.assignment.stage))
         self._last_epoch = epoch.number
         began, self._epoch_began = self._epoch_began, asyncio.Event()
         began.set()
@@ -435,10 +442,11 @@ class StageManager:
     def _new_stream(self, epoch: Epoch, assignment: Assignment) -> NextStageStream:
         hello = hop_hello(epoch, assignment, self._incarnation)
         if assignment.role.has_head:
-            return stream_to_coordinator(self._coordinator, hello)
+            return stream_to_coordinator(self._coordinator, hello, self._transport)
         following = assignment.stage + 1
         address = epoch.peers[following].address
-        return stream_to_stage(following, address, hello, self._payloads.outgoing(epoch, address))
+        payloads = self._payloads.outgoing(epoch, address)
+        return stream_to_stage(following, address, hello, payloads, self._transport)
 
     async def _end_session(self) -> None:
         session, self._session = self._session, None

@@ -105,6 +105,7 @@ def _told(num_dropped: int) -> logging.LogRecord:
 
 PACKAGES = (
     "builtin_model",
+    "certificates",
     "checkpoint",
     "coordinator",
     "deploy",

@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from wire.channels import client_channel
+from wire.transport import PLAIN, RenewedChannel, Transport
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +115,13 @@ class StoreSink(QueueSink):
 class CoordinatorSink(QueueSink):
     """Exports to the coordinator's `TraceService`. Spans are dropped while it is unreachable."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, transport: Transport = PLAIN) -> None:
         super().__init__()
-        self._address = address
-        self._channel: grpc.aio.Channel | None = None
+        self._channel = RenewedChannel(transport, address)
         self._is_silent = False
 
     async def deliver(self, request: trace_service_pb2.ExportTraceServiceRequest) -> bool:
-        if self._channel is None:
-            self._channel = client_channel(self._address)
-        export = trace_service_pb2_grpc.TraceServiceStub(self._channel).Export
+        export = trace_service_pb2_grpc.TraceServiceStub(self._channel.current()).Export
         try:
             await export(request, timeout=SEND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -137,8 +134,7 @@ class CoordinatorSink(QueueSink):
 
     async def close(self) -> None:
         await super().close()
-        if self._channel is not None:
-            await self._channel.close()
+        await self._channel.close()
 
 
 COLLECTOR_BATCH_SPANS = 64

@@ -20,7 +20,8 @@ import grpc.aio
 from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from tests.fake_inference import FakeInference
-from wire.channels import SERVER_OPTIONS, client_channel
+from wire.channels import SERVER_OPTIONS
+from wire.transport import PLAIN
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -121,7 +122,7 @@ async def _worker(arguments: argparse.Namespace) -> None:
         print("first line")
         sys.exit("out of memory")
     print(f"stageline worker {arguments.name} listening on 127.0.0.1:1", flush=True)
-    async with client_channel(arguments.coordinator) as channel:
+    async with PLAIN.channel(arguments.coordinator) as channel:
         call = join_pb2_grpc.MembershipServiceStub(channel).Join()
         await call.write(join_pb2.JoinRequest(hello=join_pb2.WorkerHello(name=arguments.name)))
         await _until_signal()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -31,6 +32,7 @@ class HttpServer:
         name: str,
         hint: str,
         stop_grace_s: float = STOP_GRACE_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`name` and `hint` (what to do about it) are parts of the error for an address that is in use.
 
@@ -49,7 +51,9 @@ class HttpServer:
             timeout_keep_alive=int(KEEPALIVE_S),
             timeout_graceful_shutdown=max(1, round(stop_grace_s)),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
+        self._scheme = "http" if tls is None else "https"
         self._server = uvicorn.Server(config)
         self._listening: socket.socket | None = None
         self._ticks: asyncio.Task[None] | None = None
@@ -62,7 +66,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """URL from this machine."""
-        return f"http://{local_address(self._address)}/"
+        return f"{self._scheme}://{local_address(self._address)}/"
 
     async def start(self) -> None:
         """Raises OSError with one line if the address cannot be bound."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import resource
-import socket
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from types import coroutine as generator_coroutine
 from typing import Any
@@ -11,7 +10,6 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection
 
-from wire.addresses import Address, parse_address
 from wire.interceptors import ErrorInterceptor
 
 RESERVED = 256
@@ -94,14 +92,17 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def client_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def new_server(
+    *,
+    authorization: Sequence[grpc.aio.ServerInterceptor] = (),
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-
-def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it."""
+    `authorization` sees a call before anything looks at its message.
+    """
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
-    return grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+    return grpc.aio.server(interceptors=(*authorization, ErrorInterceptor(), *interceptors), options=options)
 
 
 def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:
@@ -109,44 +110,6 @@ def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> 
     services: list[Any] = [service for file in files for service in file.services_by_name.values()]
     names = (*(service.full_name for service in services), reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-
-
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """Bind `address` and return the port. Raises OSError with one line that names the cause."""
-    _check_free(parse_address(address))
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise OSError(
-            f"cannot listen on {address}: the port is in use or the address is not local: choose another"
-        )
-    return port
-
-
-def _check_free(address: Address) -> None:
-    """Bind a plain socket first: gRPC prints its own lines to stderr and does not report the cause."""
-    try:
-        candidates = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror}") from None
-    problems = [_bind_problem(family, sockaddr) for family, _, _, _, sockaddr in candidates]
-    # A host name with several addresses is served on those that can be bound.
-    if all(problems):
-        raise OSError(f"cannot listen on {address}: {problems[0]}")
-
-
-def _bind_problem(family: socket.AddressFamily, sockaddr: tuple[Any, ...]) -> str | None:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(sockaddr)
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 class StartedWrite:

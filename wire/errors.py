@@ -73,6 +73,14 @@ class TokenMismatch(ServingError):
     """The operator token is wrong, or the coordinator has none."""
 
 
+class AccessDenied(ServingError):
+    """The certificate of the caller does not permit this call."""
+
+
+class CertificateRefused(ServingError):
+    """The caller's certificate is of another cluster, names nobody, or is on the deny list."""
+
+
 class Overloaded(ServingError):
     """The queue is full, a client has too many requests, or too many streams wait on a stage.
 
@@ -212,6 +220,8 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     AttachSecretMismatch: grpc.StatusCode.PERMISSION_DENIED,
     TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
     TokenMismatch: grpc.StatusCode.PERMISSION_DENIED,
+    AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    CertificateRefused: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,

@@ -160,7 +160,7 @@ def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str)
             _raise_if_rejected(request)
             return await behaviour(request, context)
         except Exception as error:
-            await _abort(context, error, name, request)
+            await abort_call(context, error, name, request)
 
     return guarded
 
@@ -179,12 +179,13 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:
-            await _abort(context, error, name, request)
+            await abort_call(context, error, name, request)
 
     return guarded
 
 
-async def _abort(context: Context, error: Exception, name: str, request: Any) -> None:
+async def abort_call(context: Context, error: Exception, name: str, request: Any = None) -> None:
+    """End a call of method `name` with the status of `error`, by raising."""
     # gRPC handles its own errors: an explicit abort, a disconnected client, a stopping server.
     if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error

@@ -414,7 +414,10 @@ class PayloadListener:
     Other connections are refused, counted and logged as `RefusedPeers` does.
     """
 
-    def __init__(self, refused: RefusedPeers, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, refused: RefusedPeers, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+    ) -> None:
+        """`tls` is asked for each connection; None for plain text."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._refused = refused
         self._tls = tls
@@ -515,8 +518,8 @@ class PayloadListener:
         """The receiver that expects this connection, which is then no longer expected."""
         deadline_s = time.monotonic() + GREETING_TIMEOUT_S
         connection.set_deadline(deadline_s)
-        if self._tls is not None:
-            connection.start_tls(self._tls, server_name=None)
+        if (tls := self._tls()) is not None:
+            connection.start_tls(tls, server_name=None)
         buffer = memoryview(bytearray(GREETING_BYTES))
         connection.fill_by(buffer, deadline_s)
         connection.set_deadline(None)

@@ -6,7 +6,8 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from wire.errors import SecretMismatch, StaleStream
+from certificates.identity import Identity, Role
+from wire.errors import AccessDenied, SecretMismatch, StaleStream
 
 log = logging.getLogger(__name__)
 
@@ -78,22 +79,39 @@ class RefusedPeers:
 
 
 class HopSecrets:
-    """Checks the secret of incoming streams against the current and recent epochs."""
+    """Checks secret and sender of incoming streams against the current and recent epochs."""
 
     def __init__(self, refused: RefusedPeers) -> None:
         self._refused = refused
         self._current = b""
+        self._sender: tuple[Role, str] | None = None
         self._past: deque[bytes] = deque(maxlen=PAST_EPOCHS)
 
-    def begin_epoch(self, secret: bytes) -> None:
-        """Expect `secret` from the stream of the new epoch."""
-        self._past.append(self._current)
-        self._current = secret
+    def begin_epoch(self, secret: bytes, sender: tuple[Role, str]) -> None:
+        """Expect `secret` from the stream of the new epoch, and `sender` as the holder of its certificate.
 
-    def check(self, presented: bytes, *, host: str) -> None:
-        """Raise StaleStream for a recent epoch's secret, SecretMismatch for a wrong one."""
-        if is_secret(presented, self._current):
+        An empty name is any process of the role.
+        """
+        self._past.append(self._current)
+        self._current, self._sender = secret, sender
+
+    def check(self, presented: bytes, *, host: str, caller: Identity | None = None) -> None:
+        """Check a stream of `caller`; None in plain text.
+
+        Raises StaleStream for a recent epoch's secret, AccessDenied for another process than the sender,
+        SecretMismatch for a wrong secret.
+        """
+        is_sender = caller is None or self._is_sender(caller)
+        if is_secret(presented, self._current) and is_sender:
             return
         if sum(is_secret(presented, past) for past in self._past):
             raise StaleStream("the stream belongs to an earlier epoch")
+        if not is_sender:
+            expected = "nobody" if self._sender is None else f"{self._sender[0].value} {self._sender[1]}"
+            problem = f"{caller} may not send here: the epoch names {expected.strip()}"
+            self._refused.note("a stream", problem, host=host)
+            raise AccessDenied(problem)
         raise self._refused.secret_mismatch("a stream", "hop secret", host=host)
+
+    def _is_sender(self, caller: Identity) -> bool:
+        return self._sender is not None and self._sender in ((caller.role, caller.name), (caller.role, ""))

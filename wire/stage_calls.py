@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc
-from wire.channels import client_channel
+from wire.transport import PLAIN, Transport
 
 ForwardCall = grpc.aio.StreamStreamCall[Any, Any]
 Messages = AsyncIterator[bytes]
@@ -46,10 +46,14 @@ _COMPUTE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].methods_by_na
 
 
 async def compute_reference(
-    address: str, request: forward_pb2.ComputeReferenceRequest, *, timeout_s: float
+    address: str,
+    request: forward_pb2.ComputeReferenceRequest,
+    *,
+    timeout_s: float,
+    transport: Transport = PLAIN,
 ) -> forward_pb2.ComputeReferenceResponse:
     """Call ComputeReference of the worker at `address`. Raises grpc.aio.AioRpcError."""
-    async with client_channel(address) as channel:
+    async with transport.channel(address) as channel:
         stub = forward_pb2_grpc.StageServiceStub(channel)
         return await stub.ComputeReference(request, timeout=timeout_s)
 

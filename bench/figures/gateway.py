@@ -25,7 +25,7 @@ from bench.harness.group import Setting
 from bench.harness.mock_cluster import text_cluster
 from bench.harness.spread import percentile
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 NUM_STREAMS, NUM_GATEWAYS = 256, 2
 MAX_TOKENS = 1900
@@ -168,7 +168,7 @@ def _tokens(cluster: BenchCluster, begin_s: float, end_s: float) -> int:
 async def _generated(cluster: BenchCluster, window_s: float) -> Costs:
     """Costs of as many calls of Generate, without text."""
     counts = [0] * NUM_STREAMS
-    async with client_channel(cluster.processes.address) as channel:
+    async with PLAIN.channel(cluster.processes.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         tasks = [asyncio.create_task(_read(stub, number, counts)) for number in range(NUM_STREAMS)]
         try:

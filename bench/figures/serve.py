@@ -17,7 +17,7 @@ from bench.harness.mock_cluster import mock_cluster
 from gateway.upstream.contract import Tokens
 from gateway.upstream.link import CoordinatorLink
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 NUM_STREAMS, NUM_GATEWAYS = 256, 2
 PROMPT_TOKENS, MAX_TOKENS = 16, 8000
@@ -125,7 +125,7 @@ async def _gateways(cluster: BenchCluster) -> AsyncIterator[Read]:
 
 @asynccontextmanager
 async def _callers(cluster: BenchCluster) -> AsyncIterator[Read]:
-    channel = client_channel(cluster.processes.address)
+    channel = PLAIN.channel(cluster.processes.address)
     stub = inference_pb2_grpc.InferenceStub(channel)
 
     async def read(number: int, count: _Count) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import grpc
 from opentelemetry.trace import SpanContext
 
+from certificates.identity import Role
 from coordinator.engine.engine import Engine
 from wire.addresses import peer_host
+from wire.authorization import peer_identity
 from wire.channels import AUTHORIZATION_KEY
 from wire.errors import AttachSecretMismatch, TokenMismatch, TokenMissing
 from wire.ids import RequestId
@@ -134,8 +136,18 @@ class Operators:
         self._token = token
         self._refused = refused
 
+    def includes(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+        """Whether the caller's certificate is an operator's."""
+        caller = peer_identity(context)
+        return caller is not None and caller.role is Role.OPERATOR
+
     def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises TokenMissing or TokenMismatch for a caller that is not an operator."""
+        """Raises TokenMissing or TokenMismatch for a caller that is not an operator.
+
+        A certificate of the role operator needs no token.
+        """
+        if self.includes(context):
+            return
         scheme, _, given = metadata_value(context, AUTHORIZATION_KEY).partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise TokenMissing("this call needs the operator token: pass --token-file")

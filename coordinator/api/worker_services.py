@@ -12,9 +12,11 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.messages import decode_hello
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2, join_pb2, join_pb2_grpc
 from wire.addresses import peer_host
+from wire.authorization import peer_identity
 from wire.channels import when_call_ends
-from wire.errors import InvalidRequest, StaleStream, StepFault
+from wire.errors import AccessDenied, InvalidRequest, StaleStream, StepFault
 from wire.frames import decode_result_frame
+from wire.peer_secrets import RefusedPeers
 from wire.step_codec import decode_fault
 
 _Message = TypeVar("_Message")
@@ -23,8 +25,9 @@ _Message = TypeVar("_Message")
 class MembershipService(join_pb2_grpc.MembershipServiceServicer):
     """Called by every worker."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, refused: RefusedPeers) -> None:
+        """`refused` counts and logs workers that join under another's name."""
+        self._controller, self._refused = controller, refused
         self._hello_timeout_s = controller.policy.hello_timeout_s
 
     async def Join(  # noqa: N802
@@ -33,7 +36,9 @@ class MembershipService(join_pb2_grpc.MembershipServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[join_pb2.JoinResponse]:
         hello = await _first(request_iterator, join_pb2.JoinRequest(), self._hello_timeout_s)
-        connection = self._controller.join(decode_hello(hello), hello.hello.rejoin_secret)
+        identity = decode_hello(hello)
+        self._check_name(identity.name, context)
+        connection = self._controller.join(identity, hello.hello.rejoin_secret)
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
@@ -42,6 +47,14 @@ class MembershipService(join_pb2_grpc.MembershipServiceServicer):
         finally:
             reader.cancel()
         raise StaleStream(connection.close_reason)
+
+    def _check_name(self, name: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises AccessDenied for a name that is not in the caller's certificate."""
+        caller = peer_identity(context)
+        if caller is not None and caller.name != name:
+            problem = f"{caller} may not join as {name!r}: start it with --name {caller.name}"
+            self._refused.note("a worker", problem, host=peer_host(context))
+            raise AccessDenied(problem)
 
     async def _read(
         self, messages: AsyncIterator[join_pb2.JoinRequest], connection: WorkerConnection
@@ -74,7 +87,9 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
         first = await _first(request_iterator, deliver_pb2.DeliverRequest(), self._hello_timeout_s)
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
-        epoch = self._controller.open_results(first.hello, host=peer_host(context))
+        epoch = self._controller.open_results(
+            first.hello, host=peer_host(context), caller=peer_identity(context)
+        )
         when_call_ends(
             context, lambda: self._controller.stream_broke(epoch, "the stream of results from LAST broke")
         )

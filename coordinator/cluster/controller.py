@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from certificates.identity import Identity
 from coordinator.cluster.actions import (
     Action,
     AssignStage,
@@ -53,6 +54,7 @@ from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, 
 from wire.ids import Incarnation
 from wire.peer_secrets import RefusedPeers, is_secret, new_secret
 from wire.steps import FaultReport, StepResult, unpack_column
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +84,19 @@ class Controller:
         self_check: SelfCheck | None = None,
         new_secret: Callable[[], bytes] = new_secret,
         refused: RefusedPeers | None = None,
+        transport: Transport = PLAIN,
     ) -> None:
-        """`on_serving` receives whether new requests are served, after each possible change;
-        `new_secret` creates the secrets with which processes of the cluster authenticate each other;
-        `refused` counts and logs result streams with a wrong secret.
+        """`on_serving` receives whether new requests are served, after each possible change.
+
+        `new_secret` creates secrets between processes, `refused` counts result streams with a wrong one.
         """
         self.state, self._engine, self._model, self._config = state, engine, model, model.config
         self.incarnation, self.policy, self._settings = incarnation, policy, settings
-        self._new_secret = new_secret
-        self._totals, self._durability = engine.totals, engine.durability
+        self._new_secret, self._totals, self._durability = new_secret, engine.totals, engine.durability
         self._durability.on_change = self._journal_changed
         self._attribution = FailureAttribution(engine.scheduler, engine.registry, engine.fail, policy=policy)
         self.availability = Availability(state, engine, policy, on_serving)
-        self.connections = Connections()
-        self.memory_limits = MemoryLimits()
+        self.connections, self.memory_limits = Connections(), MemoryLimits()
         self.ledger_check = LedgerCheck(engine)
         self._events = EventLog()
         self._pipeline = Pipeline(
@@ -104,6 +105,7 @@ class Controller:
             connect_timeout_s=policy.connect_timeout_s,
             new_secret=new_secret,
             refused=refused or RefusedPeers(time.monotonic),
+            transport=transport,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()
@@ -314,12 +316,12 @@ class Controller:
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
 
-    def open_results(self, hello: forward_pb2.HopHello, *, host: str) -> int:
+    def open_results(self, hello: forward_pb2.HopHello, *, host: str, caller: Identity | None = None) -> int:
         """Accept the result stream of LAST from `host`; returns the epoch.
 
-        Raises SecretMismatch, StaleStream or HandshakeMismatch.
+        Raises AccessDenied, SecretMismatch, StaleStream or HandshakeMismatch.
         """
-        self._pipeline.accept_results(hello, epoch=self.state.epoch, host=host)
+        self._pipeline.accept_results(hello, epoch=self.state.epoch, host=host, caller=caller)
         self._carry_out(self.state.results_open(hello.epoch))
         return hello.epoch
 

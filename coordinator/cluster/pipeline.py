@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 
+from certificates.identity import Identity, Role
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
-from wire.channels import OrderedWrites, client_channel
+from wire.channels import OrderedWrites
 from wire.clock import wall_clock_us
 from wire.errors import StaleStream
 from wire.frames import encode_step_frame
@@ -21,6 +22,7 @@ from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.stage_calls import HELLO_RETRY_S, ForwardCall, open_forward
 from wire.step_codec import encode_step
 from wire.steps import Step
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class PipelineLink:
         worker: str = "FIRST",
         timeout_s: float,
         now_us: Callable[[], int] = wall_clock_us,
+        transport: Transport = PLAIN,
     ) -> None:
         """Create a link that is not open yet.
 
@@ -53,7 +56,7 @@ class PipelineLink:
             now_us: wall clock, in microseconds since 1970.
         """
         self._where = f"stage 0 (worker {worker} at {address})"
-        self._channel = client_channel(address)
+        self._channel = transport.channel(address)
         self._hello = hello
         self._on_broken = on_broken
         self._timeout_s = timeout_s
@@ -130,9 +133,10 @@ class Pipeline:
         connect_timeout_s: float,
         new_secret: Callable[[], bytes],
         refused: RefusedPeers,
+        transport: Transport = PLAIN,
     ) -> None:
         """`new_secret` creates the secret of a hop; `refused` counts and logs streams with a wrong secret."""
-        self._new_secret = new_secret
+        self._new_secret, self._transport = new_secret, transport
         self._secrets: tuple[bytes, ...] = ()
         self._incoming = HopSecrets(refused)
         self._has_results = False
@@ -146,7 +150,7 @@ class Pipeline:
         """Create the secrets of an epoch and accept its result stream."""
         self._begun, self._has_results = action, False
         self._secrets = tuple(self._new_secret() for _ in range(len(action.workers) + 1))
-        self._incoming.begin_epoch(self._secrets[-1])
+        self._incoming.begin_epoch(self._secrets[-1], (Role.WORKER, action.workers[-1].name))
 
     def begin_message(self, action: BeginEpoch, stage: int) -> join_pb2.JoinResponse:
         """Encode `BeginEpoch` for one stage, with the secrets of its incoming and outgoing hops."""
@@ -165,7 +169,10 @@ class Pipeline:
         hello.secret = self._secrets[0]
         first = action.workers[0]
         self._link = PipelineLink(
-            first.address, hello, on_broken, worker=first.name, timeout_s=self._connect_timeout_s
+            *(first.address, hello, on_broken),
+            worker=first.name,
+            timeout_s=self._connect_timeout_s,
+            transport=self._transport,
         )
         return self._link
 
@@ -179,12 +186,14 @@ class Pipeline:
         link, self._link = self._link, None
         return link
 
-    def accept_results(self, hello: forward_pb2.HopHello, *, epoch: int, host: str) -> None:
+    def accept_results(
+        self, hello: forward_pb2.HopHello, *, epoch: int, host: str, caller: Identity | None = None
+    ) -> None:
         """Accept the result stream of LAST from `host`, once per epoch; `epoch` is the current one.
 
-        Raises SecretMismatch, StaleStream or HandshakeMismatch.
+        Raises AccessDenied, SecretMismatch, StaleStream or HandshakeMismatch.
         """
-        self._incoming.check(hello.secret, host=host)
+        self._incoming.check(hello.secret, host=host, caller=caller)
         if self._begun is None or hello.epoch != epoch:
             raise StaleStream(f"result stream is of epoch {hello.epoch}, the current epoch is {epoch}")
         check_results_hello(hello, self._begun, incarnation=self._incarnation, fingerprint=self._fingerprint)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 import time
 
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ class DashboardServer:
         listen: str,
         token: str | None,
         refused: RefusedPeers | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`refused` counts and logs wrong operator tokens."""
         address = parse_address(listen)
@@ -47,7 +49,7 @@ class DashboardServer:
             middleware=[Middleware(DashboardGuard, auth=auth)],
             exception_handlers={HTTPException: _http_error_response},
         )
-        self._server = HttpServer(application, address, name="the dashboard", hint=PORT_HINT)
+        self._server = HttpServer(application, address, name="the dashboard", hint=PORT_HINT, tls=tls)
 
     @property
     def url(self) -> str:

@@ -32,6 +32,7 @@ from wire.reference import (
 from wire.stage_calls import compute_reference
 from wire.steps import Step, StepResult
 from wire.tensors import DTYPE_TO_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType
+from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,12 @@ class References:
         recorded: Path = SELF_CHECK_FILE,
         cache_directory: Path | None = None,
         policy: RecoveryPolicy,
+        transport: Transport = PLAIN,
     ) -> None:
         """Confirmed references are kept in `cache_directory`, unless that is None."""
         self._model = model
         self._num_layers = model.config.num_layers
-        self._policy = policy
+        self._policy, self._transport = policy, transport
         self._recorded = recorded if model.is_builtin else None
         self._kept = None if cache_directory is None else _kept_file(cache_directory, model.fingerprint)
         self._known: dict[str, KnownReference] = {}
@@ -253,7 +255,10 @@ class References:
             secret=source.secret,
         )
         response = await compute_reference(
-            source.address, request, timeout_s=self._policy.reference_timeout_s
+            source.address,
+            request,
+            timeout_s=self._policy.reference_timeout_s,
+            transport=self._transport,
         )
         reference = decode_reference(response)
         if tuple(text.tokens for text in reference.texts) != question.texts:

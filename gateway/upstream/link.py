@@ -19,10 +19,11 @@ from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from telemetry.settings import described_sampler
-from wire.channels import ATTACH_SECRET_KEY, client_channel
+from wire.channels import ATTACH_SECRET_KEY
 from wire.clock import ClusterClock, Exchange, wall_clock_us
 from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
+from wire.transport import PLAIN, RenewedChannel, Transport
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class CoordinatorLink:
         cache_directory: Path | None = None,
         policy: LinkPolicy = DEFAULT_POLICY,
         clock: ClusterClock | None = None,
+        transport: Transport = PLAIN,
     ) -> None:
         """`cache_directory` keeps the tokenizer's files; None for a temporary one.
 
@@ -82,8 +84,7 @@ class CoordinatorLink:
         """
         self._address = address
         self._policy = policy
-        self._channel = client_channel(address)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._channel = RenewedChannel(transport, address)
         self._files = TokenizerFiles(cache_directory)
         self._model: ModelInfo | None = None
         self._clock = clock or ClusterClock()
@@ -100,6 +101,10 @@ class CoordinatorLink:
         """The model, with the limits that the coordinator last reported; after `start`."""
         assert self._model is not None, "the link is not started"
         return self._model
+
+    @property
+    def _stub(self) -> Any:
+        return inference_pb2_grpc.InferenceStub(self._channel.current())
 
     @property
     def sampler(self) -> Sampler:

@@ -118,12 +118,13 @@ def attach(
     ] = 1,
     json: options.Json = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """Move the output of a detached request to this terminal."""
     secret = find(request_id, secret_file)
 
     async def run() -> Report:
-        async with Client(coordinator) as client:
+        async with Client(coordinator, tls_dir=tls_dir) as client:
             model = await client.model()
             outputs = client.attach(request_id, secret=secret, from_token=from_token)
             show = show_for(num_choices=n, as_token_ids=not model.has_tokenizer, is_json=json)
@@ -147,6 +148,7 @@ def cancel(
     secret_file: _SecretFile = None,
     token_file: options.OperatorTokenFile = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """Cancel a request, or drop the output of one that has ended.
 
@@ -156,7 +158,7 @@ def cancel(
     secret = find(request_id, secret_file) if token is None else None
 
     async def run() -> None:
-        async with Client(coordinator) as client:
+        async with Client(coordinator, tls_dir=tls_dir) as client:
             await client.cancel(request_id, secret=secret, token=token)
 
     try:

@@ -136,11 +136,12 @@ class LimitFlags(TypedDict, total=False):
     slo_e2e: Annotated[float | None, _slo(help="Maximum time to the last token, from the due time.")]
 
 
-def load_config(coordinator: str, flags: Mapping[str, Any]) -> LoadConfig:
+def load_config(coordinator: str, flags: Mapping[str, Any], tls_dir: Path | None = None) -> LoadConfig:
     """Build the config from `flags`; None means the default. Raises ValueError."""
     given = {name: value for name, value in flags.items() if value is not None}
     return LoadConfig(
         coordinator=coordinator,
+        tls_dir=tls_dir,
         spec=_spec(given),
         limits=_limits(given),
         max_concurrency=given.get("max_concurrency"),
@@ -285,13 +286,14 @@ def serve(
         ),
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
     **flags: Any,
 ) -> int:
     """Send requests at their due times, regardless of responses; show throughput and latencies.
 
     The load is open-loop: latencies count from the due time, even if the request had to wait to be sent.
     """
-    config = options.build_config(lambda: load_config(coordinator, flags))
+    config = options.build_config(lambda: load_config(coordinator, flags, tls_dir))
     files = options.build_config(lambda: OutputFiles(json=json, plot=plot))
     return run_load(config, files)
 

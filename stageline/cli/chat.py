@@ -28,6 +28,7 @@ with contextlib.suppress(ImportError):  # line editing and history for input(), 
 def chat(
     max_tokens: MaxTokens = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
     **flags: Any,
 ) -> int:
     """Chat with a model. [bold]/reset[/] clears the history, [bold]/exit[/] ends; Ctrl-C stops an answer."""
@@ -35,7 +36,7 @@ def chat(
     wanted = options_from({**flags, "max_tokens": max_tokens})
 
     async def check_model() -> None:
-        async with Client(coordinator) as client:
+        async with Client(coordinator, tls_dir=tls_dir) as client:
             model = await client.model()
         if not model.has_chat_template:
             text = f"model {model.name} has no chat template; use `stageline generate`"
@@ -43,7 +44,7 @@ def chat(
         _say(f"Chatting with {model.name}. /reset clears the history, /exit ends the chat.")
 
     async def answer() -> str:
-        async with Client(coordinator) as client:
+        async with Client(coordinator, tls_dir=tls_dir) as client:
             report = await show_stream(client.generate(history, **wanted), live(as_token_ids=False))
         return report.completions[0].text
 

@@ -39,6 +39,7 @@ def generate(
     ] = False,
     json: options.Json = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
     **flags: Any,
 ) -> int:
     """Complete a prompt and print the text as it arrives."""
@@ -51,7 +52,7 @@ def generate(
     if is_detached:
         wanted["attach_secret"] = new_attach_secret()
     try:
-        report = asyncio.run(_run(coordinator, given, wanted, is_json=json))
+        report = asyncio.run(_run(Client(coordinator, tls_dir=tls_dir), given, wanted, is_json=json))
     except KeyboardInterrupt:
         print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -66,8 +67,8 @@ def generate(
     return 0
 
 
-async def _run(coordinator: str, prompt: Prompt, wanted: GenerateOptions, *, is_json: bool) -> Report:
-    async with Client(coordinator) as client:
+async def _run(client: Client, prompt: Prompt, wanted: GenerateOptions, *, is_json: bool) -> Report:
+    async with client:
         model = await client.model()
         if isinstance(prompt, str) and not model.has_tokenizer:
             text = f"model {model.name} has no tokenizer: give token ids with --token-ids"

@@ -15,6 +15,7 @@ from stageline.version import VERSION
 from telemetry.settings import TelemetrySettings, read_environment
 from wire.exit_codes import error_line
 from wire.flags import peer_address
+from wire.transport import tls_directory
 from wire.user_files import read_secret, state_directory, token_paths
 
 USAGE = "USAGE"
@@ -162,6 +163,18 @@ Coordinator: TypeAlias = Annotated[
         envvar="STAGELINE_COORDINATOR",
         show_envvar=False,
         help="Coordinator address, also set by STAGELINE_COORDINATOR.",
+    ),
+]
+TlsDirectory: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-dir",
+        parser=option_parser(tls_directory),
+        metavar="DIR",
+        envvar="STAGELINE_TLS_DIR",
+        show_envvar=False,
+        help="Directory with ca.crt, tls.crt and tls.key, for a coordinator with certificates; also set by "
+        "STAGELINE_TLS_DIR.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]

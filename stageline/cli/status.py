@@ -24,15 +24,16 @@ def drain(
     ],
     token_file: options.OperatorTokenFile = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """Move the layers of a worker to other workers, then stop it.
 
     If no other worker can hold them, running requests finish first, within the coordinator's --drain-timeout.
     """
-    token = options.operator_token(token_file, coordinator)
+    token = None if tls_dir else options.operator_token(token_file, coordinator)
 
     async def run() -> None:
-        async with Client(coordinator) as client:
+        async with Client(coordinator, tls_dir=tls_dir) as client:
             await client.drain(worker, token=token)
 
     asyncio.run(run())
@@ -49,16 +50,18 @@ def status(
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """Show plan, workers, layers, memory, KV use and requests."""
     if as_json and watch:
         raise typer.BadParameter("--json prints once: it cannot be used with --watch")
-    asyncio.run(_watch(coordinator) if watch else _show_once(coordinator, as_json=as_json))
+    client = Client(coordinator, tls_dir=tls_dir)
+    asyncio.run(_watch(client) if watch else _show_once(client, as_json=as_json))
     return 0
 
 
-async def _show_once(coordinator: str, *, as_json: bool) -> None:
-    async with Client(coordinator) as client:
+async def _show_once(client: Client, *, as_json: bool) -> None:
+    async with client:
         message = await client.status()
     if as_json:
         print(json.dumps(message_fields(message), indent=2))
@@ -66,8 +69,8 @@ async def _show_once(coordinator: str, *, as_json: bool) -> None:
         Console().print(status_view(message))
 
 
-async def _watch(coordinator: str) -> None:
-    async with Client(coordinator) as client:
+async def _watch(client: Client) -> None:
+    async with client:
         with Live(status_view(await client.status()), auto_refresh=False) as live:
             while True:
                 live.update(status_view(await client.status()), refresh=True)

@@ -320,11 +320,13 @@ def top(
         ),
     ] = 1.0,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """Show stages, their load, the pipeline and requests, live; q quits."""
     console = Console()
     watches = console.is_terminal and not once
-    asyncio.run(_watch(coordinator, console, interval) if watches else _show_once(coordinator, console))
+    client = Client(coordinator, tls_dir=tls_dir, connect_timeout_s=max(1.0, interval) if watches else 5.0)
+    asyncio.run(_watch(client, console, interval) if watches else _show_once(client, console))
     return 0
 
 
@@ -333,14 +335,14 @@ async def _read(client: Client) -> TopFrame:
     return TopFrame(status, activity)
 
 
-async def _show_once(coordinator: str, console: Console) -> None:
-    async with Client(coordinator) as client:
+async def _show_once(client: Client, console: Console) -> None:
+    async with client:
         console.print(top_view(await _read(client), width=console.width))
 
 
-async def _watch(coordinator: str, console: Console, interval_s: float) -> None:
+async def _watch(client: Client, console: Console, interval_s: float) -> None:
     """Refresh until a key press; Ctrl-C quits, too. Retries while the coordinator is unavailable."""
-    async with Client(coordinator, connect_timeout_s=max(1.0, interval_s)) as client:
+    async with client:
         frame = await _read(client)
         async with _key_pressed() as pressed:
             with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -264,6 +264,12 @@ def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
+TOO_SHORT = (
+    "{!r} is too short: give at least " + str(MIN_ID_PART) + " characters of the beginning or end of a "
+    "request id; `stageline trace` without an id lists recent requests"
+)
+
+
 def trace(
     request_id: Annotated[
         str | None,
@@ -288,21 +294,20 @@ def trace(
         typer.Option("--limit", "-n", metavar="N", min=1, help="Maximum requests to list (default: 20)."),
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
+    tls_dir: options.TlsDirectory = None,
 ) -> int:
     """List recent requests, or show the time of one request by cause and stage."""
+    client = Client(coordinator, tls_dir=tls_dir)
     if request_id is None:
         if perfetto_file is not None:
             raise typer.BadParameter("--perfetto needs a request id")
-        _list(asyncio.run(_traces(coordinator, limit or 20)), as_json=as_json)
+        _list(asyncio.run(_traces(client, limit or 20)), as_json=as_json)
         return 0
     if len(request_id.strip()) < MIN_ID_PART:
-        raise typer.BadParameter(
-            f"{request_id!r} is too short: give at least {MIN_ID_PART} characters of the beginning or "
-            "end of a request id; `stageline trace` without an id lists recent requests"
-        )
+        raise typer.BadParameter(TOO_SHORT.format(request_id))
     if limit is not None:
         raise typer.BadParameter("--limit applies to the list: omit it with a request id")
-    _show(asyncio.run(_trace(coordinator, request_id)), perfetto_file, as_json=as_json)
+    _show(asyncio.run(_trace(client, request_id)), perfetto_file, as_json=as_json)
     return 0
 
 
@@ -315,13 +320,13 @@ def _show(found: RequestTrace, perfetto_file: Path | None, *, as_json: bool) -> 
         Console().print(waterfall_view(found, width=Console().width))
 
 
-async def _traces(coordinator: str, limit: int) -> telemetry_pb2.ListTracesResponse:
-    async with Client(coordinator) as client:
+async def _traces(client: Client, limit: int) -> telemetry_pb2.ListTracesResponse:
+    async with client:
         return await client.traces(limit)
 
 
-async def _trace(coordinator: str, request_id: str) -> RequestTrace:
-    async with Client(coordinator) as client:
+async def _trace(client: Client, request_id: str) -> RequestTrace:
+    async with client:
         try:
             response = await client.trace(request_id)
         except RequestNotFound as error:

@@ -80,6 +80,8 @@ GATEWAY_FLAGS = (
 )
 PAYLOAD_FLAGS = ("--payload-listen", "--payload-min")
 """Worker flags for all workers; --payload-advertise names one port, and so one worker."""
+WITHOUT_CERTIFICATES = ("--tls-dir", "--deny-list")
+"""Flags of certificates, which processes of one machine do not need."""
 SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
 """Coordinator flags that a local cluster sets itself."""
 _processes = partial(typer.Option, rich_help_panel="Workers on this machine")
@@ -156,7 +158,9 @@ class GatewayFlag(TypedDict, total=False):
         },
     ),
     config_parameters(
-        CoordinatorConfig, without=("--stages",), defaults={"--http": "a free port of 127.0.0.1"}
+        CoordinatorConfig,
+        without=("--stages", *WITHOUT_CERTIFICATES),
+        defaults={"--http": "a free port of 127.0.0.1"},
     ),
 )
 def up(context: typer.Context, **flags: Any) -> int:
@@ -173,6 +177,8 @@ def up(context: typer.Context, **flags: Any) -> int:
     )
     if mocks:
         _check_mocks(flags)
+    if flags["gateway"] not in (None, OFF):
+        options.build_config(lambda: coordinator.transport.check_listen("--gateway", flags["gateway"]))
     _check_payload_listen(flags["payload_listen"], num_workers)
     cluster = options.build_config(
         lambda: LocalClusterConfig(
@@ -240,7 +246,8 @@ def _gateway_arguments(
     if flags["gateway"] == OFF and (set_flags := [f for f in GATEWAY_FLAGS if given[parameter_of(f)]]):
         raise typer.BadParameter(f"{set_flags[0]} needs a gateway: it cannot be used with --gateway off")
     config = make_config(GatewayConfig, context, given)
-    return (*flags_of(config, only=GATEWAY_FLAGS), *flags_of(coordinator.logs))
+    insecure = ("--insecure",) if coordinator.transport.insecure else ()
+    return (*flags_of(config, only=GATEWAY_FLAGS), *insecure, *flags_of(coordinator.logs))
 
 
 async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -20,6 +21,7 @@ from stageline_rpc.v1 import (
     telemetry_pb2_grpc,
 )
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
+from wire.transport import PLAIN, client_transport
 
 _UNARY_TIMEOUT_S = 10.0
 _TRACES_PER_PAGE = 100
@@ -38,9 +40,19 @@ class Client:
     """
 
     def __init__(
-        self, address: str, *, connect_timeout_s: float = 5.0, reattach_timeout_s: float = 30.0
+        self,
+        address: str,
+        *,
+        tls_dir: Path | str | None = None,
+        connect_timeout_s: float = 5.0,
+        reattach_timeout_s: float = 30.0,
     ) -> None:
-        self._connection = Connection(address)
+        """`tls_dir` has `ca.crt`, `tls.crt` and `tls.key`, where the cluster has certificates.
+
+        Raises OSError for files that cannot be used.
+        """
+        transport = PLAIN if tls_dir is None else client_transport(Path(tls_dir))
+        self._connection = Connection(address, transport)
         self._secrets = AttachSecrets()
         self._timeouts = Timeouts(connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
 
@@ -142,15 +154,16 @@ class Client:
         stub = await self._inference()
         return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
 
-    async def drain(self, worker: str, *, token: str) -> None:
-        """Drain a worker with the operator `token`; return when it has left.
+    async def drain(self, worker: str, *, token: str | None = None) -> None:
+        """Drain a worker with the operator `token`, or an operator's certificate; return when it has left.
 
         Raises WorkerNotFound or PermissionDenied.
         """
         channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         request = cluster_pb2.DrainRequest(worker=text("worker", worker))
         try:
-            await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=_bearer(token)))
+            metadata = None if token is None else _bearer(token)
+            await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=metadata))
         except RequestNotFound as error:
             raise WorkerNotFound(error.message) from None
 

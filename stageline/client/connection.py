@@ -18,7 +18,8 @@ from stageline.client.errors import (
     from_rpc_error,
 )
 from wire.addresses import parse_peer_address
-from wire.channels import JOURNALLED_KEY, client_channel
+from wire.channels import JOURNALLED_KEY
+from wire.transport import PLAIN, RenewedChannel, Transport
 
 MAX_REMEMBERED = 4096
 
@@ -56,14 +57,14 @@ _Response = TypeVar("_Response")
 class Connection:
     """One channel to `address` (HOST:PORT), between `open` and `close`."""
 
-    def __init__(self, address: str) -> None:
-        self.address = str(parse_peer_address(address))
-        self._channel: grpc.aio.Channel | None = None
+    def __init__(self, address: str, transport: Transport = PLAIN) -> None:
+        self.address, self._transport = str(parse_peer_address(address)), transport
+        self._channel: RenewedChannel | None = None
         self._waiting: set[asyncio.Future[None]] = set()
 
     def open(self) -> None:
         """Create the channel; it connects at first use."""
-        self._channel = client_channel(self.address)
+        self._channel = RenewedChannel(self._transport, self.address)
 
     async def close(self) -> None:
         """End every call, and every wait for the coordinator."""
@@ -81,7 +82,7 @@ class Connection:
         """Return the channel once connected. Raises Unavailable, or Cancelled when closed."""
         if self._channel is None:
             raise RuntimeError("the client is not open: use it as `async with Client(address) as client:`")
-        channel = self._channel
+        channel = self._channel.current()
         wait = asyncio.ensure_future(channel.channel_ready())
         self._waiting.add(wait)
         try:

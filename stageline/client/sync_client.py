@@ -4,6 +4,7 @@ Generated from `Client` by tools/sync_client.py; do not edit.
 """
 
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Unpack
 
 from stageline.client.blocking import BlockingCalls
@@ -28,10 +29,20 @@ class SyncClient(BlockingCalls[Client]):
     """
 
     def __init__(
-        self, address: str, *, connect_timeout_s: float = 5.0, reattach_timeout_s: float = 30.0
+        self,
+        address: str,
+        *,
+        tls_dir: Path | str | None = None,
+        connect_timeout_s: float = 5.0,
+        reattach_timeout_s: float = 30.0,
     ) -> None:
         super().__init__(
-            Client(address, connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
+            Client(
+                address,
+                tls_dir=tls_dir,
+                connect_timeout_s=connect_timeout_s,
+                reattach_timeout_s=reattach_timeout_s,
+            )
         )
 
     def generate(
@@ -89,8 +100,8 @@ class SyncClient(BlockingCalls[Client]):
         """Return the served model and its limits."""
         return self._run(self._asynchronous.model())
 
-    def drain(self, worker: str, *, token: str) -> None:
-        """Drain a worker with the operator `token`; return when it has left.
+    def drain(self, worker: str, *, token: str | None = None) -> None:
+        """Drain a worker with the operator `token`, or an operator's certificate; return when it has left.
 
         Raises WorkerNotFound or PermissionDenied.
         """

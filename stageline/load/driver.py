@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from stageline.client.client import Client
@@ -188,6 +189,7 @@ class LoadConfig:
     coordinator: str
     spec: LoadSpec
     limits: Limits
+    tls_dir: Path | None = None
     max_concurrency: int | None = None
     num_warmups: int = 0
     temperature: float = 0.0
@@ -247,7 +249,7 @@ class PreparedLoad:
 @asynccontextmanager
 async def prepared(config: LoadConfig) -> AsyncIterator[PreparedLoad]:
     """Connect and read the model's limits."""
-    async with Client(config.coordinator) as client:
+    async with Client(config.coordinator, tls_dir=config.tls_dir) as client:
         yield PreparedLoad(config=config, model=await client.model(), client=client)
 
 

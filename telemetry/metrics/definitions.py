@@ -117,7 +117,11 @@ REFUSAL = Label(
 REASON = Label(
     "reason", "stageline.reason", values=("death", "device", "fault", "broken", "no_progress", "replanned")
 )
-ACCESS = Label("secret", "stageline.access.secret", values=("attach_secret", "operator_token", "hop_secret"))
+ACCESS = Label(
+    "secret",
+    "stageline.access.secret",
+    values=("attach_secret", "operator_token", "hop_secret", "certificate"),
+)
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(
     "state",

@@ -38,7 +38,7 @@ async def test_workers_start_in_any_order_and_outlive_their_coordinator(
         to_coordinator = ("worker", "--coordinator", free_address, *SMALL)
         workers = [
             await shell.start("c", *to_coordinator, "--name", "gpu-10", "--model", str(elsewhere)),
-            await shell.start("a", *to_coordinator, "--name", "gpu-2", "--listen", "0.0.0.0:0"),
+            await shell.start("a", *to_coordinator, "--name", "gpu-2", "--listen", "0.0.0.0:0", "--insecure"),
         ]
         for worker in workers:
             waits = await until_logged(worker, "waiting for the coordinator")

@@ -24,7 +24,7 @@ from tests.e2e.clusters import START_TIMEOUT_S, is_idle, wait_for_status
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.faults.streams import Stream, mixed_asks
 from tests.mock_answers import mock_tokens
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 pytestmark = pytest.mark.full
 
@@ -177,7 +177,7 @@ async def is_reported(cluster: LocalCluster, status: cluster_pb2.GetStatusRespon
 async def is_rejected(address: str) -> None:
     """Assert that a new request is rejected with a machine-readable reason."""
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), max_tokens=4)
-    async with client_channel(address) as channel:
+    async with PLAIN.channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=10):
                 pass
@@ -196,7 +196,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 async def healths(address: str) -> dict[str, Any]:
     """`grpc.health.v1` states of the server and the service."""
-    async with client_channel(address) as channel:
+    async with PLAIN.channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return {
             service: (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status

@@ -21,12 +21,13 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
-from wire.channels import PROTOCOL_VERSION, client_channel
+from wire.channels import PROTOCOL_VERSION
 from wire.errors import StepFaultKind
 from wire.ids import new_incarnation
 from wire.stage_calls import open_forward
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
+from wire.transport import PLAIN
 from wire.user_files import state_directory, token_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -119,7 +120,7 @@ async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:
         status = await status_of(cluster)
         hello = hello_of(status, sender_stage=status.num_stages - 1)
         refusals: list[grpc.aio.AioRpcError | None] = []
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             for _ in range(TRIES):
                 call = deliver_pb2_grpc.StepResultsServiceStub(channel).Deliver()
                 await call.write(deliver_pb2.DeliverRequest(hello=hello))
@@ -138,7 +139,7 @@ async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -
     (address,) = (worker.address for worker in status.workers if worker.stage == stage)
     hello = hello_of(status, sender_stage=stage - 1)
     refusals: list[grpc.aio.AioRpcError | None] = []
-    async with client_channel(address) as channel:
+    async with PLAIN.channel(address) as channel:
         for _ in range(TRIES):
             call = open_forward(channel)
             await call.write(forward_pb2.ForwardRequest(hello=hello).SerializeToString())
@@ -153,7 +154,7 @@ async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -
 async def test_a_fault_report_for_a_stage_of_another_worker_is_ignored(cluster: LocalCluster) -> None:
     """A stranger that joined as a spare reports repeated faults for FIRST."""
     status = await status_of(cluster)
-    async with client_channel(cluster.address) as channel, Client(cluster.address) as client:
+    async with PLAIN.channel(cluster.address) as channel, Client(cluster.address) as client:
         call = join_pb2_grpc.MembershipServiceStub(channel).Join()
         hello = join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,

@@ -33,14 +33,15 @@ async def test_a_cluster_across_two_hosts_generates(
     address = f"{here.address}:7480"
     async with Shell(tmp_path) as shell:
         # On every interface: remote workers must not receive the listen address.
-        serve = ("coordinator", "--listen", "0.0.0.0:7480", "--model", str(llama.directory), "--stages", "3")
-        coordinator = await shell.start("coordinator", *serve, *STEP_FLAGS, prefix=here.prefix)
+        serve = ("coordinator", "--listen", "0.0.0.0:7480", "--insecure", "--stages", "3")
+        model = ("--model", str(llama.directory))
+        coordinator = await shell.start("coordinator", *serve, *model, *STEP_FLAGS, prefix=here.prefix)
         for host, name, listen in (
             (here, "a", ("--listen", f"{here.address}:0")),
             (there, "b", ("--listen", "0.0.0.0:7481", "--advertise", f"{there.address}:7481")),
             (there, "c", ()),
         ):
-            join = ("worker", "--coordinator", address, "--name", name, *listen)
+            join = ("worker", "--coordinator", address, "--name", name, "--insecure", *listen)
             await shell.start(name, *join, "--memory", "256MiB", "--threads", "1", prefix=host.prefix)
         await until_logged(coordinator, "serving: epoch", timeout_s=START_TIMEOUT_S)
         status = json.loads(await _run_on(there, "status", "--json", "--coordinator", address))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from certificates.identity import Role
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy
@@ -20,10 +21,12 @@ from stageline.client.errors import StagelineError
 from stageline.client.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
+from tests.certificates import Certificates
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from text.tokenizer import load_text_codec
 from wire.ids import RequestId, id_text, new_request_id
 from wire.tensors import WireDType
+from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 DEADLINE_S = 120.0
 """Limit of every wait; only a defect takes this long."""
@@ -101,9 +104,10 @@ class Cluster:
     Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages that receive
     frames through a HopProxy. With `waits=False` the block begins at once, with only `num_workers` workers
     started. With `mock` the stages are mock ones, and `mock_model` may be served. Texts are served with
-    `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults.
-    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`. By default the
-    built-in model is checked before it serves, and checkpoints are not: a reference takes a while.
+    `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults. With
+    `certificates`, every connection has TLS, and `client` is an operator. `worker_wire_dtypes` are those of
+    workers, by name, that override `wire_dtype`. By default the built-in model is checked before it serves,
+    and checkpoints are not: a reference takes a while.
     """
 
     def __init__(
@@ -142,7 +146,9 @@ class Cluster:
         token: str = TOKEN,
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
+        certificates: Certificates | None = None,
     ) -> None:
+        self._certificates = certificates
         self.num_stages = len(layers)
         self._mock = mock
         self._worker_wire_dtypes = worker_wire_dtypes or {}
@@ -177,6 +183,7 @@ class Cluster:
             token=token,
             trace_sample=trace_sample,
             telemetry=telemetry,
+            transport=self._transport("coordinator", Role.COORDINATOR),
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
@@ -186,7 +193,9 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         await self.server.start()
-        self.client = Client(self.server.address)
+        self.client = Client(
+            self.server.address, tls_dir=self._transport("operator", Role.OPERATOR).tls_directory
+        )
         await self.client.__aenter__()
         try:
             await self._start_workers()
@@ -194,6 +203,13 @@ class Cluster:
             await self._stop()
             raise
         return self
+
+    def _transport(self, name: str, role: Role) -> TransportSettings:
+        if self._certificates is None:
+            return PLAIN_SETTINGS
+        return TransportSettings(
+            tls_directory=self._certificates.of(name, role), deny_list=self._certificates.deny_list
+        )
 
     async def __aexit__(
         self,
@@ -262,6 +278,7 @@ class Cluster:
             wire_dtype=self._worker_wire_dtypes.get(name),
             reflection=self._config.reflection,
             telemetry=self._config.telemetry,
+            transport=self._transport(name, Role.WORKER),
         )
 
     async def generate(self, case: RequestCase, into: Answer | None = None) -> Answer:

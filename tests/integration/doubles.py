@@ -20,11 +20,12 @@ from stageline_rpc.internal.v1 import (
     join_pb2,
     join_pb2_grpc,
 )
-from wire.channels import bind, client_channel, new_server
+from wire.channels import new_server
 from wire.frames import Frame, FrameAssembler, StepFrame, decode_result_frame
 from wire.ids import Incarnation, new_incarnation
 from wire.step_codec import decode_fault
 from wire.steps import FaultReport, StepResult
+from wire.transport import PLAIN
 
 DEADLINE_S = 20.0
 HEARTBEAT_MS = 20
@@ -87,7 +88,7 @@ class CoordinatorDouble(join_pb2_grpc.MembershipServiceServicer, deliver_pb2_grp
     async def start(self, address: str = "127.0.0.1:0") -> None:
         join_pb2_grpc.add_MembershipServiceServicer_to_server(self, self._server)
         deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{bind(self._server, address)}"
+        self.address = f"127.0.0.1:{PLAIN.bind(self._server, address)}"
         await self._server.start()
 
     async def stop(self) -> None:
@@ -178,7 +179,7 @@ class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
 
     async def start(self) -> None:
         forward_pb2_grpc.add_StageServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{PLAIN.bind(self._server, '127.0.0.1:0')}"
         await self._server.start()
 
     async def stop(self) -> None:
@@ -235,7 +236,7 @@ class PredecessorDouble:
     """One Forward stream into a worker."""
 
     def __init__(self, address: str) -> None:
-        self._channel = client_channel(address)
+        self._channel = PLAIN.channel(address)
         self._call: Any = forward_pb2_grpc.StageServiceStub(self._channel).Forward(wait_for_ready=True)
 
     async def hello(self, hello: forward_pb2.HopHello) -> None:

@@ -11,10 +11,11 @@ import xxhash
 
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from tests.frame_messages import add_message
-from wire.channels import bind, client_channel, new_server
+from wire.channels import new_server
 from wire.frames import Frame, FrameAssembler, StepFrame
 from wire.payloads import PayloadNotice
 from wire.steps import Step
+from wire.transport import PLAIN
 
 FORWARD = "/stageline.internal.v1.StageService/Forward"
 DELIVER = "/stageline.internal.v1.StepResultsService/Deliver"
@@ -40,7 +41,7 @@ class StreamProxy(grpc.GenericRpcHandler):
 
     async def start(self) -> None:
         self._server.add_generic_rpc_handlers((self,))
-        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{PLAIN.bind(self._server, '127.0.0.1:0')}"
         await self._server.start()
 
     async def stop(self) -> None:
@@ -69,7 +70,7 @@ class StreamProxy(grpc.GenericRpcHandler):
     async def _relay(
         self, method: str, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[bytes]:
-        async with client_channel(self.target) as channel:
+        async with PLAIN.channel(self.target) as channel:
             call: Any = channel.stream_stream(method)(wait_for_ready=True)
             pump = asyncio.create_task(self._pump(self.relay_for(method), requests, call))
             pump.add_done_callback(lambda _: call.cancel() if _is_cut(pump) else None)

@@ -17,10 +17,11 @@ from tests.integration.calls import message
 from tests.integration.cluster import DEADLINE_S, TOKEN
 from tests.integration.metrics_cluster import MetricsCluster
 from tests.integration.test_mock_cluster import mock_cluster
-from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, client_channel
+from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
 from wire.errors import AttachSecretMismatch
 from wire.errors import InvalidRequest as Refused
 from wire.peer_secrets import MAX_TRIES
+from wire.transport import PLAIN
 
 PROMPT, NUM_TOKENS = [1, 2, 3], 200
 StatusCode = grpc.StatusCode
@@ -56,7 +57,7 @@ class Wire:
 @pytest.mark.parametrize("method", ["attach", "cancel"])
 async def test_a_generated_attach_secret_is_sent_with_the_initial_metadata(method: str) -> None:
     request = message(PROMPT, NUM_TOKENS, keep_s=60.0)
-    async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
+    async with mock_cluster(1, "step=5ms") as cluster, PLAIN.channel(cluster.address) as channel:
         wire = Wire(channel, request.request_id)
         generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
         metadata = dict(await generating.initial_metadata())
@@ -73,7 +74,7 @@ async def test_a_generated_attach_secret_is_sent_with_the_initial_metadata(metho
 
 async def test_the_operator_can_cancel_any_request_and_attach_to_none() -> None:
     request = message(PROMPT, NUM_TOKENS)
-    async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
+    async with mock_cluster(1, "step=5ms") as cluster, PLAIN.channel(cluster.address) as channel:
         wire = Wire(channel, request.request_id)
         generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
         await generating.read()
@@ -90,7 +91,7 @@ async def test_the_operator_can_cancel_any_request_and_attach_to_none() -> None:
 
 async def test_wrong_secrets_and_tokens_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with MetricsCluster("step=1ms", num_stages=1) as cluster:
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             request = message(PROMPT, NUM_TOKENS, keep_s=60.0)
             wire = Wire(channel, request.request_id)
             generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
@@ -130,7 +131,7 @@ async def test_a_client_secret_is_used_and_a_short_one_rejected() -> None:
         await other.cancel(request_id, secret=own)
         with pytest.raises(InvalidRequest, match="32 to 128"):
             cluster.client.generate(PROMPT, attach_secret="short")
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             call: Any = stub.Generate(message(PROMPT, 1), metadata=((ATTACH_SECRET_KEY, "x" * 31),))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -149,7 +150,7 @@ async def test_the_digest_of_the_secret_survives_a_restart(tmp_path: Path) -> No
     assert own.encode() not in written
     async with (
         mock_cluster(1, "step=1ms", journal=journal) as cluster,
-        client_channel(cluster.address) as channel,
+        PLAIN.channel(cluster.address) as channel,
     ):
         assert (await Wire(channel, request_id).outcome("attach"))[0] is StatusCode.PERMISSION_DENIED
         tokens = [

@@ -14,8 +14,9 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster, RequestCase
 from tests.integration.request_cases import SoloRuns, mixed_cases
-from wire.channels import PROTOCOL_VERSION, client_channel
+from wire.channels import PROTOCOL_VERSION
 from wire.ids import new_incarnation
+from wire.transport import PLAIN
 
 LAYERS = (1, 1, 1)
 IMPATIENT = replace(TEST_POLICY, recovery_timeout_s=0.5)
@@ -211,7 +212,7 @@ async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.A
     async def requests() -> AsyncIterator[join_pb2.JoinRequest]:
         yield join_pb2.JoinRequest(hello=message)
 
-    async with client_channel(coordinator) as channel:
+    async with PLAIN.channel(coordinator) as channel:
         call = join_pb2_grpc.MembershipServiceStub(channel).Join(requests(), timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
@@ -238,7 +239,7 @@ async def test_a_join_without_a_hello_is_rejected(varied_llama: Path) -> None:
     policy = replace(TEST_POLICY, hello_timeout_s=0.1)
     async with (
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, policy=policy) as cluster,
-        client_channel(cluster.address) as channel,
+        PLAIN.channel(cluster.address) as channel,
     ):
         call = join_pb2_grpc.MembershipServiceStub(channel).Join(timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -251,7 +252,7 @@ async def test_a_join_without_a_hello_is_rejected(varied_llama: Path) -> None:
 async def test_bytes_that_do_not_parse_are_an_invalid_request(varied_llama: Path, method: str) -> None:
     async with (
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
-        client_channel(cluster.address) as channel,
+        PLAIN.channel(cluster.address) as channel,
     ):
         call = channel.unary_unary(f"/stageline.v1.{method}")(b"\xff\xff\xff", timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -13,9 +13,9 @@ from stageline.client.errors import Overloaded, RequestExists, StagelineError
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, Answer, Cluster, RequestCase
 from tests.integration.request_cases import SoloRuns, mixed_cases
-from wire.channels import client_channel
 from wire.ids import id_text
 from wire.steps import Decode, Step
+from wire.transport import PLAIN
 
 LAYERS = (1, 1, 1)
 LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
@@ -169,7 +169,7 @@ async def test_a_common_prefix_is_computed_once(varied_llama: Path, solo: SoloRu
 
 @pytest.mark.full
 async def test_a_slow_reader_delays_no_other_request(varied_llama: Path, solo: SoloRuns) -> None:
-    async with Cluster(varied_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster, PLAIN.channel(cluster.address) as channel:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=100)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=DEADLINE_S)
         first = await call.read()
@@ -229,7 +229,7 @@ async def test_a_deadline_that_passes_leaves_no_blocks(varied_llama: Path, token
     prompt = LONG_PROMPT * 2 if tokens == 1 else (3,)
     async with Cluster(varied_llama, layers=LAYERS, max_step_tokens=8) as cluster:
         await cluster.generate(RequestCase(prompt=(1,), max_tokens=1))
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             request = inference_pb2.GenerateRequest(
                 token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=tokens
             )
@@ -243,7 +243,7 @@ async def test_a_deadline_that_passes_leaves_no_blocks(varied_llama: Path, token
 
 async def test_a_disconnected_client_leaves_no_blocks(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=400)
             calls = [stub.Generate(request, timeout=DEADLINE_S) for _ in range(4)]

@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from wire import channels
-from wire.channels import bind, client_channel, new_server
+from wire.channels import new_server
+from wire.transport import PLAIN
 
 DEADLINE_S = 120.0
 METHOD = "/test.Test/Echo"
@@ -27,7 +28,7 @@ async def echo_server() -> AsyncIterator[str]:
     server = new_server()
     handler: Any = grpc.stream_stream_rpc_method_handler(_echo)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": handler}),))
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -50,7 +51,7 @@ async def test_an_idle_connection_is_closed_and_one_with_a_silent_stream_is_not(
     assert dict(channels.SERVER_OPTIONS)["grpc.max_connection_idle_ms"] == 300_000
     short = {**dict(channels.SERVER_OPTIONS), "grpc.max_connection_idle_ms": 200}
     monkeypatch.setattr(channels, "SERVER_OPTIONS", tuple(short.items()))
-    async with echo_server() as address, client_channel(address) as used, client_channel(address) as idle:
+    async with echo_server() as address, PLAIN.channel(address) as used, PLAIN.channel(address) as idle:
         stream = await open_stream(used)
         (await open_stream(idle)).cancel()
         async with asyncio.timeout(DEADLINE_S):
@@ -63,9 +64,9 @@ async def test_an_idle_connection_is_closed_and_one_with_a_silent_stream_is_not(
 
 async def test_connections_are_bounded_and_open_ones_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "max_connections", lambda: 2)
-    async with echo_server() as address, client_channel(address) as first, client_channel(address) as second:
+    async with echo_server() as address, PLAIN.channel(address) as first, PLAIN.channel(address) as second:
         streams = [await open_stream(first), await open_stream(second)]
-        async with client_channel(address) as third:
+        async with PLAIN.channel(address) as third:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await open_stream(third)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -17,7 +17,7 @@ from tests.integration.cluster import DEADLINE_S, TEST_POLICY, TOKEN, Cluster, R
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
 from tests.mock_answers import mock_tokens
-from wire.channels import client_channel
+from wire.transport import PLAIN
 from wire.user_files import write_secret
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -25,7 +25,7 @@ INFERENCE, STAGE = "stageline.v1.Inference", "stageline.internal.v1.StageService
 
 
 async def health(address: str, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
-    async with client_channel(address) as channel:
+    async with PLAIN.channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINE_S)
         status: health_pb2.HealthCheckResponse.ServingStatus = answer.status
@@ -65,7 +65,7 @@ async def test_a_drain_of_an_unknown_worker_is_rejected() -> None:
     async with mock_cluster(1) as cluster:
         with pytest.raises(WorkerNotFound, match="worker 'unknown' not found"):
             await cluster.client.drain("unknown", token=TOKEN)
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             request = cluster_pb2.DrainRequest(worker="unknown")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await cluster_pb2_grpc.ClusterStub(channel).Drain(
@@ -87,7 +87,7 @@ async def test_a_drain_of_an_unknown_worker_is_rejected() -> None:
 async def test_drain_needs_the_operator_token(
     metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode, reason: str
 ) -> None:
-    async with mock_cluster(1) as cluster, client_channel(cluster.address) as channel:
+    async with mock_cluster(1) as cluster, PLAIN.channel(cluster.address) as channel:
         request = cluster_pb2.DrainRequest(worker="w0")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=metadata, timeout=DEADLINE_S)

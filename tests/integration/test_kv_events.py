@@ -13,8 +13,8 @@ import pytest
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
 from tests.integration.request_cases import mixed_cases
-from wire.channels import client_channel
 from wire.errors import Overloaded
+from wire.transport import PLAIN
 
 LAYERS = (1, 2)
 
@@ -83,7 +83,7 @@ def cached_now(cluster: Cluster) -> set[int]:
 async def test_kv_events_track_the_cache_through_load_and_a_new_epoch(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS, max_kv_tokens=256) as cluster:
         await cluster.generate_all(mixed_cases(6))
-        async with client_channel(cluster.address) as channel:
+        async with PLAIN.channel(cluster.address) as channel:
             router = Router(
                 cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
             )
@@ -104,7 +104,7 @@ async def test_kv_events_track_the_cache_through_load_and_a_new_epoch(tiny_llama
 
 
 async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama: Path) -> None:
-    async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster, PLAIN.channel(cluster.address) as channel:
         cluster.server.engine.kv_events._buffer_size = 1
         call: Any = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
@@ -117,7 +117,7 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
 
 
 async def test_a_disconnected_subscriber_is_removed(tiny_llama: Path) -> None:
-    async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster, PLAIN.channel(cluster.address) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
         feed = cluster.server.engine.kv_events

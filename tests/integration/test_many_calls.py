@@ -12,7 +12,7 @@ from stageline.client.errors import StatusDetails
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import Cluster
 from tests.integration.test_mock_cluster import mock_cluster
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 pytestmark = pytest.mark.full
 
@@ -35,7 +35,7 @@ async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
 
 async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
     """Start all calls while the serving event loop is blocked, so that they arrive at once."""
-    async with client_channel(cluster.address) as channel:
+    async with PLAIN.channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         await channel.channel_ready()
         calls = [asyncio.create_task(end_of(stub)) for _ in range(NUM_CALLS)]

@@ -10,7 +10,7 @@ import pytest
 from stageline_rpc.v1 import cluster_pb2_grpc, kv_events_pb2
 from tests.integration.cluster import Cluster
 from tests.integration.test_kv_events import Router
-from wire.channels import client_channel
+from wire.transport import PLAIN
 
 LAYERS = (1, 2)
 PREFIX = list(range(1, 65))
@@ -46,7 +46,7 @@ async def test_scored_prompts_share_their_blocks_and_are_computed_in_full(tiny_l
 
 
 async def test_a_request_without_prefix_cache_neither_reads_nor_caches_blocks(tiny_llama: Path) -> None:
-    async with new_cluster(tiny_llama) as cluster, client_channel(cluster.address) as channel:
+    async with new_cluster(tiny_llama) as cluster, PLAIN.channel(cluster.address) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(
             kv_events_pb2.WatchKvEventsRequest(with_token_ids=True)
         )

@@ -23,9 +23,9 @@ from tests.integration.scenario import (
     run_scenario,
 )
 from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
-from wire.channels import client_channel
 from wire.errors import StepFaultKind
 from wire.step_codec import encode_step
+from wire.transport import PLAIN
 
 
 @pytest.fixture(params=[1, 2], ids=["MIDDLE", "LAST"])
@@ -182,7 +182,7 @@ async def test_a_fault_already_reported_by_the_next_stage_is_not_reported_again(
 
 
 async def test_worker_health_is_serving_only_while_the_coordinator_is(assignment: Assignment) -> None:
-    async with stage_bench(assignment) as bench, client_channel(bench.worker.advertised_address) as channel:
+    async with stage_bench(assignment) as bench, PLAIN.channel(bench.worker.advertised_address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         serving, not_serving = (
             health_pb2.HealthCheckResponse.SERVING,

@@ -36,8 +36,9 @@ from telemetry.trace_view.read_model import RequestTrace, read_spans, request_tr
 from tests.integration.cluster import DEADLINE_S, RequestCase
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.otlp_spans import REQUEST_ID, served
-from wire.channels import bind, client_channel, new_server
+from wire.channels import new_server
 from wire.ids import id_text
+from wire.transport import PLAIN
 
 
 def export_request(spans: list[ResourceSpans]) -> trace_service_pb2.ExportTraceServiceRequest:
@@ -73,7 +74,7 @@ async def coordinator() -> AsyncIterator[CoordinatorServer]:
 
 @pytest.fixture
 async def channel(coordinator: CoordinatorServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with client_channel(coordinator.address) as channel:
+    async with PLAIN.channel(coordinator.address) as channel:
         yield channel
 
 
@@ -257,9 +258,9 @@ async def _serving(store: TraceStore) -> AsyncIterator[Any]:
     """`Export` of a server with only a TraceService."""
     server = new_server(interceptors=(MessageLimits(),))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
-    async with client_channel(f"127.0.0.1:{port}") as channel:
+    async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
         yield trace_service_pb2_grpc.TraceServiceStub(channel).Export
     await server.stop(0)
 
@@ -269,9 +270,9 @@ async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
     """`Export` of a server with only this service."""
     server = new_server(interceptors=(MessageLimits(),))
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(service, server)
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
-    async with client_channel(f"127.0.0.1:{port}") as channel:
+    async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
         yield metrics_service_pb2_grpc.MetricsServiceStub(channel).Export
     await server.stop(0)
 

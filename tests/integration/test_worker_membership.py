@@ -34,6 +34,7 @@ from tests.integration.stage_bench import (
 )
 from wire.channels import PROTOCOL_VERSION
 from wire.ids import StageRole
+from wire.transport import TransportSettings
 
 
 @pytest.fixture
@@ -106,7 +107,8 @@ async def test_hello_has_identity_and_address_of_the_worker(coordinator: Coordin
 async def test_a_wildcard_address_is_advertised_as_the_outgoing_address(
     coordinator: CoordinatorDouble,
 ) -> None:
-    config = replace(worker_config(coordinator.address), listen="0.0.0.0:0")
+    anywhere = TransportSettings(insecure=True)
+    config = replace(worker_config(coordinator.address), listen="0.0.0.0:0", transport=anywhere)
     async with running_worker(config) as worker:
         port = worker.listen_address.removeprefix("0.0.0.0:")
         assert (await coordinator.link()).hello.address == f"127.0.0.1:{port}"

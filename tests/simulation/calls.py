@@ -212,6 +212,9 @@ class ServerCall:
         if self.client.method.endswith(_WITH_METADATA):
             self.client.down.send(grpc.aio.Metadata(*metadata))
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     def peer(self) -> str:
         return f"ipv4:{self.client.process.name}:1"
 

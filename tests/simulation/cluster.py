@@ -33,7 +33,7 @@ from stage_worker.executor import StepExecutor
 from stage_worker.server import Worker
 from telemetry.settings import DISABLED
 from tests.simulation.backend import Machine, SimBackend
-from tests.simulation.network import Channel, Network, Server
+from tests.simulation.network import Channel, Network, Server, SimTransport
 from tests.simulation.observed import ObservedState
 from tests.simulation.oracle import Oracle
 from tests.simulation.payloads import SimListener, SimSender
@@ -42,6 +42,7 @@ from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.frames import Frame
 from wire.ids import Incarnation, RequestId
+from wire.transport import TransportSettings
 
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
@@ -170,6 +171,7 @@ class Cluster:
         config = CoordinatorConfig(
             model_directory=None,
             listen=COORDINATOR,
+            transport=TransportSettings(insecure=True),
             num_stages=shape.num_stages,
             layers=None,
             dtype="f32",
@@ -236,6 +238,7 @@ class Cluster:
             mock=MockSpec(),
             min_payload_bytes=self.shape.min_payload_bytes,
             telemetry=DISABLED,
+            transport=TransportSettings(insecure=True),
         )
         backend = SimBackend(
             host.machine,
@@ -271,23 +274,11 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     async def report_health(worker: Worker, status: object) -> None:
         pass
 
-    def channel(address: str) -> Channel:
-        return Channel(Process.current().network, address)
-
-    def bind(server: Server, address: str) -> int:
-        return Process.current().network.bind(server, address)
-
     patches: list[tuple[Any, str, Any]] = []
     for module in (coordinator.server, stage_worker.server):
-        patches += [(module, "new_server", Server), (module, "bind", bind)]
+        patches += [(module, "new_server", Server), (module, "open_transport", lambda *_: SimTransport())]
     for module in (coordinator.server, stage_worker.stage_manager):
         patches += [(module, "new_incarnation", new_incarnation)]
-    for name in (
-        "stage_worker.next_stage_stream",
-        "stage_worker.coordinator_client",
-        "coordinator.cluster.pipeline",
-    ):
-        patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))
     patches += [
         (coordinator.server, "new_secret", lambda: secrets.randbytes(32)),
         (stage_worker.server, "PayloadListener", SimListener),
@@ -296,7 +287,6 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (coordinator.server, "ClusterState", ObservedState),
         (coordinator.server, "Engine", partial(Engine, clock=now_s)),
         (coordinator.server, "Durability", partial(Durability, wall_clock=now_s)),
-        (gateway.upstream.link, "client_channel", channel),
         (gateway.upstream.link, "fetch_tokenizer", no_tokenizer),
         (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),

@@ -12,6 +12,7 @@ from gateway.upstream.link import CoordinatorLink, LinkPolicy
 from stageline_rpc.v1 import inference_pb2
 from tests.simulation.calls import ClientCall
 from tests.simulation.cluster import COORDINATOR, Cluster
+from tests.simulation.network import SimTransport
 from tests.simulation.virtual_loop import Process
 
 KEEP_S = 10.0
@@ -51,7 +52,9 @@ class Gateway:
             self._cluster.network.forget(self.process)
 
     async def _run(self) -> None:
-        link = CoordinatorLink(COORDINATOR, cache_directory=_NO_CACHE, policy=LINK_POLICY)
+        link = CoordinatorLink(
+            COORDINATOR, cache_directory=_NO_CACHE, policy=LINK_POLICY, transport=SimTransport()
+        )
         await link.start()
         self.link = link
 

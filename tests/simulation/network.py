@@ -14,6 +14,7 @@ from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.addresses import Address
 from wire.interceptors import ErrorInterceptor
 from wire.payloads import TICKET_BYTES
+from wire.transport import Transport
 
 if TYPE_CHECKING:
     from tests.simulation.payloads import SimListener, SimSender
@@ -83,9 +84,14 @@ class Direction:
 class Server:
     """What `wire.channels.new_server` makes."""
 
-    def __init__(self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        authorization: Sequence[grpc.aio.ServerInterceptor] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
         self.handlers: list[Callable[[str], Any]] = []
-        self._interceptors = (ErrorInterceptor(), *interceptors)
+        self._interceptors = (*authorization, ErrorInterceptor(), *interceptors)
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         for handler in handlers:
@@ -117,7 +123,7 @@ class Server:
 
 
 class Channel:
-    """What `wire.channels.client_channel` makes."""
+    """What `Transport.channel` makes."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
@@ -194,7 +200,7 @@ class Network:
         return 0.0002 + self.slowest_s * self._random.random() ** 3
 
     def bind(self, server: Server, address: str) -> int:
-        """`wire.channels.bind`."""
+        """As `Transport.bind`."""
         self._servers[address] = (Process.current(), server)
         return int(address.rpartition(":")[2])
 
@@ -312,3 +318,13 @@ def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     except StopIteration as done:
         return done.value
     raise AssertionError("it waits")
+
+
+class SimTransport(Transport):
+    """Makes channels and ports in the network of the running process."""
+
+    def channel(self, address: str) -> Any:
+        return Channel(Process.current().network, address)
+
+    def bind(self, server: Any, address: str) -> int:
+        return Process.current().network.bind(server, address)

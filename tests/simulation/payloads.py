@@ -80,7 +80,7 @@ class SimReceiver:
 class SimListener:
     """As PayloadListener."""
 
-    def __init__(self, refused: object) -> None:
+    def __init__(self, refused: object, tls: object = None) -> None:
         self.process = Process.current()
         self._address: Address | None = None
         self._expected: dict[bytes, SimReceiver] = {}
@@ -121,7 +121,7 @@ class SimListener:
 class SimSender:
     """As PayloadSender."""
 
-    def __init__(self, address: Address, key: PayloadKey) -> None:
+    def __init__(self, address: Address, key: PayloadKey, tls: object = None) -> None:
         self.address = address
         self.process = Process.current()
         self.failed: asyncio.Future[str] = self.process.loop.create_future()

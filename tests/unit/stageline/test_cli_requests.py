@@ -141,7 +141,7 @@ def test_the_example_of_the_error_reference_is_what_a_server_returns(
 def test_chat_has_the_sampling_and_stop_flags() -> None:
     numbers = {flag.name for flag in SAMPLING_NUMBER_FLAGS}
     flags = numbers | set(get_type_hints(SamplingFlags)) | set(get_type_hints(EndingFlags))
-    assert set(inspect.signature(chat).parameters) == flags | {"max_tokens", "coordinator"}
+    assert set(inspect.signature(chat).parameters) == flags | {"max_tokens", "coordinator", "tls_dir"}
     assert flags < set(inspect.signature(generate).parameters)
 
 

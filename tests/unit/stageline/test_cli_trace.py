@@ -21,8 +21,9 @@ from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.spans import Attr, SpanName
 from telemetry.trace_view.facts import encode_summary, summary
 from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
-from wire.channels import bind, new_server
+from wire.channels import new_server
 from wire.status_codec import message_fields
+from wire.transport import PLAIN
 
 NO_ACTIVITY: Any = None
 OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
@@ -50,7 +51,7 @@ class Served:
         telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.store, reader, NO_ACTIVITY), server
         )
-        port = bind(server, "127.0.0.1:0")
+        port = PLAIN.bind(server, "127.0.0.1:0")
         await server.start()
         self._ready.set_result(f"127.0.0.1:{port}")
         await self._ended.wait()

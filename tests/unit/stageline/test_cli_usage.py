@@ -15,6 +15,7 @@ from telemetry.logs import LogFormat, LogLevel, LogSettings
 from telemetry.settings import read_environment
 from tests.error_lines import parse_error_line
 from wire.tensors import ScaledDType
+from wire.transport import TransportSettings
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = (
         "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
-        f"--advertise gpu-a:9000 --model {tmp_path} --threads 4 --wire-dtype fp8"
+        f"--insecure --advertise gpu-a:9000 --model {tmp_path} --threads 4 --wire-dtype fp8"
     )
     assert main(line.split()) == 3
     assert seen == [
@@ -321,6 +322,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             memory_bytes=3 * 2**29,
             name="gpu-a",
             listen="0.0.0.0:9000",
+            transport=TransportSettings(insecure=True),
             advertise="gpu-a:9000",
             model_directory=tmp_path,
             num_threads=4,

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stageline.client.errors import StatusDetails
 from stageline_rpc.internal.v1 import join_pb2_grpc
 from stageline_rpc.v1 import inference_pb2_grpc
-from wire.channels import bind, client_channel, new_server
+from wire.channels import new_server
 from wire.errors import (
     INTERNAL_ERROR_TEXT,
     STATUS_OF_ERROR,
@@ -28,6 +28,7 @@ from wire.errors import (
     Superseded,
 )
 from wire.interceptors import HealthServicer, details_of, sent_reason
+from wire.transport import PLAIN
 
 SERVICE = "test.Echo"
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -137,10 +138,10 @@ async def call(channel: Any, method: str) -> list[bytes]:
 async def serve_and_call(behave: Raise, method: str) -> list[bytes]:
     server = new_server()
     server.add_generic_rpc_handlers((handlers(behave),))
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     try:
-        async with client_channel(f"127.0.0.1:{port}") as channel:
+        async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
             return await call(channel, method)
     finally:
         await server.stop(None)
@@ -215,14 +216,14 @@ async def test_undecodable_bytes_are_rejected_with_a_reason() -> None:
     server = new_server()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
     join_pb2_grpc.add_MembershipServiceServicer_to_server(_ReadsFirst(), server)
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
 
     async def requests() -> AsyncIterator[bytes]:
         yield b"\xff"
 
     try:
-        async with client_channel(f"127.0.0.1:{port}") as channel:
+        async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
             for call in (
                 channel.unary_stream("/stageline.v1.Inference/Generate")(b"\xff", timeout=10),
                 channel.stream_stream("/stageline.internal.v1.MembershipService/Join")(
@@ -240,10 +241,10 @@ async def test_undecodable_bytes_are_rejected_with_a_reason() -> None:
 async def test_the_health_of_an_unknown_service_is_rejected_with_a_reason() -> None:
     server = new_server()
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     try:
-        async with client_channel(f"127.0.0.1:{port}") as channel:
+        async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             found = await stub.Check(health_pb2.HealthCheckRequest())
             assert found.status == health_pb2.HealthCheckResponse.SERVING
@@ -257,12 +258,12 @@ async def test_the_health_of_an_unknown_service_is_rejected_with_a_reason() -> N
 
 async def test_a_port_in_use_is_rejected_in_one_line() -> None:
     first, second = new_server(), new_server()
-    port = bind(first, "127.0.0.1:0")
+    port = PLAIN.bind(first, "127.0.0.1:0")
     assert port > 0
     await first.start()
     try:
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
-            bind(second, f"127.0.0.1:{port}")
+            PLAIN.bind(second, f"127.0.0.1:{port}")
     finally:
         await first.stop(None)
 

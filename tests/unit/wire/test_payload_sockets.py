@@ -41,7 +41,7 @@ class Hop:
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.num_refused = 0
-        self.listener = PayloadListener(RefusedPeers(time.monotonic, self._count), tls)
+        self.listener = PayloadListener(RefusedPeers(time.monotonic, self._count), lambda: tls)
         self.listener.listen(Address("127.0.0.1", 0))
         self.receiver = self.expect()
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from certificates.identity import Role
 from wire.errors import SecretMismatch, StaleStream
 from wire.peer_secrets import (
     MAX_PEERS,
@@ -36,7 +37,7 @@ def test_an_empty_secret_passes_nothing() -> None:
 def test_refusals_of_every_kind_share_one_count_per_host(caplog: pytest.LogCaptureFixture) -> None:
     refused = RefusedPeers(lambda: 0.0)
     secrets = HopSecrets(refused)
-    secrets.begin_epoch(b"x" * 32)
+    secrets.begin_epoch(b"x" * 32, (Role.WORKER, "w0"))
     for _ in range(MAX_TRIES - 1):
         with pytest.raises(SecretMismatch, match=r"hop secret does not match$"):
             secrets.check(b"y" * 32, host="10.0.0.9")
@@ -60,8 +61,8 @@ def test_every_refusal_is_counted_logged_or_not() -> None:
 
 def test_the_secret_of_a_past_epoch_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     secrets = HopSecrets(RefusedPeers(lambda: 0.0))
-    secrets.begin_epoch(b"x" * 32)
-    secrets.begin_epoch(b"y" * 32)
+    secrets.begin_epoch(b"x" * 32, (Role.WORKER, "w0"))
+    secrets.begin_epoch(b"y" * 32, (Role.WORKER, "w0"))
     secrets.check(b"y" * 32, host="10.0.0.9")
     with pytest.raises(StaleStream):
         secrets.check(b"x" * 32, host="10.0.0.9")

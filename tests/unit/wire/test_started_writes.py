@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from wire.channels import OrderedWrites, StartedWrite, bind, client_channel, new_server
+from wire.channels import OrderedWrites, StartedWrite, new_server
+from wire.transport import PLAIN
 
 
 class Stream:
@@ -103,7 +104,7 @@ class Aborting(grpc.GenericRpcHandler):
 async def test_writes_that_race_the_end_of_the_call_have_the_status_of_the_receiver() -> None:
     server = new_server()
     server.add_generic_rpc_handlers((Aborting(),))
-    port = bind(server, "127.0.0.1:0")
+    port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     try:
         for size_bytes in (100, 100_000) * 10:
@@ -117,7 +118,7 @@ async def test_writes_that_race_the_end_of_the_call_have_the_status_of_the_recei
 
 async def _status_of_racing_writes(address: str, message: bytes) -> tuple[grpc.StatusCode, str]:
     """Status of a call whose sender writes on while the receiver ends it."""
-    async with client_channel(address) as channel:
+    async with PLAIN.channel(address) as channel:
         call: Any = channel.stream_stream("/stage/Forward")()
         await call.write(message)
         await call.read()

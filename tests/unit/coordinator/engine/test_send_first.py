@@ -24,6 +24,7 @@ from tests.unit.coordinator.engine.engine_model import EngineModel, check_whole
 from tests.unit.coordinator.engine.request_cases import RequestCase, solo
 from wire.errors import InvariantBroken, RequestNotFound
 from wire.steps import Step, StepResult
+from wire.transport import Transport
 
 CASE = RequestCase(max_tokens=9)
 
@@ -88,7 +89,7 @@ class Notes(EngineObserver):
 @pytest.fixture
 async def link(events: list[str], monkeypatch: pytest.MonkeyPatch) -> PipelineLink:
     call: Any = FakeCall(events.append)
-    monkeypatch.setattr(pipeline, "client_channel", lambda address: FakeChannel())
+    monkeypatch.setattr(Transport, "channel", lambda transport, address: FakeChannel())
     monkeypatch.setattr(pipeline, "open_forward", lambda channel: call)
     link = PipelineLink("stage", forward_pb2.HopHello(), lambda reason: None, timeout_s=1.0)
     await link.open()

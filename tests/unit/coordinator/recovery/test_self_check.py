@@ -90,7 +90,7 @@ class Workers:
         monkeypatch.setattr(self_check, "compute_reference", self._compute)
 
     async def _compute(
-        self, address: str, request: forward_pb2.ComputeReferenceRequest, *, timeout_s: float
+        self, address: str, request: forward_pb2.ComputeReferenceRequest, **_: object
     ) -> forward_pb2.ComputeReferenceResponse:
         name = address.partition(":")[0]
         self.asked.append(name)

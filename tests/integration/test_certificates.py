@@ -1,0 +1,291 @@
+"""A cluster with certificates: who gets in, who is refused, and certificates that change under load."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from certificates.authority import make_authority
+from certificates.files import read_certificates
+from certificates.identity import Identity, Role
+from coordinator.server import SERVICES
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.config import WorkerConfig
+from stage_worker.server import Worker
+from stageline.client.client import Client
+from stageline.client.errors import StatusDetails
+from stageline_rpc.internal.v1 import (
+    deliver_pb2,
+    deliver_pb2_grpc,
+    forward_pb2,
+    forward_pb2_grpc,
+    join_pb2,
+    join_pb2_grpc,
+)
+from stageline_rpc.v1 import cluster_pb2, inference_pb2, inference_pb2_grpc
+from tests.certificates import LIFE, Certificates, careless_channel
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.request_cases import mixed_cases
+from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
+from wire.authorization import ROLES_OF_METHOD
+from wire.channels import PROTOCOL_VERSION, StartedWrite, finish_write
+from wire.transport import PLAIN, TransportSettings
+
+Code = grpc.StatusCode
+Outcome = tuple[grpc.StatusCode, str, str]
+"""Status code, reason and text."""
+ON_WORKERS = "/stageline.internal.v1.StageService/"
+HELLO = forward_pb2.HopHello(secret=bytes(32))
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+async def outcome(call: Any, *messages: object) -> Outcome:
+    """Send these messages, and read one: an empty reason and text for a call that is permitted."""
+    try:
+        for message in messages:
+            await finish_write(call, StartedWrite(call.write(message)))
+        if await call.read() is not grpc.aio.EOF:
+            return Code.OK, "", ""
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        return await call.code(), "", await call.details()
+    except grpc.aio.AioRpcError as error:
+        return error.code(), StatusDetails.of(error).reason, error.details() or ""
+    finally:
+        call.cancel()
+
+
+async def model_outcome(directory: Path, address: str) -> Outcome:
+    """What a caller with this certificate gets for GetModel, which is open to every role."""
+    async with careless_channel(directory, address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        try:
+            await stub.GetModel(inference_pb2.GetModelRequest(), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), StatusDetails.of(error).reason, error.details() or ""
+    return Code.OK, "", ""
+
+
+def hello_of(name: str) -> join_pb2.JoinRequest:
+    hello = join_pb2.WorkerHello(
+        protocol_version=PROTOCOL_VERSION,
+        name=name,
+        incarnation=bytes(16),
+        address="127.0.0.1:1",
+        is_mock=True,
+    )
+    return join_pb2.JoinRequest(hello=hello)
+
+
+# Serving
+
+
+async def test_a_cluster_serves_with_certificates_at_all_connections(certificates: Certificates) -> None:
+    async with mock_cluster(3, certificates=certificates) as cluster:
+        check(await cluster.generate_all(mixed_cases(16, max_tokens=20)))
+        for address in (cluster.address, cluster.workers["w1"].worker.listen_address):
+            async with PLAIN.channel(address) as channel:
+                call = inference_pb2_grpc.InferenceStub(channel).GetModel(inference_pb2.GetModelRequest())
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+            assert refused.value.code() is Code.UNAVAILABLE
+
+
+async def test_an_operator_drains_without_the_token(certificates: Certificates) -> None:
+    async with mock_cluster(2, certificates=certificates) as cluster:
+        await cluster.client.drain("w0")
+        await cluster.wait_status(lambda status: [worker.name for worker in status.workers] == ["w1"])
+
+
+async def test_a_coordinator_whose_certificate_names_another_host_is_not_trusted(
+    certificates: Certificates,
+) -> None:
+    directory = certificates.of("coordinator", Role.COORDINATOR)
+    identity = Identity(cluster="default", role=Role.COORDINATOR, name="coordinator")
+    certificates.write(directory, identity, hosts=("other.example",))
+    async with mock_cluster(1, certificates=certificates, num_workers=0, waits=False) as cluster:
+        operator = certificates.of("operator", Role.OPERATOR)
+        assert (await model_outcome(operator, cluster.address))[0] is Code.UNAVAILABLE
+
+
+# Who may call what
+
+
+def served_methods() -> list[str]:
+    """Every method of a coordinator or a worker."""
+    files = (*(service.DESCRIPTOR for service in SERVICES), forward_pb2.DESCRIPTOR)
+    services = [service for file in files for service in file.services_by_name.values()]
+    found = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+    versions = ("v1", "v1alpha")
+    reflection = [f"/grpc.reflection.{name}.ServerReflection/ServerReflectionInfo" for name in versions]
+    return sorted({*found, *reflection})
+
+
+def test_the_table_has_every_method_and_no_other() -> None:
+    assert sorted(ROLES_OF_METHOD) == served_methods()
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_every_method_is_open_to_its_roles_alone(certificates: Certificates, role: Role) -> None:
+    directory = certificates.of("someone", role)
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        worker = cluster.workers["w0"].worker.listen_address
+        for method in served_methods():
+            address = worker if method.startswith(ON_WORKERS) else cluster.address
+            async with careless_channel(directory, address) as channel:
+                call: Any = channel.stream_stream(method)(timeout=DEADLINE_S)
+                found = await outcome(call, b"\xff")
+            denied = f"{role.value} someone may not call {method.rpartition('/')[2]}"
+            is_denied = found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", denied)
+            assert is_denied is (role not in ROLES_OF_METHOD[method]), (method, found)
+        assert cluster.epoch == 1
+
+
+async def test_a_worker_joins_under_its_own_name_only(certificates: Certificates) -> None:
+    directory = certificates.of("w7", Role.WORKER)
+    async with (
+        mock_cluster(1, certificates=certificates, num_workers=0, waits=False) as cluster,
+        careless_channel(directory, cluster.address) as channel,
+    ):
+        stub = join_pb2_grpc.MembershipServiceStub(channel)
+        denied = "worker w7 may not join as 'w0': start it with --name w7"
+        found = await outcome(stub.Join(timeout=DEADLINE_S), hello_of("w0"))
+        assert found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", denied)
+        assert await outcome(stub.Join(timeout=DEADLINE_S), hello_of("w7")) == (Code.OK, "", "")
+    transport = TransportSettings(tls_directory=directory)
+    with pytest.raises(ValueError, match="--name is w0, but the certificate in --tls-dir is of worker w7"):
+        Worker(WorkerConfig(name="w0", mock=MockSpec(), transport=transport))
+    transport = TransportSettings(tls_directory=certificates.of("me", Role.CLIENT))
+    with pytest.raises(OSError, match=r"tls\.crt is of client me, must be of a worker"):
+        Worker(WorkerConfig(mock=MockSpec(), transport=transport))
+
+
+async def test_frames_and_results_are_taken_from_the_worker_that_the_epoch_names(
+    certificates: Certificates,
+) -> None:
+    async with mock_cluster(3, certificates=certificates) as cluster:
+        hop = forward_pb2.HopHello(epoch=cluster.epoch, secret=bytes(32))
+        last = cluster.workers["w2"].worker.listen_address
+        async with careless_channel(certificates.of("w0", Role.WORKER), last) as channel:
+            call = forward_pb2_grpc.StageServiceStub(channel).Forward(timeout=DEADLINE_S)
+            found = await outcome(call, forward_pb2.ForwardRequest(hello=hop))
+            denied = "worker w0 may not send here: the epoch names worker w1"
+            assert found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", denied)
+        async with careless_channel(certificates.of("w1", Role.WORKER), cluster.address) as channel:
+            call = deliver_pb2_grpc.StepResultsServiceStub(channel).Deliver(timeout=DEADLINE_S)
+            found = await outcome(call, deliver_pb2.DeliverRequest(hello=hop))
+            denied = "worker w1 may not send here: the epoch names worker w2"
+            assert found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", denied)
+        check(await cluster.generate_all(mixed_cases(4, max_tokens=8)))
+        assert cluster.epoch == 1
+
+
+# Certificates that are refused
+
+
+async def check_refused(cluster: Cluster, directory: Path, expected: Outcome | None) -> None:
+    """Neither a call nor a join passes, and the epoch goes on; None: refused in the handshake."""
+    found = await model_outcome(directory, cluster.address)
+    assert (found[0] is Code.UNAVAILABLE and not found[1]) if expected is None else found == expected
+    async with careless_channel(directory, cluster.address) as channel:
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join(timeout=DEADLINE_S)
+        joined = await outcome(call, hello_of("x"))
+    assert joined[0] is found[0]
+    assert (cluster.epoch, len((await cluster.client.status()).workers)) == (1, 1)
+
+
+WORKER = Identity(cluster="default", role=Role.WORKER, name="x")
+
+
+@pytest.mark.parametrize("made_in", [-2 * LIFE, timedelta(minutes=10)], ids=["ended", "not yet valid"])
+async def test_a_certificate_out_of_its_time_is_refused(
+    certificates: Certificates, made_in: timedelta
+) -> None:
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        directory = certificates.of("x", Role.WORKER)
+        assert await model_outcome(directory, cluster.address) == (Code.OK, "", "")
+        certificates.write(directory, WORKER, made_in=made_in)
+        await check_refused(cluster, directory, None)
+
+
+async def test_a_certificate_of_another_authority_is_refused(certificates: Certificates) -> None:
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        directory = certificates.of("x", Role.WORKER)
+        certificates.write(directory, WORKER, authority=make_authority("another", life=LIFE))
+        await check_refused(cluster, directory, None)
+
+
+async def test_a_certificate_of_another_cluster_is_refused(certificates: Certificates) -> None:
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        directory = certificates.of("x", Role.WORKER, cluster="other")
+        uri = "spiffe://stageline.internal/stageline/other/worker/x"
+        text = f"{uri} is of another cluster: this is default of stageline.internal"
+        await check_refused(cluster, directory, (Code.UNAUTHENTICATED, "CERTIFICATE_REFUSED", text))
+
+
+async def test_denied_names_and_serials_are_refused_as_soon_as_they_are_listed(
+    certificates: Certificates,
+) -> None:
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        directory = certificates.of("x", Role.WORKER)
+        serial = read_certificates(directory / "tls.crt")[0].serial_number
+        text = "the certificate of worker x is on the deny list"
+        for entry in ("worker/x  # stolen\n", f"# by number\nserial:{serial:X}\n"):
+            certificates.deny_list.write_text("")
+            assert await model_outcome(directory, cluster.address) == (Code.OK, "", "")
+            certificates.deny_list.write_text(entry)
+            await check_refused(cluster, directory, (Code.UNAUTHENTICATED, "CERTIFICATE_REFUSED", text))
+            certificates.deny_list.write_text("nonsense\n")
+            found = await model_outcome(directory, cluster.address)
+            assert found[2] == text  # the entries before stay in force
+
+
+# Certificates that change
+
+
+async def test_leaves_and_authority_change_under_load_without_an_error(certificates: Certificates) -> None:
+    """New leaves, then a second authority beside the first, leaves of it, and the first one removed."""
+    roles = {"coordinator": Role.COORDINATOR, "w0": Role.WORKER, "w1": Role.WORKER, "operator": Role.OPERATOR}
+
+    def rewrite() -> None:
+        for name, role in roles.items():
+            directory = certificates.of(name, role)
+            certificates.write(directory, Identity(cluster="default", role=role, name=name))
+
+    async with mock_cluster(2, certificates=certificates) as cluster:
+        async with cluster.generating(mixed_cases(16, max_tokens=400)) as answers:
+            await until(lambda: has_tokens(answers, 3))
+            rewrite()
+            await cluster.client.status()
+            second = make_authority("second", life=LIFE)
+            certificates.trusted = [certificates.authority, second]
+            rewrite()
+            await cluster.client.status()
+            first, certificates.authority = certificates.authority, second
+            rewrite()
+            await cluster.client.status()
+            certificates.trusted = [second]
+            rewrite()
+            async with Client(cluster.address, tls_dir=certificates.of("operator", Role.OPERATOR)) as client:
+                assert (await client.status()).state == cluster_pb2.CLUSTER_STATE_SERVING
+            stranger = certificates.of("stranger", Role.OPERATOR)
+            certificates.write(
+                stranger, Identity(cluster="default", role=Role.OPERATOR, name="stranger"), authority=first
+            )
+            assert (await model_outcome(stranger, cluster.address))[0] is Code.UNAVAILABLE
+            await asyncio.sleep(0)
+        check(answers)
+        assert cluster.epoch == 1
+        spare = "w2"
+        await cluster.start_worker(spare)
+        await cluster.wait_status(lambda status: len(status.workers) == 3)

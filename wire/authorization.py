@@ -1,0 +1,225 @@
+"""Who may call which method: the one table, and the check of every call's certificate.
+
+Without certificates (`Transport` in plain text) nobody has an identity and nothing is checked here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from certificates.identity import Identity, Role, parse_identity
+from wire.addresses import peer_host
+from wire.errors import AccessDenied, CertificateRefused, ServingError
+from wire.interceptors import abort_call
+from wire.peer_secrets import RefusedPeers
+from wire.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_USERS = frozenset({Role.GATEWAY, Role.CLIENT, Role.OPERATOR})
+_OPERATORS = frozenset({Role.OPERATOR})
+_WORKERS = frozenset({Role.WORKER})
+_EVERYONE = frozenset(Role)
+
+ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
+    "/stageline.v1.Inference/Generate": _USERS,
+    "/stageline.v1.Inference/Attach": _USERS,
+    "/stageline.v1.Inference/Cancel": _USERS,
+    "/stageline.v1.Inference/Serve": _USERS,
+    "/stageline.v1.Inference/GetModel": _EVERYONE,
+    "/stageline.v1.Inference/GetTokenizer": _USERS,
+    "/stageline.v1.Inference/Tokenize": _USERS,
+    "/stageline.v1.Inference/Detokenize": _USERS,
+    "/stageline.v1.Cluster/Drain": _OPERATORS,
+    "/stageline.v1.Cluster/GetStatus": frozenset({Role.GATEWAY, Role.OPERATOR}),
+    "/stageline.v1.Cluster/WatchKvEvents": frozenset({Role.GATEWAY, Role.OPERATOR}),
+    "/stageline.v1.TelemetryService/ListTraces": _OPERATORS,
+    "/stageline.v1.TelemetryService/GetTrace": _OPERATORS,
+    "/stageline.v1.TelemetryService/GetActivity": _OPERATORS,
+    "/stageline.internal.v1.MembershipService/Join": _WORKERS,
+    "/stageline.internal.v1.StepResultsService/Deliver": _WORKERS,
+    "/stageline.internal.v1.StageService/Forward": frozenset({Role.COORDINATOR, Role.WORKER}),
+    "/stageline.internal.v1.StageService/ComputeReference": frozenset({Role.COORDINATOR}),
+    "/opentelemetry.proto.collector.trace.v1.TraceService/Export": frozenset({Role.GATEWAY, Role.WORKER}),
+    "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export": _WORKERS,
+    "/grpc.health.v1.Health/Check": _EVERYONE,
+    "/grpc.health.v1.Health/List": _EVERYONE,
+    "/grpc.health.v1.Health/Watch": _EVERYONE,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _EVERYONE,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _EVERYONE,
+}
+"""Roles that may call a method; a method that is not listed may be called by nobody.
+
+Further conditions are with the service: a worker joins under its own name, a stage takes frames from the
+stage before it only, and Attach and Cancel need the secret of the request.
+"""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def peer_identity(context: Context) -> Identity | None:
+    """The identity that the caller's certificate proves; None in plain text. Raises CertificateRefused."""
+    return _identity(_auth(context))
+
+
+class DenyList:
+    """Identities and serial numbers whose certificates are refused before they end; read when it changes."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises OSError or ValueError for a file that cannot be used."""
+        self._path = path
+        self._stamp: tuple[int, int, int] | None = None
+        self._entries: frozenset[str] = frozenset()
+        if path is not None:
+            self._stamp = _stamp(path)
+            self._entries = _read_entries(path)
+
+    def denies(self, identity: Identity, serial: int) -> bool:
+        """Whether a certificate of `identity` is refused."""
+        self._refresh()
+        names = {f"{identity.role.value}/{identity.name}", f"serial:{serial:x}"}
+        return not names.isdisjoint(self._entries)
+
+    def _refresh(self) -> None:
+        if self._path is None:
+            return
+        try:
+            if (stamp := _stamp(self._path)) == self._stamp:
+                return
+            self._stamp = stamp
+            self._entries = _read_entries(self._path)
+        except (OSError, ValueError) as error:
+            log.warning("deny list: %s; the entries before stay in force", error)
+        else:
+            log.info("deny list %s was read again: %d entries", self._path, len(self._entries))
+
+
+def authorization(
+    transport: Transport, deny_list: Path | None, refused: RefusedPeers
+) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Interceptors of a server: none in plain text. Raises OSError or ValueError for a bad deny list."""
+    if transport.identity is None:
+        return ()
+    return (AuthorizationInterceptor(transport.identity, DenyList(deny_list), refused),)
+
+
+class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
+    """Checks the certificate of each call against `ROLES_OF_METHOD` before the servicer sees the call."""
+
+    def __init__(self, own: Identity, denied: DenyList, refused: RefusedPeers) -> None:
+        """`own` is this process: callers must be of the same trust domain and cluster."""
+        self._own, self._denied, self._refused = own, denied, refused
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        for kind in ("unary_unary", "stream_unary", "unary_stream", "stream_stream"):
+            if (behaviour := getattr(handler, kind)) is not None:
+                guard = self._guarded_stream if kind.endswith("_stream") else self._guarded
+                return handler._replace(**{kind: guard(behaviour, method)})
+        raise AssertionError(method)
+
+    async def _admit(self, context: Context, method: str) -> None:
+        """End the call, and count it, unless the certificate permits it."""
+        try:
+            caller = self._caller(context)
+            if caller.role not in ROLES_OF_METHOD.get(method, frozenset()):
+                raise AccessDenied(f"{caller} may not call {method.rpartition('/')[2][:100]}")
+        except ServingError as error:
+            self._refused.note(f"a call of {method[:100]}", str(error), host=peer_host(context))
+            await abort_call(context, error, method)
+
+    def _caller(self, context: Context) -> Identity:
+        auth = _auth(context)
+        caller = _identity(auth)
+        if caller is None or auth.get("ssl_tls_version") != [b"TLSv1.3"]:
+            raise CertificateRefused("the connection has no certificate, or not TLS 1.3")
+        if (caller.trust_domain, caller.cluster) != (self._own.trust_domain, self._own.cluster):
+            raise CertificateRefused(
+                f"{caller.uri} is of another cluster: this is {self._own.cluster} of {self._own.trust_domain}"
+            )
+        if self._denied.denies(caller, _serial(auth["x509_pem_cert"][0])):
+            raise CertificateRefused(f"the certificate of {caller} is on the deny list")
+        return caller
+
+    def _guarded(self, behaviour: Callable[[Any, Context], Awaitable[Any]], method: str) -> Any:
+        async def guarded(request: Any, context: Context) -> Any:
+            await self._admit(context, method)
+            return await behaviour(request, context)
+
+        return guarded
+
+    def _guarded_stream(self, behaviour: Callable[[Any, Context], Any], method: str) -> Any:
+        """Of a method that yields its responses, or writes them itself."""
+
+        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._admit(context, method)
+            result = behaviour(request, context)
+            if hasattr(result, "__aiter__"):
+                async for response in result:
+                    yield response
+            else:
+                await result
+
+        return guarded
+
+
+def _auth(context: Context) -> Mapping[str, list[bytes]]:
+    untyped: Any = context  # the stubs lack it
+    found: Mapping[str, list[bytes]] = untyped.auth_context()
+    return found
+
+
+def _identity(auth: Mapping[str, list[bytes]]) -> Identity | None:
+    if auth.get("transport_security_type") != [b"ssl"]:
+        return None
+    uris = auth.get("peer_uri", [])
+    if len(uris) != 1:
+        raise CertificateRefused(f"the certificate has {len(uris)} URIs, must be 1 SPIFFE id")
+    try:
+        return _parsed(uris[0])
+    except ValueError as error:
+        raise CertificateRefused(f"the certificate's {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def _parsed(uri: bytes) -> Identity:
+    return parse_identity(uri.decode("ascii", "backslashreplace"))
+
+
+@lru_cache(maxsize=1024)
+def _serial(pem: bytes) -> int:
+    from cryptography import x509  # imported late: processes in plain text do not need it
+
+    return x509.load_pem_x509_certificate(pem).serial_number
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read_entries(path: Path) -> frozenset[str]:
+    """Raises OSError and ValueError."""
+    entries = set()
+    for number, line in enumerate(path.read_text(encoding="ascii", errors="strict").splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        kind, separator, rest = entry.partition(":" if entry.startswith("serial:") else "/")
+        if separator == ":":
+            entry = f"serial:{int(rest, 16):x}"
+        elif separator != "/" or kind not in {role.value for role in Role} or not rest:
+            raise ValueError(f"{path}, line {number}: {entry[:100]!r} is neither ROLE/NAME nor serial:HEX")
+        entries.add(entry)
+    return frozenset(entries)
