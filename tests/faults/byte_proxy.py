@@ -67,6 +67,8 @@ class ByteProxy:
         self.num_connections = 0
         self.num_bytes = 0
         self.most_delay_s = 0.0
+        self.heard: bytearray | None = None
+        """All bytes of both directions, once set to a bytearray."""
         self.resets_after_bytes: int | None = None
         self._connect = connect
         self._has_target = asyncio.Event()
@@ -168,6 +170,8 @@ class ByteProxy:
             while data := await reader.read(READ_BYTES):
                 num_bytes += len(data)
                 self.num_bytes += len(data)
+                if self.heard is not None:
+                    self.heard += data
                 if limit is not None and direction is Direction.FORTH and num_bytes > limit:
                     _reset(writer)
                     return
