@@ -17,7 +17,7 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
 from wire.addresses import DEFAULT_ADDRESS
-from wire.flags import Flag, check_limits, checkpoint_directory, file_path, listen_address
+from wire.flags import Flag, check_limits, checkpoint_directory, file_path, files, listen_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
 from wire.transport import PLAIN_SETTINGS, TransportSettings
@@ -155,6 +155,16 @@ class CoordinatorConfig:
     prefix_cache: Annotated[
         bool, _batching("--prefix-cache", None, "Share KV blocks of equal prefixes between requests")
     ] = True
+    public_prefixes: Annotated[
+        tuple[Path, ...],
+        _batching(
+            "--public-prefix",
+            "FILE,FILE,...",
+            "Prompts whose KV blocks all tenants share: a text, or .json with token ids",
+            parse=files,
+            format=lambda paths: ",".join(map(str, paths)),
+        ),
+    ] = ()
     steps_in_flight: Annotated[
         int | None,
         _batching(

@@ -30,6 +30,7 @@ from coordinator.api.request_handler import RequestHandler
 from coordinator.api.serve_service import ServeStreams
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
+from coordinator.api.tenants import read_public_prefixes
 from coordinator.api.tokenizer_service import TokenizerService
 from coordinator.api.worker_services import MembershipService, StepResultsService
 from coordinator.cluster.controller import Controller, ServingSettings
@@ -208,6 +209,7 @@ class CoordinatorServer:
             self._traces,
             priority_age_s=self._config.priority_age_s,
             max_model_len=self._config.max_sequence_tokens,
+            public=read_public_prefixes(self._config.public_prefixes, self._model),
         )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = handler.resume(requests)

@@ -18,7 +18,7 @@ from gateway.parsers.families import (
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, parse_peer_address
-from wire.flags import Flag, check_limits, file_path, listen_address, peer_address
+from wire.flags import Flag, check_limits, existing_file, listen_address, peer_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 
@@ -50,14 +50,6 @@ def reasoning_parser_name(text: str) -> str:
 
 def _choices(formats: Collection[str]) -> str:
     return ", ".join((AUTO, NONE, TRANSFORMERS, *sorted(formats)))
-
-
-def existing_file(text: str) -> Path:
-    """Return the absolute path of a file. Raises ValueError."""
-    path = file_path(text)
-    if not path.is_file():
-        raise ValueError(f"file {text!r} does not exist")
-    return path
 
 
 def page_url(text: str) -> str:
@@ -95,6 +87,16 @@ class GatewayConfig:
             "--drain-timeout", "SECONDS", "Maximum time to finish running requests before exit", above=0
         ),
     ] = 60.0
+    keys_file: Annotated[
+        Path | None,
+        _api(
+            "--keys-file",
+            "FILE",
+            "File of API keys, made with `stageline keys`; requests then need a key",
+            unset="no keys",
+            parse=existing_file,
+        ),
+    ] = None
     served_model_names: Annotated[
         tuple[str, ...] | None,
         _api(

@@ -24,6 +24,7 @@ class GatewayMetrics:
         self._requests = self._registry.number(definitions.HTTP_REQUESTS)
         self._active = self._registry.number(definitions.HTTP_ACTIVE).of()
         self._ignored = self._registry.number(definitions.IGNORED_FIELDS).of()
+        self._key_tokens = self._registry.number(definitions.KEY_TOKENS)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
         self._idle = asyncio.Event()
@@ -51,6 +52,10 @@ class GatewayMetrics:
 
     def count_ignored(self, number: int) -> None:
         self._ignored.add(number)
+
+    def count_key_tokens(self, key_id: str, kind: str, number: int) -> None:
+        """Count tokens of a key; `kind` is prompt or completion."""
+        self._key_tokens.of(key_id, kind).add(number)
 
     async def text(self, accept: str) -> tuple[bytes, str]:
         """Return `/metrics`, and the content type for the header `accept`."""

@@ -18,6 +18,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from certificates.identity import Role
+from gateway.access.visitors import Doorkeeper
 from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
@@ -75,15 +76,16 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
         self._transport = open_transport(config.transport, Role.GATEWAY)
-        self._clock = ClusterClock()
+        self._clock, self._metrics = ClusterClock(), GatewayMetrics()
         self._recorder: SpanRecorder | None = None
         self._link = self._new_link()
         self._gateway = Gateway(
             config=config,
             upstream=self._link,
             codec=None,
-            metrics=GatewayMetrics(),
+            metrics=self._metrics,
             template=template,
+            doorkeeper=self._doorkeeper(config.keys_file),
             is_waiting=True,
         )
         self._app = make_app(self._gateway)
@@ -94,6 +96,10 @@ class GatewayServer:
             hint=PORT_HINT,
             tls=self._transport.http_context(),
         )
+
+    def _doorkeeper(self, keys_file: Path | None) -> Doorkeeper | None:
+        """Raises KeysUnusable."""
+        return None if keys_file is None else Doorkeeper(keys_file, self._metrics.count_key_tokens)
 
     @property
     def address(self) -> str:

@@ -89,20 +89,35 @@ content with the same hash may have taken its place.
 class BlockChain:
     """Complete blocks of a sequence as parallel lists: `blocks`, `block_hashes` and `contents`.
 
-    From block `private_from` on (None: never), names are unique private ids, which match no other content.
+    `salts` are the salt, and the number of first blocks that have the default salt instead. From block
+    `private_from` on (None: never), names are unique private ids, which match no other content.
     """
 
-    __slots__ = ("_block_size", "_new_id", "_salt", "block_hashes", "blocks", "contents", "private_from")
+    __slots__ = (
+        "_block_size",
+        "_new_id",
+        "_num_public",
+        "_salt",
+        "block_hashes",
+        "blocks",
+        "contents",
+        "private_from",
+    )
 
     def __init__(
-        self, *, block_size: int, salt: int, private_from: int | None, new_id: Callable[[], int]
+        self,
+        *,
+        block_size: int,
+        salts: tuple[int, int],
+        private_from: int | None,
+        new_id: Callable[[], int],
     ) -> None:
         self.blocks: list[FullBlock] = []
         self.block_hashes: list[int] = []
         self.contents: list[Content] = []
         self.private_from = private_from
         self._block_size = block_size
-        self._salt = salt
+        self._salt, self._num_public = salts
         self._new_id = new_id
 
     def __len__(self) -> int:
@@ -121,14 +136,15 @@ class BlockChain:
     def append(self, packed_tokens: bytes) -> None:
         """Add the next complete block, given its tokens as little-endian u32."""
         parent = self.name_before(len(self.blocks))
+        salt = self._salt if len(self.blocks) >= self._num_public else DEFAULT_SALT
         if self.private_from is not None and len(self.blocks) >= self.private_from:
             name = block_hash = self._new_id()
         else:
-            block_hash = packed_block_hash(packed_tokens, self._salt)
+            block_hash = packed_block_hash(packed_tokens, salt)
             name = sequence_hash(parent, block_hash)
         self.blocks.append(FullBlock(name))
         self.block_hashes.append(block_hash)
-        self.contents.append((parent, self._salt, packed_tokens, self._digest_so_far()))
+        self.contents.append((parent, salt, packed_tokens, self._digest_so_far()))
 
     def forget(self, first_block: int) -> None:
         del self.blocks[first_block:], self.block_hashes[first_block:], self.contents[first_block:]

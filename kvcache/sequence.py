@@ -67,15 +67,15 @@ class ActiveSequence:
         block_size: int = 64,
         max_output_tokens: int,
         salt: int = DEFAULT_SALT,
+        num_public_blocks: int = 0,
         prefix_caching: bool = True,
         is_announced: bool = True,
         new_id: Callable[[], int],
     ) -> None:
-        """`new_id` returns ids unique in the pool, for partial blocks and private full blocks.
+        """The first `num_public_blocks` have the default salt; `new_id` returns ids unique in the pool.
 
         Without `prefix_caching`, all blocks are private; without `is_announced`, subscribers are not told
-        about blocks that this sequence adds to the cache. Raises ValueError for invalid sizes and for a token
-        above u32.
+        about blocks that this sequence adds. Raises ValueError for invalid sizes and for a token above u32.
         """
         _check_sizes(block_size, max_output_tokens)
         self._tokens = list(tokens)
@@ -87,12 +87,11 @@ class ActiveSequence:
         self._max_len = self.num_prompt_tokens + max_output_tokens
         self._new_id = new_id
         private_from = self._always_private_from = None if prefix_caching else 0
-        self._chain = BlockChain(block_size=block_size, salt=salt, private_from=private_from, new_id=new_id)
+        salts = (salt, num_public_blocks)
+        self._chain = BlockChain(block_size=block_size, salts=salts, private_from=private_from, new_id=new_id)
         # The block after the chain: allocated if the sequence is up to date, planned if it is catching up.
         self._partial: PartialBlock | None = None
-        self._num_allocated = 0
-        self._num_released = 0
-        self._num_committed = 0
+        self._num_allocated = self._num_released = self._num_committed = 0
         self._up_to_date = not self._tokens
         # Free slots in the open block of an up-to-date sequence; most pushes only decrement it.
         self._room = 0

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from sys import getsizeof
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from checkpoint.files import check_directory, is_named
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
@@ -150,7 +150,7 @@ class TextCodec:
         ids = (self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
         return tuple(dict.fromkeys(tuple(spelling) for spelling in ids if spelling))
 
-    def encode_conversation(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[ChatMessage], *, tenant: str = "") -> list[int]:
         """Return the ids of the rendered chat template, up to where the assistant's message begins.
 
         The template comes with the checkpoint and runs in Jinja's sandbox. Raises NoChatTemplate, and
@@ -158,11 +158,15 @@ class TextCodec:
         messages in a row).
         """
         return self.encode_messages(
-            [{"role": message.role, "content": message.content} for message in messages]
+            [{"role": message.role, "content": message.content} for message in messages], tenant=tenant
         )
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = _DEFAULT_OPTIONS
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions = _DEFAULT_OPTIONS,
+        *,
+        tenant: str = "",
     ) -> list[int]:
         """`encode_conversation` for messages with any fields that the template reads."""
         if not self.has_chat_template and options.template is None:
@@ -182,7 +186,7 @@ class TextCodec:
                 **options.variables,
             )
             assert isinstance(text, str)
-            return self._prompt_tokens.encode(text)
+            return self._prompt_tokens.encode(text, tenant)
         except Exception as error:  # templates are arbitrary code and raise anything
             raise BadConversation(f"the chat template rejects the conversation: {error}") from error
 
@@ -275,13 +279,17 @@ class TextCodec:
         return frozenset(special | set(self._tokenizer.all_special_ids))
 
 
+_Key: TypeAlias = tuple[str, bool, str]
+"""Tenant, whether it is the first part of a prompt, and its text."""
+
+
 class PromptTokens:
     """Tokenizes prompts without adding special tokens, from cached ids; safe to share between threads.
 
     The next request of a conversation repeats all of its messages; only the new ones are tokenized.
 
     A tokenizer finds its added tokens first, in the raw text, and tokenizes each text between them
-    separately, so the ids of these texts can be kept.
+    separately, so the ids of these texts can be kept. Each tenant has its own: others' are not faster.
     """
 
     def __init__(
@@ -291,12 +299,12 @@ class PromptTokens:
         self._boundaries = find_boundaries(tokenizer)
         longest_first = sorted(self._boundaries, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._cache: OrderedDict[tuple[bool, str], array[int]] = OrderedDict()
+        self._cache: OrderedDict[_Key, array[int]] = OrderedDict()
         self._max_bytes = max_cached_bytes
         self._cached_bytes = 0
         self._lock = Lock()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, tenant: str = "") -> list[int]:
         """Return the ids that the tokenizer gives for `text`."""
         if not self._boundaries:
             return self._tokenize(text)
@@ -305,12 +313,12 @@ class PromptTokens:
             if number % 2:
                 ids.append(self._boundaries[part])
             elif part:
-                ids.extend(self._part(part, is_first=number == 0))
+                ids.extend(self._part(part, tenant, is_first=number == 0))
         return ids
 
-    def _part(self, part: str, *, is_first: bool) -> array[int]:
+    def _part(self, part: str, tenant: str, *, is_first: bool) -> array[int]:
         """Return the ids of a text between boundaries. Some tokenizers put a space before a first one."""
-        key = (is_first, part)
+        key = (tenant, is_first, part)
         with self._lock:
             if (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
@@ -321,13 +329,13 @@ class PromptTokens:
             self._add(key, ids)
         return ids
 
-    def _add(self, key: tuple[bool, str], ids: array[int]) -> None:
+    def _add(self, key: _Key, ids: array[int]) -> None:
         if key not in self._cache:
             self._cache[key] = ids
-            self._cached_bytes += _entry_bytes(key[1], ids)
+            self._cached_bytes += _entry_bytes(key, ids)
         while self._cached_bytes > self._max_bytes:
-            (_, text), ids = self._cache.popitem(last=False)
-            self._cached_bytes -= _entry_bytes(text, ids)
+            oldest, ids = self._cache.popitem(last=False)
+            self._cached_bytes -= _entry_bytes(oldest, ids)
 
     def _tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -354,8 +362,8 @@ def find_boundaries(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     }
 
 
-def _entry_bytes(text: str, ids: array[int]) -> int:
-    return getsizeof(text) + len(ids) * ids.itemsize + _ENTRY_BYTES
+def _entry_bytes(key: _Key, ids: array[int]) -> int:
+    return getsizeof(key[0]) + getsizeof(key[2]) + len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
 def _is_exact(token: AddedToken) -> bool:

@@ -41,6 +41,19 @@ def file_path(text: str) -> Path:
     return path
 
 
+def existing_file(text: str) -> Path:
+    """Return the absolute path of a file. Raises ValueError."""
+    path = file_path(text)
+    if not path.is_file():
+        raise ValueError(f"file {text!r} does not exist")
+    return path
+
+
+def files(text: str) -> tuple[Path, ...]:
+    """Return the absolute paths of files, separated by commas. Raises ValueError."""
+    return tuple(existing_file(part.strip()) for part in text.split(","))
+
+
 def checkpoint_directory(text: str) -> Path:
     """Return the absolute path of an existing directory. Raises ValueError for anything else."""
     path = Path(text)

@@ -56,6 +56,11 @@ def write_secret(path: Path, secret: str) -> None:
 
 def read_secret(path: Path) -> str:
     """Read the secret in `path`. Raises OSError; PermissionError if other users may read the file."""
+    return read_private(path, max_bytes=MAX_BYTES).decode("ascii", "replace").strip()
+
+
+def read_private(path: Path, *, max_bytes: int) -> bytes:
+    """Read a file. Raises OSError; PermissionError if other users may read it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -65,7 +70,7 @@ def read_secret(path: Path) -> str:
             raise PermissionError(
                 f"{path} has mode {mode:04o}, must be 0600 or stricter: run chmod 600 {path}"
             )
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise OSError(f"{path} is too large for a secret, the limit is {MAX_BYTES} bytes")
-    return data.decode("ascii", "replace").strip()
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(f"{path} is too large for a secret, the limit is {max_bytes} bytes")
+    return data

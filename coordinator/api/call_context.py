@@ -4,18 +4,20 @@ import hmac
 import math
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 from opentelemetry.trace import SpanContext
 
-from certificates.identity import Role
+from certificates.identity import Identity, Role
+from coordinator.api.tenants import tenant_of
 from coordinator.engine.engine import Engine
+from stageline_rpc.internal.v1 import serve_pb2
 from wire.addresses import peer_host
 from wire.authorization import peer_identity
-from wire.channels import AUTHORIZATION_KEY
+from wire.channels import AUTHORIZATION_KEY, TENANT_KEY
 from wire.errors import AttachSecretMismatch, TokenMismatch, TokenMissing
 from wire.ids import RequestId
 from wire.peer_secrets import RefusedPeers
@@ -52,18 +54,21 @@ class TokenFile:
 class CallContext:
     """Caller of a call.
 
-    `client` identifies the caller for limits, `span` is from its W3C headers, `deadline_s` is None without
-    one.
+    `client` identifies the caller for limits: its tenant if it has one. `identity` is that of its
+    certificate, `span` is from its W3C headers, `deadline_s` is None without one.
     """
 
     host: str
     client: str
     deadline_s: float | None
     span: SpanContext | None = None
+    identity: Identity | None = None
+    tenant: str = ""
+    max_tenant_sequences: int | None = None
 
 
 class CallContexts:
-    """Identifies clients by the value of a metadata key, else by their address."""
+    """Identifies clients by their tenant, else the value of a metadata key, else their address."""
 
     def __init__(self, client_key: str | None, clock: Callable[[], float]) -> None:
         self._client_key = client_key
@@ -73,23 +78,32 @@ class CallContexts:
         untyped: Any = context  # the stubs lack these methods
         remaining_s = untyped.time_remaining()
         has_deadline = remaining_s is not None and math.isfinite(remaining_s)
-        host = peer_host(context)
+        host, identity = peer_host(context), peer_identity(context)
+        tenant = tenant_of(identity, metadata_value(context, TENANT_KEY))
         return CallContext(
             host=host,
-            client=self._named(untyped.invocation_metadata()) or host,
+            identity=identity,
+            tenant=tenant,
+            client=tenant or self._named(untyped.invocation_metadata()) or host,
             deadline_s=self._clock() + remaining_s if has_deadline else None,
             span=_span_of(untyped.invocation_metadata()),
         )
 
     def on_stream(
-        self, stream: CallContext, *, client: str, deadline_s: float | None, traceparent: str
+        self, stream: CallContext, submit: serve_pb2.SubmitEnvelope, *, deadline_s: float | None
     ) -> CallContext:
-        """Caller of a request on a stream of many; `client` counts where metadata names clients."""
-        return CallContext(
-            host=stream.host,
-            client=(client if self._client_key is not None else "") or stream.client,
+        """Caller of a request on a stream of many; its `client` counts where metadata names clients.
+
+        Raises AccessDenied and InvalidRequest for a tenant that the stream may not act for.
+        """
+        tenant = tenant_of(stream.identity, submit.tenant)
+        return replace(
+            stream,
+            tenant=tenant,
+            max_tenant_sequences=submit.max_tenant_sequences or None,
+            client=tenant or (submit.client if self._client_key is not None else "") or stream.client,
             deadline_s=deadline_s,
-            span=parse_traceparent(traceparent) if traceparent else None,
+            span=parse_traceparent(submit.traceparent) if submit.traceparent else None,
         )
 
     def _named(self, metadata: Any) -> str | None:
@@ -105,12 +119,12 @@ class SecretCheck:
         self._engine = engine
         self._refused = refused
 
-    def check(self, call: str, request_id: RequestId, secret: str, *, host: str) -> None:
-        """Raises RequestNotFound, and AttachSecretMismatch for a wrong secret in `call`."""
+    def check(self, call: str, request_id: RequestId, secret: str, *, tenant: str, host: str) -> None:
+        """Raises RequestNotFound, and AttachSecretMismatch for a wrong secret or another tenant in `call`."""
         try:
-            self._engine.check_secret(request_id, secret)
+            self._engine.check_secret(request_id, secret, tenant=tenant)
         except AttachSecretMismatch:
-            self._refused.note(call, "wrong attach secret", host=host)
+            self._refused.note(call, "wrong attach secret, or another tenant", host=host)
             raise
 
 

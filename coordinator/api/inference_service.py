@@ -15,7 +15,6 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.output_stream import OutputStream
 from coordinator.engine.request import new_attach_secret, secret_digest
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.addresses import peer_host
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
 from wire.ids import RequestId
 
@@ -49,7 +48,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: bytes, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         secret = metadata_value(context, ATTACH_SECRET_KEY) or new_attach_secret()
-        stream = await self._requests.submit(request, self._callers.of(context), secret_digest(secret))
+        caller = self._callers.of(context)
+        stream = await self._requests.submit(request, caller, secret_digest(secret, caller.tenant))
         async for response in self._read(stream, context, ((ATTACH_SECRET_KEY, secret),)):
             yield response
 
@@ -82,7 +82,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _check_secret(self, call: str, request_id: RequestId, context: Context) -> None:
         secret = metadata_value(context, ATTACH_SECRET_KEY)
-        self._secrets.check(call, request_id, secret, host=peer_host(context))
+        caller = self._callers.of(context)
+        self._secrets.check(call, request_id, secret, tenant=caller.tenant, host=caller.host)
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, requests: AsyncIterator[bytes], context: Context
@@ -104,8 +105,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        with self._engine.preparing(self._callers.of(context).client):
-            return await self._tokenizer.tokenize(request)
+        caller = self._callers.of(context)
+        with self._engine.preparing(caller.client):
+            return await self._tokenizer.tokenize(request, caller.tenant)
 
     async def Detokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context

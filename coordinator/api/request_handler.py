@@ -21,6 +21,7 @@ from coordinator.api.request_parser import (
     request_id_of,
     resolve,
 )
+from coordinator.api.tenants import NO_PUBLIC_PREFIXES, PublicPrefixes, tenant_salt
 from coordinator.cluster.controller import Controller
 from coordinator.engine.durability import restore
 from coordinator.engine.engine import Engine
@@ -35,6 +36,7 @@ from stageline_rpc.v1 import inference_pb2
 from wire.errors import ClusterUnavailable, InvalidRequest, ServingError
 from wire.ids import RequestId, id_text
 from wire.log_context import log_context
+from wire.peer_secrets import new_secret
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ def accepted_of(
     sequence, trace = request.choices[0].sequence, request.trace
     kept.request_id = id_text(request.id)
     kept.max_tokens = sequence.max_tokens
+    kept.cache_salt = sequence.cache_salt
     kept.sampling.seed = sequence.sampling.seed
     return AcceptedRequest(
         request_id=request.id,
@@ -72,7 +75,10 @@ def accepted_of(
 
 
 def restored(
-    journalled: JournalledRequest, model: ServedModel, place: Callable[[Priority, int], QueueOrder]
+    journalled: JournalledRequest,
+    model: ServedModel,
+    place: Callable[[Priority, int], QueueOrder],
+    public: PublicPrefixes = NO_PUBLIC_PREFIXES,
 ) -> Request:
     """Recreate a journalled request, without its output. Raises InvalidRequest."""
     accepted = journalled.accepted
@@ -84,6 +90,7 @@ def restored(
         plan=None,
         client=accepted.client,
         place=place,
+        public=public,
     )
     request.attach_digest = accepted.attach_digest
     return request
@@ -119,6 +126,7 @@ class RequestHandler:
         *,
         priority_age_s: float,
         max_model_len: int | None = None,
+        public: PublicPrefixes = NO_PUBLIC_PREFIXES,
     ) -> None:
         """`max_model_len` (default: the model's) also limits messages; `priority_age_s` is worth a class."""
         self._engine = engine
@@ -130,6 +138,9 @@ class RequestHandler:
         self._decoder = GenerateDecoder(
             max_model_len=min(model_limit, max_model_len or model_limit), vocab_size=model.config.vocab_size
         )
+        self._public = public
+        # Caches end with this process, so their salts do, too.
+        self._salt_secret = new_secret()
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
@@ -184,19 +195,29 @@ class RequestHandler:
     async def _prepare(self, arrival: _Arrival) -> tuple[Request, Resolved]:
         """Wait for a plan, then validate the request."""
         message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
+        caller = arrival.caller
+        message.cache_salt = tenant_salt(self._salt_secret, caller.tenant, message.cache_salt)
         self._engine.check_accepts(request_id)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrival.arrived_s, arrival.number, choice)
 
         def make(resolved: Resolved, plan: Plan) -> Request:
-            client = arrival.caller.client
             return make_request(
-                message, resolved, request_id, model=self._model, plan=plan, client=client, place=place
+                message,
+                resolved,
+                request_id,
+                model=self._model,
+                plan=plan,
+                client=caller.client,
+                place=place,
+                public=self._public,
             )
 
-        with self._engine.preparing(arrival.caller.client, num_sequences_of(message)):
-            resolved = await self._resolve(message, is_large=is_large)
+        with self._engine.preparing(
+            caller.client, num_sequences_of(message), client_limit=caller.max_tenant_sequences
+        ):
+            resolved = await self._resolve(message, caller.tenant, is_large=is_large)
             plan = await self._plan_for(request_id)
             if self._state.has_mock_stages:
                 refuse_unmockable(message.sampling)
@@ -236,7 +257,7 @@ class RequestHandler:
             return self._place(priority, accepted.arrived_at + ahead_s, arrival, choice)
 
         try:
-            request = restored(journalled, self._model, place)
+            request = restored(journalled, self._model, place, self._public)
         except InvalidRequest as error:
             log.error(
                 "failed to restore request %s: %s",
@@ -273,10 +294,12 @@ class RequestHandler:
         assert arrived_at is not None
         return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
-    async def _resolve(self, message: inference_pb2.GenerateRequest, *, is_large: bool) -> Resolved:
+    async def _resolve(
+        self, message: inference_pb2.GenerateRequest, tenant: str, *, is_large: bool
+    ) -> Resolved:
         """Tokenize texts on another thread, since they take milliseconds; token ids take none."""
         if message.WhichOneof("prompt") in ("text", "conversation"):
             check_text_size(message, self._model)
         if not is_large and not needs_tokenizer(message):
-            return resolve(message, self._model)
-        return await self.beside(resolve, message, self._model)
+            return resolve(message, self._model, tenant)
+        return await self.beside(resolve, message, self._model, tenant)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from coordinator.api.tenants import NO_PUBLIC_PREFIXES, PublicPrefixes
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
 from coordinator.model import ServedModel
@@ -332,17 +333,19 @@ def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
     return has_text or sampling.WhichOneof("structured_output") is not None
 
 
-def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
-    """Slow for a long text. Raises InvalidRequest."""
+def resolve(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str = "") -> Resolved:
+    """Slow for a long text; kept token ids of texts are the tenant's own. Raises InvalidRequest."""
     bad_words = _bad_words_intake(request.sampling, model)
     return Resolved(
-        prompt=resolve_prompt(request, model),
+        prompt=resolve_prompt(request, model, tenant),
         bad_words=bad_words,
         grammar=_grammar(request.sampling, model, bad_words),
     )
 
 
-def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
+def resolve_prompt(
+    request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str = ""
+) -> tuple[int, ...]:
     """Return the prompt's token ids; slow for a long text. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -350,7 +353,8 @@ def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -
     if kind == "token_ids":
         prompt = tuple(request.token_ids.ids)
     else:
-        prompt = tuple(_encode(request, _text_codec(model, "token_ids", instead_of=f"a prompt of {kind}")))
+        codec = _text_codec(model, "token_ids", instead_of=f"a prompt of {kind}")
+        prompt = tuple(_encode(request, codec, tenant))
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; at least 1 is needed", field="prompt")
     vocab_size = model.config.vocab_size
@@ -370,12 +374,13 @@ def make_request(
     plan: Plan | None,
     client: str,
     place: Callable[[Priority, int], QueueOrder],
+    public: PublicPrefixes = NO_PUBLIC_PREFIXES,
 ) -> Request:
     """Create the request; `place` assigns each choice's place in the queue. Raises InvalidRequest."""
     prompt = resolved.prompt
     max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
     generation = _sampling_of(message, resolved, model, max_tokens)
-    keep_s, priority, codec = _keep_s(message), _priority(message), _output_codec(message, model)
+    priority, codec, num_public = _priority(message), _output_codec(message, model), public.num_in(prompt)
     sequences = [
         Sequence(
             SequenceKey(request_id, index),
@@ -385,18 +390,18 @@ def make_request(
             stop_token_ids=generation.stop_token_ids,
             order=place(priority, index),
             cache_salt=message.cache_salt,
-            shares_cache=message.prefix_cache if message.HasField("prefix_cache") else True,
-            # All choices have the same prompt: one of them scores it.
+            num_public_tokens=num_public,
+            shares_cache=not message.HasField("prefix_cache") or message.prefix_cache,
             wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
         )
         for index in range(generation.num_choices)
     ]
     return Request(
         request_id,
-        [Choice(sequence, _output_buffer(generation, prompt, codec)) for sequence in sequences],
+        [Choice(one, _output_buffer(generation, prompt, codec)) for one in sequences],
         client=client,
         client_state=message.client_state,
-        keep_s=keep_s,
+        keep_s=_keep_s(message),
         num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
         num_top_echoed=generation.num_top_echoed,
     )
@@ -538,12 +543,12 @@ def _grammar(
         raise InvalidRequest(str(error), field=field) from error
 
 
-def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[int]:
+def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec, tenant: str) -> list[int]:
     try:
         if request.WhichOneof("prompt") == "text":
             return codec.encode(request.text)
         messages = [ChatMessage(message.role, message.content) for message in request.conversation.messages]
-        return codec.encode_conversation(messages)
+        return codec.encode_conversation(messages, tenant=tenant)
     except TokenizerError as error:
         raise InvalidRequest(str(error), field="prompt") from error
 

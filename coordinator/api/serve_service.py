@@ -19,6 +19,7 @@ from coordinator.api.output_codec import (
     usage_of,
 )
 from coordinator.api.request_handler import RequestHandler
+from coordinator.api.tenants import tenant_of
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_batch import (
     MAX_NUMBERS,
@@ -193,14 +194,12 @@ class ServeStream:
 
     async def _accept(self, message: serve_pb2.SubmitEnvelope, deadline_s: float | None) -> None:
         created = "" if message.attach_secret else new_attach_secret()
-        caller = self._callers.on_stream(
-            self._caller, client=message.client, deadline_s=deadline_s, traceparent=message.traceparent
-        )
         try:
+            caller = self._callers.on_stream(self._caller, message, deadline_s=deadline_s)
             await self._requests.submit(
                 message.request,
                 caller,
-                secret_digest(message.attach_secret or created),
+                secret_digest(message.attach_secret or created, caller.tenant),
                 tokens_only=True,
                 open_stream=NumberedOpening(batch=self.batch, number=message.number, secret=created),
             )
@@ -209,7 +208,8 @@ class ServeStream:
 
     def _attach(self, message: inference_pb2.AttachNumber) -> None:
         request_id = decode_request_id(message.request.request_id)
-        self._secrets.check("Serve", request_id, message.attach_secret, host=self._caller.host)
+        tenant = tenant_of(self._caller.identity, message.tenant)
+        self._secrets.check("Serve", request_id, message.attach_secret, tenant=tenant, host=self._caller.host)
         self._engine.attach(
             request_id,
             decode_positions(message.request),

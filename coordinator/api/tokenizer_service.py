@@ -62,15 +62,15 @@ class TokenizerService:
             for start in range(0, len(content), CHUNK_BYTES):
                 yield inference_pb2.GetTokenizerResponse(chunk=content[start : start + CHUNK_BYTES])
 
-    async def tokenize(self, data: bytes) -> inference_pb2.TokenizeResponse:
+    async def tokenize(self, data: bytes, tenant: str = "") -> inference_pb2.TokenizeResponse:
         """Raises InvalidRequest."""
-        return await self._beside(self._tokenize, data)
+        return await self._beside(self._tokenize, data, tenant)
 
     async def detokenize(self, data: bytes) -> inference_pb2.DetokenizeResponse:
         """Raises InvalidRequest."""
         return await self._beside(self._detokenize, data)
 
-    def _tokenize(self, data: bytes) -> inference_pb2.TokenizeResponse:
+    def _tokenize(self, data: bytes, tenant: str) -> inference_pb2.TokenizeResponse:
         request = _decoded(inference_pb2.TokenizeRequest, self._tokenize_scan, data)
         prompt = inference_pb2.GenerateRequest()
         match request.WhichOneof("prompt"):
@@ -81,7 +81,7 @@ class TokenizerService:
             case None:
                 raise InvalidRequest("a prompt is needed: text or conversation")
         check_text_size(prompt, self._model)
-        return inference_pb2.TokenizeResponse(token_ids=resolve_prompt(prompt, self._model))
+        return inference_pb2.TokenizeResponse(token_ids=resolve_prompt(prompt, self._model, tenant))
 
     def _detokenize(self, data: bytes) -> inference_pb2.DetokenizeResponse:
         request = _decoded(inference_pb2.DetokenizeRequest, self._detokenize_scan, data)

@@ -75,8 +75,12 @@ class Admission:
         return self._num_preparing.total()
 
     @contextmanager
-    def preparing(self, client: str, num_sequences: int = 1) -> Iterator[None]:
+    def preparing(
+        self, client: str, num_sequences: int = 1, *, client_limit: int | None = None
+    ) -> Iterator[None]:
         """Reserve room for the sequences of a request while it is prepared.
+
+        `client_limit` holds for this client beside `max_client_requests`.
 
         Raises:
             Overloaded: the queue is full or the client has too many sequences.
@@ -84,7 +88,7 @@ class Admission:
         """
         self._check_possible(num_sequences)
         self._check_queue(self._num_queued + self.num_preparing, num_sequences)
-        self._check_client(client, num_sequences)
+        self._check_client(client, num_sequences, client_limit)
         self._num_preparing[client] += num_sequences
         try:
             yield
@@ -111,8 +115,9 @@ class Admission:
         if num_waiting + num_sequences > limit:
             self._refuse(f"{num_waiting} sequences are waiting, the limit is {limit} (queue_size)")
 
-    def _check_client(self, client: str, num_sequences: int) -> None:
-        limit = self._limits.max_client_requests
+    def _check_client(self, client: str, num_sequences: int, own_limit: int | None) -> None:
+        limits = (self._limits.max_client_requests, own_limit)
+        limit = min((limit for limit in limits if limit is not None), default=None)
         num_active = self._registry.num_live_of(client) + self._num_preparing[client]
         if limit is not None and num_active + num_sequences > limit:
             text = f"client {client} has {num_active} active sequences, the limit is {limit}"

@@ -141,9 +141,11 @@ class Engine:
             scheduled=replace(self._scheduler.counts),
         )
 
-    def preparing(self, client: str, num_sequences: int = 1) -> AbstractContextManager[None]:
+    def preparing(
+        self, client: str, num_sequences: int = 1, *, client_limit: int | None = None
+    ) -> AbstractContextManager[None]:
         """See `Admission.preparing`."""
-        return self.admission.preparing(client, num_sequences)
+        return self.admission.preparing(client, num_sequences, client_limit=client_limit)
 
     def check_accepts(self, request_id: RequestId) -> None:
         """Raise JournalUnavailable or RequestSuspended, and RequestExists if the id is in use."""
@@ -234,10 +236,10 @@ class Engine:
         self._durability.set_deadline(stream.request, deadline_s, now_s=self._clock())
         return stream
 
-    def check_secret(self, request_id: RequestId, secret: str) -> None:
-        """Raise RequestNotFound for an unknown id, AttachSecretMismatch for a wrong secret."""
+    def check_secret(self, request_id: RequestId, secret: str, *, tenant: str = "") -> None:
+        """Raise RequestNotFound for an unknown id, AttachSecretMismatch for a wrong secret or tenant."""
         self._durability.check_not_suspended()
-        check_attach_secret(secret, self._registry.find(request_id).attach_digest)
+        check_attach_secret(secret, self._registry.find(request_id).attach_digest, tenant)
 
     def restore(self, request: Request, *, ended: RequestEnd | None) -> None:
         """Add a request that was restored from the journal, without a reader.

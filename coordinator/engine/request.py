@@ -44,18 +44,23 @@ def new_attach_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def secret_digest(secret: str) -> bytes:
-    """SHA-256 digest of a secret. Raises InvalidRequest for an invalid length or character."""
+def secret_digest(secret: str, tenant: str = "") -> bytes:
+    """SHA-256 digest of a secret for one tenant. Raises InvalidRequest for an invalid length or character."""
     if not _VALID_SECRET.fullmatch(secret):
         raise InvalidRequest(
             f"attach secret has {len(secret)} characters, expected 32 to 128 printable ASCII characters"
         )
-    return hashlib.sha256(secret.encode()).digest()
+    return _digest(secret, tenant)
 
 
-def check_attach_secret(secret: str, digest: bytes) -> None:
-    """Raise AttachSecretMismatch unless `digest` is the digest of `secret`. An empty digest never matches."""
-    if not hmac.compare_digest(hashlib.sha256(secret.encode()).digest(), digest):
+def _digest(secret: str, tenant: str) -> bytes:
+    # No secret has a space: one of a tenant is no other's, and without tenants it is the secret's own digest.
+    return hashlib.sha256(f"{secret} {tenant}".encode() if tenant else secret.encode()).digest()
+
+
+def check_attach_secret(secret: str, digest: bytes, tenant: str = "") -> None:
+    """Raise AttachSecretMismatch unless `digest` is that of `secret` and `tenant`. An empty one never is."""
+    if not hmac.compare_digest(_digest(secret, tenant), digest):
         raise AttachSecretMismatch("attach secret of the request is missing or wrong")
 
 

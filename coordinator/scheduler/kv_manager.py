@@ -279,6 +279,7 @@ class KvCacheManager:
             block_size=self._block_size,
             max_output_tokens=sequence.num_tokens_to_generate,
             salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
+            num_public_blocks=sequence.num_public_tokens // self._block_size,
             prefix_caching=self._prefix_caching and sequence.shares_cache,
             new_id=self._ids.__next__,
         )

@@ -137,8 +137,9 @@ class Sequence:
     `num_computed_tokens` of `all_tokens` are in sent steps, so their KV is in the cache or will be. Between
     two decode steps, exactly the last token is not computed. Tokens are only appended.
 
-    Sequences share cached prefixes only with sequences of the same `cache_salt`, and with none if
-    `shares_cache` is False. With `max_tokens` 0, the prompt is computed and nothing is generated.
+    Sequences share cached prefixes only with sequences of the same `cache_salt`, except blocks within
+    `num_public_tokens`, and with none if `shares_cache` is False. With `max_tokens` 0, the prompt is
+    computed and nothing is generated.
 
     Raises:
         ValueError: the prompt is empty or `max_tokens` is negative.
@@ -154,6 +155,7 @@ class Sequence:
         stop_token_ids: frozenset[int],
         order: QueueOrder,
         cache_salt: str = "",
+        num_public_tokens: int = 0,
         shares_cache: bool = True,
         wants_prompt_logprobs: bool = False,
     ) -> None:
@@ -169,7 +171,7 @@ class Sequence:
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
         self.order = order
-        self._cache_salt = cache_salt
+        self._cache_salt, self.num_public_tokens = cache_salt, num_public_tokens
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
         self._num_scored = 0

@@ -13,7 +13,9 @@ from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.access.visitors import NotAdmitted
 from gateway.api import page, process
+from gateway.api.access import RequireKey, as_api_error, visitor_of
 from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, label_of
 from gateway.api.chat import ChatRequest, chat_completions
@@ -169,7 +171,10 @@ def make_app(gateway: Gateway) -> ASGIApp:
             app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_exception)
     _add_schemas(app, schemas)
-    return CountRequests(app, gateway.metrics, endpoints)
+    guarded: ASGIApp = app
+    if gateway.doorkeeper is not None:
+        guarded = RequireKey(app, gateway.doorkeeper, MESSAGES)
+    return CountRequests(guarded, gateway.metrics, endpoints)
 
 
 def _operation_id(route: Route) -> str:
@@ -185,7 +190,7 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
             if gateway.is_waiting and route.endpoint != PROCESS:
                 raise unavailable(f"the gateway is waiting for the coordinator {gateway.config.coordinator}")
             unknown = _unknown_query(gateway, route, request)
-            response = await route.handler(gateway, request)
+            response = await route.handler(gateway.visited_by(visitor_of(request.scope)), request)
             if unknown:
                 response.headers["x-stageline-ignored"] = ", ".join(
                     filter(None, (response.headers.get("x-stageline-ignored"), *unknown))
@@ -196,7 +201,7 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
             note_departure(request.scope)
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
-            refused = api_error(error)
+            refused = as_api_error(error) if isinstance(error, NotAdmitted) else api_error(error)
             note_failure(request.scope, refused)
             response = route.write_error(refused)
         if route.endpoint != PROCESS:

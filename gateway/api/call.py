@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.visitors import ANYONE, Doorkeeper, Visitor
 from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
 from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unavailable, unknown_model
 from gateway.api.fields import check_fields, header_name, short_name
@@ -39,6 +41,11 @@ TEXT_SLACK = 4
 MAX_LABEL_CHARACTERS = 256
 _ID_IN_USE = reason_of(AttachSecretMismatch(""))
 """The answer to a submission where a request of this id has the secret of another one."""
+_PRIORITIES = {
+    "low": inference_pb2.PRIORITY_LOW,
+    "normal": inference_pb2.PRIORITY_NORMAL,
+    "high": inference_pb2.PRIORITY_HIGH,
+}
 _Body = TypeVar("_Body", bound=RequestBody)
 _Result = TypeVar("_Result")
 
@@ -57,6 +64,8 @@ class Gateway:
     metrics: GatewayMetrics
     template: str | None = None
     spans: GatewaySpans | None = None
+    doorkeeper: Doorkeeper | None = None
+    """Admits visitors, where keys are required."""
     logprobs: LogprobWriter = field(init=False)
     parsers: ParserChoice = field(init=False)
     text: TextThread = field(default_factory=TextThread)
@@ -64,6 +73,8 @@ class Gateway:
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     is_waiting: bool = False
+    visitor: Visitor = ANYONE
+    """Who makes the request, in the gateway that `visited_by` returns."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a parser that the model's tokenizer cannot serve."""
@@ -75,6 +86,14 @@ class Gateway:
             chat_template=self.template or (None if codec is None else codec.chat_template),
             response_template=None if codec is None else codec.response_template,
         )
+
+    def visited_by(self, visitor: Visitor) -> "Gateway":
+        """The gateway as one visitor's request sees it."""
+        if visitor is self.visitor:
+            return self
+        visited = copy(self)
+        visited.visitor = visitor
+        return visited
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -212,6 +231,7 @@ async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> 
         fields = await gateway.beside_loop(lambda: _parse_large(gateway, kind, body))
     if fields.model and fields.model not in gateway.names:
         raise unknown_model(short_name(fields.model), gateway.names[0])
+    gateway.visitor.check_model(fields.model or gateway.names[0])
     ignored = list(
         check_fields(fields.model_extra, is_strict=gateway.config.strict_fields, known=kind.known_extra)
     )
@@ -307,6 +327,8 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
     """Submit all prompts; return when all are accepted. Raises ApiError and UpstreamFailure."""
     if gateway.is_draining:
         raise unavailable("the gateway is draining")
+    gateway.visitor.check_priority(_priority_name(submission.fields.priority or 0))
+    gateway.visitor.spend("prompt", sum(len(prompt) for prompt, _ in submission.prompts))
     if call.span is not None:
         call.span.submitting()
     tasks = [
@@ -327,7 +349,9 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
 
 async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.GenerateRequest) -> TokenStream:
     try:
-        return await gateway.upstream.submit(message, deadline_s=None, traceparent=call.traceparent)
+        return await gateway.upstream.submit(
+            message, deadline_s=None, traceparent=call.traceparent, owner=gateway.visitor.owner
+        )
     except UpstreamFailure as error:
         if error.reason != _ID_IN_USE:
             raise
@@ -367,7 +391,7 @@ def _messages(call: Call, submission: Submission) -> Iterable[inference_pb2.Gene
             max_tokens=max_tokens,
             sampling=submission.sampling,
             cache_salt=fields.cache_salt or "",
-            priority=_priority(fields.priority or 0),
+            priority=_PRIORITIES[_priority_name(fields.priority or 0)],
             client_state=submission.client_state,
         )
         if submission.keep_s is not None:
@@ -376,8 +400,8 @@ def _messages(call: Call, submission: Submission) -> Iterable[inference_pb2.Gene
         yield message
 
 
-def _priority(number: int) -> inference_pb2.Priority.ValueType:
+def _priority_name(number: int) -> str:
     """vLLM serves lower numbers first; here there are three classes."""
     if number == 0:
-        return inference_pb2.PRIORITY_NORMAL
-    return inference_pb2.PRIORITY_HIGH if number < 0 else inference_pb2.PRIORITY_LOW
+        return "normal"
+    return "high" if number < 0 else "low"

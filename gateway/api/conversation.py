@@ -189,7 +189,7 @@ def _encode(
             message["role"] = "system" if message["role"] == "developer" else message["role"]
     _check_calls(messages)
     messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
-    return codec.encode_messages(messages, options)
+    return codec.encode_messages(messages, options, tenant=gateway.visitor.tenant)
 
 
 def _check_calls(messages: Sequence[Mapping[str, Any]]) -> None:

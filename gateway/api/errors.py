@@ -100,6 +100,17 @@ def unknown_model(name: str, served: str) -> ApiError:
     )
 
 
+def status_error(
+    status: grpc.StatusCode,
+    message: str,
+    *,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ApiError:
+    """Make the error that the table has for a gRPC status."""
+    return ApiError(message, _KIND_OF_STATUS[status], param=param, headers=headers)
+
+
 def unavailable(message: str) -> ApiError:
     """Make the error of a gateway that cannot serve now."""
     return api_error(UpstreamFailure(message, status=grpc.StatusCode.UNAVAILABLE, reason="UNAVAILABLE"))

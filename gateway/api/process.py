@@ -38,7 +38,12 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 async def models(gateway: Gateway, request: Request) -> Response:
     """List the model under all of its names."""
-    return json_response({"object": "list", "data": [_entry(gateway, name) for name in gateway.names]})
+    return json_response(
+        {
+            "object": "list",
+            "data": [_entry(gateway, name) for name in gateway.names if gateway.visitor.may_use(name)],
+        }
+    )
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
@@ -46,6 +51,7 @@ async def model(gateway: Gateway, request: Request) -> Response:
     name = request.path_params["model"]
     if name not in gateway.names:
         raise unknown_model(name, gateway.names[0])
+    gateway.visitor.check_model(name)
     return json_response(_entry(gateway, name))
 
 

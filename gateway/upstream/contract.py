@@ -83,6 +83,22 @@ class UpstreamFailure(Exception):
         self.field = field
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOwner:
+    """Whose request it is; the default is a gateway without keys.
+
+    Above `max_sequences` waiting and running sequences of the tenant, 0 for no limit, the coordinator refuses
+    it. `spend` is told the number of tokens of each choice when it ends.
+    """
+
+    tenant: str = ""
+    max_sequences: int = 0
+    spend: Callable[[int], None] = lambda num_tokens: None
+
+
+NO_OWNER = RequestOwner()
+
+
 class TokenStream(Protocol):
     """One request. Iteration ends after the end of every choice; it raises UpstreamFailure.
 
@@ -131,15 +147,15 @@ class Upstream(Protocol):
         """Whether the coordinator is connected."""
 
     async def submit(
-        self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str
+        self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str, owner: RequestOwner
     ) -> TokenStream:
         """Return once the request is accepted. Raises UpstreamFailure."""
 
-    async def observe(self, request_id: str, secret: str) -> TokenStream:
+    async def observe(self, request_id: str, secret: str, *, tenant: str) -> TokenStream:
         """Read a request from its first token, beside other readers. Raises UpstreamFailure.
 
         It has one choice, and no log-probabilities of its prompt.
         """
 
-    async def cancel(self, request_id: str, secret: str) -> None:
+    async def cancel(self, request_id: str, secret: str, *, tenant: str) -> None:
         """Cancel a request, or drop the kept output of an ended one. Raises UpstreamFailure."""

@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 from opentelemetry.sdk.trace.sampling import Sampler
 
-from gateway.upstream.contract import ModelInfo, UpstreamFailure
+from gateway.upstream.contract import NO_OWNER, ModelInfo, RequestOwner, UpstreamFailure
 from gateway.upstream.numbered_request import NumberedRequest, RequestStream
 from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from telemetry.settings import described_sampler
-from wire.channels import ATTACH_SECRET_KEY
+from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.clock import ClusterClock, Exchange, wall_clock_us
 from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
@@ -166,6 +166,7 @@ class CoordinatorLink:
         deadline_s: float | None = None,
         traceparent: str = "",
         client: str = "",
+        owner: RequestOwner = NO_OWNER,
     ) -> RequestStream:
         """Return once the request is accepted. Raises UpstreamFailure.
 
@@ -187,6 +188,7 @@ class CoordinatorLink:
                 deadline_s=self._deadline(deadline_s),
                 traceparent=traceparent,
                 client=client,
+                owner=owner,
             )
         )
 
@@ -197,6 +199,7 @@ class CoordinatorLink:
         from_token: Sequence[int],
         *,
         deadline_s: float | None = None,
+        tenant: str = "",
     ) -> RequestStream:
         """Read a request of this or another gateway from `from_token[i]` of choice i on.
 
@@ -212,18 +215,24 @@ class CoordinatorLink:
             )
         )
 
-    async def observe(self, request_id: str, secret: str) -> RequestStream:
+    async def observe(self, request_id: str, secret: str, *, tenant: str = "") -> RequestStream:
         """Read a request of one choice from its first token, beside other readers. Raises UpstreamFailure."""
         return await self._open(
-            NumberedRequest(request_id, secret, observes=True, credit=self._policy.credit)
+            NumberedRequest(
+                request_id,
+                secret,
+                observes=True,
+                credit=self._policy.credit,
+                owner=RequestOwner(tenant=tenant),
+            )
         )
 
-    async def cancel(self, request_id: str, secret: str) -> None:
+    async def cancel(self, request_id: str, secret: str, *, tenant: str = "") -> None:
         """Cancel a request, or drop the kept output of an ended one. Raises UpstreamFailure."""
         try:
             await self._stub.Cancel(
                 inference_pb2.CancelRequest(request_id=request_id),
-                metadata=((ATTACH_SECRET_KEY, secret),),
+                metadata=((ATTACH_SECRET_KEY, secret), *(((TENANT_KEY, tenant),) if tenant else ())),
                 timeout=self._policy.call_s,
             )
         except grpc.aio.AioRpcError as error:

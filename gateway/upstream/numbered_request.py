@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from gateway.upstream.contract import ChoiceEnd, Found, Item, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import (
+    NO_OWNER,
+    ChoiceEnd,
+    Found,
+    Item,
+    PromptLogprobs,
+    RequestOwner,
+    Tokens,
+    UpstreamFailure,
+)
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import ClusterUnavailable, reason_of
 
@@ -37,6 +46,7 @@ class NumberedRequest:
         deadline_s: float | None = None,
         traceparent: str = "",
         client: str = "",
+        owner: RequestOwner = NO_OWNER,
     ) -> None:
         """Without `message`, the request was submitted before, and is read from `from_token` on.
 
@@ -48,15 +58,14 @@ class NumberedRequest:
         self.found = Found()
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
         self._message, self._deadline_s = message, deadline_s
-        self._traceparent, self._client = traceparent, client
-        self._observes = observes
+        self._traceparent, self._client, self._owner = traceparent, client, owner
+        self._observes, self._window = observes, credit
         self._client_state = None if message is None else message.client_state
         self._was_sent = message is None
         counts = from_token if message is None else (0,) * max(1, message.sampling.n)
         self._received = dict(enumerate(counts))
         self._stops: dict[int, int] = {}
         self._ended: set[int] = set()
-        self._window = credit
         self._num_prompt_logprobs = self._num_queued = self._num_taken = 0
         self._items = deque[Item]()
         self._failure: UpstreamFailure | None = None
@@ -80,11 +89,17 @@ class NumberedRequest:
                 attach_secret=self.secret,
                 traceparent=self._traceparent,
                 client=self._client,
+                tenant=self._owner.tenant,
+                max_tenant_sequences=self._owner.max_sequences,
             )
             self._set_timeout(submit)
             return inference_pb2.ServeRequest(submit=submit)
         attach = inference_pb2.AttachNumber(
-            number=number, request=self._position(), credit=credit, attach_secret=self.secret
+            number=number,
+            request=self._position(),
+            credit=credit,
+            attach_secret=self.secret,
+            tenant=self._owner.tenant,
         )
         self._set_timeout(attach)
         return inference_pb2.ServeRequest(attach=attach)
@@ -115,6 +130,7 @@ class NumberedRequest:
         first, count = self._received.get(choice, 0), len(token_ids)
         self._received[choice] = first + count
         self._num_queued += count
+        self._owner.spend(count)
         self._items.append(Tokens(choice, first, token_ids, logprobs))
         self._signal()
 

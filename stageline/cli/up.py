@@ -77,6 +77,7 @@ GATEWAY_FLAGS = (
     "--strict-fields",
     "--max-body",
     "--response-keep",
+    "--keys-file",
 )
 PAYLOAD_FLAGS = ("--payload-listen", "--payload-min")
 """Worker flags for all workers; --payload-advertise names one port, and so one worker."""

@@ -152,6 +152,8 @@ ENDPOINT = Label(
         "unknown",
     ),
 )
+API_KEY = Label("key", "stageline.api_key.id", most=256)
+TOKEN_KIND = Label("kind", "stageline.token.kind", values=("prompt", "completion"))
 HTTP_STATUS = Label("status", "http.response.status_code", most=64, is_integer=True)
 DESTINATION = Label("destination", "stageline.destination", values=("coordinator", "collector"))
 
@@ -481,6 +483,15 @@ IGNORED_FIELDS = _of(
     _COUNTER,
     "{field}",
     "Unknown fields of requests that were served without them.",
+)
+KEY_TOKENS = _of(
+    _GATEWAY,
+    "stageline.gateway.key_tokens",
+    _COUNTER,
+    "{token}",
+    "Tokens of requests, by the id of their API key and whether they were prompt or completion.",
+    API_KEY,
+    TOKEN_KIND,
 )
 RESIDENT_MEMORY = _of(
     _ALL, "stageline.process.resident_memory", _UP_DOWN, "By", "Resident memory of the process."

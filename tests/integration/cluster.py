@@ -147,6 +147,7 @@ class Cluster:
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
         certificates: Certificates | None = None,
+        public_prefixes: tuple[Path, ...] = (),
     ) -> None:
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -183,6 +184,7 @@ class Cluster:
             token=token,
             trace_sample=trace_sample,
             telemetry=telemetry,
+            public_prefixes=public_prefixes,
             transport=self._transport("coordinator", Role.COORDINATOR),
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)

@@ -29,6 +29,7 @@ _CERTIFICATES = "integration/test_certificates.py"
 _CERTS = "unit/stageline/test_cli_certs.py"
 _CONFIG = "unit/stageline/test_cli_config.py"
 _GATEWAY = "e2e/test_gateway.py"
+_KEYS = "unit/stageline/test_cli_keys.py"
 _LOAD = "e2e/served/test_bench_serve.py"
 _REQUESTS = "unit/stageline/test_cli_requests.py"
 _STRANGER = "e2e/served/test_any_grpc_client.py"
@@ -55,6 +56,9 @@ COMMANDS: dict[str, Row] = {
     "top": ("e2e/test_watching.py", 'Terminal("top"'),
     "trace": ("unit/stageline/test_cli_trace.py", 'main(["trace", REQUEST_ID'),
     "bench serve": (_LOAD, '"bench serve '),
+    "keys create": (_KEYS, '"keys"', '"create"'),
+    "keys revoke": (_KEYS, '"keys"', '"revoke"'),
+    "keys list": (_KEYS, '"keys"', '"list"'),
     "certs ca": (_CERTS, '"certs"', '"ca"'),
     "certs issue": (_CERTS, '"certs"', '"issue"'),
     "certs renew": (_CERTS, '"certs"', '"renew"'),
@@ -149,6 +153,7 @@ PAGES: dict[str, Row] = {
     "failures": ("integration/test_cluster_recovery.py", ".stop()"),
     "hosts": (_BY_HAND, "--listen", "--advertise"),
     "journal": ("integration/test_journal.py", "positions="),
+    "keys": ("integration/test_tenants.py", "cached(", "bob"),
     "mock-stages": ("integration/test_mock_cluster.py", "step="),
     "operations": ("integration/test_drain.py", "under_load"),
     "protocol": ("integration/test_stage_handshake.py", "HopHello"),

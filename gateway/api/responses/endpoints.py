@@ -88,12 +88,17 @@ async def cancel_response(gateway: Gateway, request: Request) -> Response:
 async def delete_response(gateway: Gateway, request: Request) -> Response:
     """Delete a response, and cancel it if it is in progress."""
     identity = parse_response_id(request.path_params["response_id"])
+
+    async def cancel() -> None:
+        tenant = gateway.visitor.tenant
+        await gateway.upstream.cancel(identity.request, identity.secret, tenant=tenant)
+
     try:
-        await gateway.upstream.cancel(identity.request, identity.secret)  # it is kept, if it was in progress
+        await cancel()  # it is kept, if it was in progress
     except UpstreamFailure as failure:
         raise as_not_found(failure) from None
     try:
-        await gateway.upstream.cancel(identity.request, identity.secret)
+        await cancel()
     except UpstreamFailure as failure:
         if not isinstance(as_not_found(failure), ApiError):
             raise

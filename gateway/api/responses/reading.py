@@ -116,7 +116,9 @@ class ResponseReading:
 async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EVENTS) -> ResponseReading:
     """Begin to read a response that this or another gateway submitted. Raises ApiError, UpstreamFailure."""
     try:
-        stream = await gateway.upstream.observe(identity.request, identity.secret)
+        stream = await gateway.upstream.observe(
+            identity.request, identity.secret, tenant=gateway.visitor.tenant
+        )
     except UpstreamFailure as failure:
         raise as_not_found(failure) from None
     try:

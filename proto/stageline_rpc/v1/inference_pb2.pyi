@@ -872,6 +872,8 @@ class Submit(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_SEQUENCES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     credit: _builtins.int
     """The request's first credit."""
@@ -883,6 +885,12 @@ class Submit(_message.Message):
     """The client whose share of the coordinator this request takes, where the coordinator is told clients by metadata
     (--client-key). Empty: the caller of the stream.
     """
+    tenant: _builtins.str
+    """Whose request it is; empty for a cluster without tenants. Prompts are shared within a tenant only, and Attach and
+    Cancel need the same tenant. Believed from gateways and operators, and without certificates.
+    """
+    max_tenant_sequences: _builtins.int
+    """Waiting and running sequences of the tenant, this request's included, above which it is refused. 0: no limit."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest: ...
     @_builtins.property
@@ -899,10 +907,12 @@ class Submit(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         client: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        max_tenant_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client", b"client", "credit", b"credit", "number", b"number", "request", b"request", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client", b"client", "credit", b"credit", "max_tenant_sequences", b"max_tenant_sequences", "number", b"number", "request", b"request", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -917,9 +927,12 @@ class AttachNumber(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     ATTACH_SECRET_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     credit: _builtins.int
     attach_secret: _builtins.str
+    tenant: _builtins.str
+    """As in Submit."""
     @_builtins.property
     def request(self) -> Global___AttachRequest: ...
     @_builtins.property
@@ -934,10 +947,11 @@ class AttachNumber(_message.Message):
         credit: _builtins.int = ...,
         attach_secret: _builtins.str = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "credit", b"credit", "number", b"number", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "credit", b"credit", "number", b"number", "request", b"request", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,16 @@ from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
 from gateway.spans import GatewaySpans
-from gateway.upstream.contract import ChoiceEnd, Found, ModelInfo, PromptLogprobs, Tokens, UpstreamFailure
+from gateway.upstream.contract import (
+    NO_OWNER,
+    ChoiceEnd,
+    Found,
+    ModelInfo,
+    PromptLogprobs,
+    RequestOwner,
+    Tokens,
+    UpstreamFailure,
+)
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec, load_text_codec
 from web.server import HttpServer
@@ -170,6 +179,7 @@ class FakeUpstream:
         self.script = script
         self.model = MODEL
         self.is_ready = True
+        self.owners: list[RequestOwner] = []
         self.refusal: UpstreamFailure | None = None
         self.gate, self.end_gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
@@ -182,16 +192,22 @@ class FakeUpstream:
         """Tokens that there are of a request in progress, for observers; None after its end."""
 
     async def submit(
-        self, request: inference_pb2.GenerateRequest, *, deadline_s: float | None, traceparent: str
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        deadline_s: float | None,
+        traceparent: str,
+        owner: RequestOwner = NO_OWNER,
     ) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
         self.traceparents.append(traceparent)
+        self.owners.append(owner)
         stream = FakeStream(request, self.script(request), self.gate, self.end_gate, request.request_id)
         self.streams.append(stream)
         return stream
 
-    async def observe(self, request_id: str, secret: str) -> FakeStream:
+    async def observe(self, request_id: str, secret: str, *, tenant: str) -> FakeStream:
         """All there is in one portion; if `progress` is set, the first tokens, and the others later."""
         origin = self._find(request_id, secret)
         observer = FakeStream(
@@ -204,7 +220,7 @@ class FakeUpstream:
         self.observers.append(observer)
         return observer
 
-    async def cancel(self, request_id: str, secret: str) -> None:
+    async def cancel(self, request_id: str, secret: str, *, tenant: str) -> None:
         origin = self._find(request_id, secret)
         if self.progress is None:
             self.forgotten.add(request_id)

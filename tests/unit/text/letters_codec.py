@@ -27,7 +27,7 @@ class LettersCodec:
         """z stands for a space."""
         return tuple(self.encode(word)), tuple(self.encode("z" + word))
 
-    def encode_conversation(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[ChatMessage], *, tenant: str = "") -> list[int]:
         if len(messages) > 1:
             raise NoChatTemplate("no chat template")
         return self.encode(messages[0].content)

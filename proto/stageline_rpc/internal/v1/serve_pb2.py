@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from stageline_rpc.v1 import inference_pb2 as stageline__rpc_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%stageline_rpc/internal/v1/serve.proto\x12\x15stageline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a stageline_rpc/v1/inference.proto\"\xb4\x02\n\rServeEnvelope\x12\x37\n\x06submit\x18\x01 \x01(\x0b\x32%.stageline.internal.v1.SubmitEnvelopeH\x00\x12,\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x1a.stageline.v1.AttachNumberH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.stageline.v1.CancelNumberH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.stageline.v1.StopChoiceH\x00\x12+\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x19.stageline.v1.GrantCreditH\x00\x12,\n\x06\x64\x65tach\x18\x06 \x01(\x0b\x32\x1a.stageline.v1.DetachNumberH\x00\x42\t\n\x07\x63ommand\"\xa9\x01\n\x0eSubmitEnvelope\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12\x15\n\rattach_secret\x18\x04 \x01(\t\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x0e\n\x06\x63lient\x18\x07 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%stageline_rpc/internal/v1/serve.proto\x12\x15stageline.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a stageline_rpc/v1/inference.proto\"\xb4\x02\n\rServeEnvelope\x12\x37\n\x06submit\x18\x01 \x01(\x0b\x32%.stageline.internal.v1.SubmitEnvelopeH\x00\x12,\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x1a.stageline.v1.AttachNumberH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.stageline.v1.CancelNumberH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.stageline.v1.StopChoiceH\x00\x12+\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x19.stageline.v1.GrantCreditH\x00\x12,\n\x06\x64\x65tach\x18\x06 \x01(\x0b\x32\x1a.stageline.v1.DetachNumberH\x00\x42\t\n\x07\x63ommand\"\xd7\x01\n\x0eSubmitEnvelope\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12\x15\n\rattach_secret\x18\x04 \x01(\t\x12*\n\x07timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x0e\n\x06\x63lient\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x1c\n\x14max_tenant_sequences\x18\t \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,5 +36,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEENVELOPE']._serialized_start=131
   _globals['_SERVEENVELOPE']._serialized_end=439
   _globals['_SUBMITENVELOPE']._serialized_start=442
-  _globals['_SUBMITENVELOPE']._serialized_end=611
+  _globals['_SUBMITENVELOPE']._serialized_end=657
 # @@protoc_insertion_point(module_scope)

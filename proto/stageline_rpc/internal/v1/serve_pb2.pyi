@@ -74,6 +74,8 @@ class SubmitEnvelope(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MAX_TENANT_SEQUENCES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     request: _builtins.bytes
     """An encoded stageline.v1.GenerateRequest."""
@@ -81,6 +83,8 @@ class SubmitEnvelope(_message.Message):
     attach_secret: _builtins.str
     traceparent: _builtins.str
     client: _builtins.str
+    tenant: _builtins.str
+    max_tenant_sequences: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -93,10 +97,12 @@ class SubmitEnvelope(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         client: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        max_tenant_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client", b"client", "credit", b"credit", "number", b"number", "request", b"request", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client", b"client", "credit", b"credit", "max_tenant_sequences", b"max_tenant_sequences", "number", b"number", "request", b"request", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Who may use a gateway: API keys, their limits, and whose requests they make."""

@@ -1,0 +1,171 @@
+"""Who makes a request of a gateway, and what the key permits."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import FixedWindowRateLimiter
+
+from gateway.access.keys import PRIORITIES, ApiKey, KeysUnusable, digest_of, id_of, read_keys
+from gateway.upstream.contract import NO_OWNER, RequestOwner
+
+log = logging.getLogger(__name__)
+
+REQUESTS, TOKENS = "requests", "tokens"
+
+
+class NotAdmitted(Exception):
+    """A request without a key that permits it."""
+
+
+class NoKey(NotAdmitted):
+    """There is no key, or none that is known and in force."""
+
+
+class NotPermitted(NotAdmitted):
+    """The key does not permit this; `field` is the field that asks for it."""
+
+    def __init__(self, text: str, *, field: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+class TooMany(NotAdmitted):
+    """The key has used up its requests or tokens of this minute."""
+
+    def __init__(self, text: str, *, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+CountTokens = Callable[[str, str, int], None]
+"""Called with the key's id, `prompt` or `completion`, and a number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """Whoever makes a request; without a `key`, anyone, whom nothing limits."""
+
+    key: ApiKey | None = None
+    spend: Callable[[str, int], None] = lambda kind, num_tokens: None
+    """Counts tokens of a kind, `prompt` or `completion`."""
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.key is None else self.key.tenant
+
+    @property
+    def owner(self) -> RequestOwner:
+        """Of the visitor's requests to the coordinator."""
+        if self.key is None:
+            return NO_OWNER
+        return RequestOwner(
+            tenant=self.key.tenant,
+            max_sequences=self.key.max_concurrent or 0,
+            spend=lambda num_tokens: self.spend("completion", num_tokens),
+        )
+
+    def may_use(self, model: str) -> bool:
+        return self.key is None or not self.key.models or model in self.key.models
+
+    def check_model(self, model: str) -> None:
+        """Raises NotPermitted."""
+        if not self.may_use(model):
+            raise NotPermitted(f"this API key is not for model {model!r}", field="model")
+
+    def check_priority(self, priority: str) -> None:
+        """Raises NotPermitted."""
+        if self.key is not None and PRIORITIES.index(priority) > PRIORITIES.index(self.key.max_priority):
+            raise NotPermitted(
+                f"this API key is for priority {self.key.max_priority} at most", field="priority"
+            )
+
+
+ANYONE = Visitor()
+
+
+class Doorkeeper:
+    """Admits requests with a key of a file, which is read again when it changes."""
+
+    def __init__(self, path: Path, count: CountTokens, *, clock: Callable[[], float] = time.time) -> None:
+        """Raises KeysUnusable."""
+        self._path, self._count, self._clock = path, count, clock
+        self._stamp = _stamp(path)
+        self._keys: Mapping[str, ApiKey] = read_keys(path)
+        self._rates = FixedWindowRateLimiter(MemoryStorage())
+
+    def admit(self, text: str) -> Visitor:
+        """Admit the holder of a key. Raises NoKey and TooMany."""
+        key = self._find(text)
+        self._check_tokens(key)
+        self._take_request(key)
+        return Visitor(key, lambda kind, num_tokens: self._spend(key, kind, num_tokens))
+
+    def _find(self, text: str) -> ApiKey:
+        if not text:
+            raise NoKey("no API key: send Authorization: Bearer KEY")
+        self._refresh()
+        key_id = id_of(text)
+        key = None if key_id is None else self._keys.get(key_id)
+        if key is None or not key.matches(digest_of(text)):
+            raise NoKey("the API key is wrong, or was revoked")
+        if key.has_expired(datetime.fromtimestamp(self._clock(), UTC)):
+            assert key.expires is not None
+            raise NoKey(f"the API key ended at {key.expires.isoformat(timespec='seconds')}")
+        return key
+
+    def _take_request(self, key: ApiKey) -> None:
+        if (limit := key.requests_per_minute) is None:
+            return
+        item = RateLimitItemPerMinute(limit)
+        if not self._rates.hit(item, REQUESTS, key.id):
+            raise self._too_many(key, item, REQUESTS)
+
+    def _check_tokens(self, key: ApiKey) -> None:
+        """A request's tokens are known as they are generated: it begins while any are left."""
+        if (limit := key.tokens_per_minute) is None:
+            return
+        item = RateLimitItemPerMinute(limit)
+        if self._rates.get_window_stats(item, TOKENS, key.id).remaining <= 0:
+            raise self._too_many(key, item, TOKENS)
+
+    def _too_many(self, key: ApiKey, item: RateLimitItemPerMinute, what: str) -> TooMany:
+        window = self._rates.get_window_stats(item, what, key.id)
+        retry_after_s = max(1, math.ceil(window.reset_time - time.time()))
+        return TooMany(
+            f"this API key may use {item.amount} {what} per minute; retry in {retry_after_s} s",
+            retry_after_s=retry_after_s,
+        )
+
+    def _spend(self, key: ApiKey, kind: str, num_tokens: int) -> None:
+        self._count(key.id, kind, num_tokens)
+        if key.tokens_per_minute is not None and num_tokens:
+            item = RateLimitItemPerMinute(key.tokens_per_minute)
+            self._rates.hit(item, TOKENS, key.id, cost=num_tokens)
+
+    def _refresh(self) -> None:
+        try:
+            if (stamp := _stamp(self._path)) == self._stamp:
+                return
+            self._stamp = stamp
+            self._keys = read_keys(self._path)
+        except KeysUnusable as error:
+            log.warning("%s; the keys before stay in force", error)
+        else:
+            log.info("%s was read again: %d keys", self._path, len(self._keys))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,65 @@
+"""Access to the gateway's paths: the key of a request, and what is answered without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+import grpc
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.visitors import ANYONE, Doorkeeper, NoKey, NotAdmitted, NotPermitted, TooMany, Visitor
+from gateway.api.errors import ApiError, error_response, status_error
+from gateway.api.messages.endpoints import message_error
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/readyz", "/", "/favicon.ico"})
+OPEN_PREFIX = "/static/"
+"""The chat page holds no data; what it asks for needs the key that is entered there."""
+VISITOR = "stageline.visitor"
+
+
+class RequireKey:
+    """Middleware: admits requests with a key, and those of paths that need none."""
+
+    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, messages_path: str) -> None:
+        """Errors below `messages_path` have Anthropic's shape."""
+        self._app, self._doorkeeper, self._messages_path = app, doorkeeper, messages_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
+            try:
+                scope[VISITOR] = self._doorkeeper.admit(_key(Headers(scope=scope)))
+            except NotAdmitted as refused:
+                write = message_error if path.startswith(self._messages_path) else error_response
+                await write(as_api_error(refused))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def visitor_of(scope: Scope) -> Visitor:
+    """Who makes a request; anyone where no keys are required."""
+    visitor: Visitor = scope.get(VISITOR, ANYONE)
+    return visitor
+
+
+def as_api_error(refused: NotAdmitted) -> ApiError:
+    """The error of a request that was not admitted."""
+    match refused:
+        case NoKey():
+            return status_error(
+                grpc.StatusCode.UNAUTHENTICATED, str(refused), headers={"www-authenticate": "Bearer"}
+            )
+        case TooMany(retry_after_s=retry_s):
+            headers = {"retry-after": str(ceil(retry_s)), "retry-after-ms": str(ceil(retry_s * 1000))}
+            return status_error(grpc.StatusCode.RESOURCE_EXHAUSTED, str(refused), headers=headers)
+        case NotPermitted(field=field):
+            return status_error(grpc.StatusCode.PERMISSION_DENIED, str(refused), param=field)
+    raise AssertionError(refused)
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    """OpenAI's clients send a bearer token, Anthropic's a header of their own."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

@@ -1,0 +1,185 @@
+"""Tenants through keys of a gateway: nobody reads, ends, or feels the prompts of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from httpx2 import AsyncClient, Response
+
+from gateway.access.keys import changed_keys, new_key
+from gateway.config import GatewayConfig
+from gateway.server import GatewayServer
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.integration.calls import message
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.numbered_calls import SECRET, Gateway
+from tests.integration.test_mock_cluster import mock_cluster
+from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
+from wire.transport import PLAIN
+
+PROMPT = [3 + index % 90 for index in range(512)]
+NUM_CACHED = 511
+"""The last token is computed: it has the logits of the first new one."""
+
+
+class Keys:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keys.toml"
+        with changed_keys(self.path):
+            pass
+
+    def new(self, tenant: str, **limits: Any) -> str:
+        text, key = new_key(tenant=tenant, **limits)
+        with changed_keys(self.path) as known:
+            known[key.id] = key
+        return text
+
+    def revoke_all(self) -> None:
+        with changed_keys(self.path) as known:
+            known.clear()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster, keys: Keys) -> AsyncIterator[AsyncClient]:
+    config = GatewayConfig(coordinator=cluster.address, listen="127.0.0.1:0", keys_file=keys.path)
+    server = GatewayServer(config, template=None)
+    await server.start()
+    try:
+        async with AsyncClient(base_url=f"http://{server.address}", timeout=DEADLINE_S) as http:
+            yield http
+    finally:
+        await server.stop()
+
+
+async def complete(http: AsyncClient, key: str, **fields: Any) -> Response:
+    body = {"prompt": PROMPT, "max_tokens": 2, **fields}
+    return await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def cached(response: Response) -> int:
+    assert response.status_code == 200, response.text
+    number: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+async def test_prompts_are_cached_within_a_tenant_and_never_across(keys: Keys) -> None:
+    ann, ann_too, bob = keys.new("ann"), keys.new("ann"), keys.new("bob")
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        assert cached(await complete(http, ann)) == 0
+        assert cached(await complete(http, ann_too)) == NUM_CACHED
+        for salt in ("", "ann", "0" * 64):
+            assert cached(await complete(http, bob, cache_salt=salt)) == 0
+            assert cached(await complete(http, bob, cache_salt=salt)) == NUM_CACHED
+        assert cached(await complete(http, ann, cache_salt="own")) == 0
+        assert cached(await complete(http, ann)) == NUM_CACHED
+
+
+async def test_public_prefixes_are_cached_across_tenants(keys: Keys, tmp_path: Path) -> None:
+    file = tmp_path / "system.json"
+    file.write_text(json.dumps(PROMPT[:100]))
+    ann, bob = keys.new("ann"), keys.new("bob")
+    async with (
+        mock_cluster(1, public_prefixes=(file,)) as cluster,
+        serving(cluster, keys) as http,
+    ):
+        assert cached(await complete(http, ann)) == 0
+        assert cached(await complete(http, bob)) == 96  # whole blocks of 8
+        assert cached(await complete(http, bob)) == NUM_CACHED
+
+
+async def test_attach_and_cancel_need_the_tenant_of_the_request() -> None:
+    request = message(PROMPT[:4], 4000, keep_s=60.0)
+    async with mock_cluster(1, "step=5ms") as cluster, Gateway(cluster.address) as gateway:
+        mine = await gateway.submit(request, tenant="ann")
+        await gateway.until(lambda: len(mine.tokens[0]) >= 3)
+        for tenant in ("bob", ""):
+            other = await gateway.attach(mine, tenant=tenant, observe=True)
+            await gateway.until(lambda other=other: other.is_ended)
+            assert other.failure is not None
+            assert other.failure.reason == "ATTACH_SECRET_MISMATCH"
+            assert await cancel_outcome(cluster.address, mine.request_id, tenant) == (
+                grpc.StatusCode.PERMISSION_DENIED
+            )
+        again = await gateway.attach(mine, tenant="ann", observe=True)
+        await gateway.until(lambda: len(again.tokens[0]) >= 5)
+        assert await cancel_outcome(cluster.address, mine.request_id, "ann") is grpc.StatusCode.OK
+
+
+async def cancel_outcome(address: str, request_id: str, tenant: str) -> grpc.StatusCode:
+    metadata = ((ATTACH_SECRET_KEY, SECRET), (TENANT_KEY, tenant))
+    async with PLAIN.channel(address) as channel:
+        try:
+            await inference_pb2_grpc.InferenceStub(channel).Cancel(
+                inference_pb2.CancelRequest(request_id=request_id), metadata=metadata, timeout=DEADLINE_S
+            )
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+# Keys
+
+
+async def test_every_path_but_health_and_the_page_needs_a_key(keys: Keys) -> None:
+    key = keys.new("ann")
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        for path in ("/health", "/readyz", "/", "/static/chat.js"):
+            assert (await http.get(path)).status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere", "/tokenizer_info"):
+            refused = await http.get(path)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        refused = await http.post("/v1/messages", json={}, headers={"x-api-key": "wrong"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert (await http.get("/v1/models", headers={"x-api-key": key})).status_code == 200
+        keys.revoke_all()
+        assert (await complete(http, key)).status_code == 401
+
+
+async def test_models_priorities_and_rates_of_a_key(keys: Keys) -> None:
+    other, low = keys.new("ann", models=("other",)), keys.new("ann", max_priority="low")
+    few, cheap = keys.new("ann", requests_per_minute=2), keys.new("ann", tokens_per_minute=600)
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        refused = await complete(http, other)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "model")
+        listed = await http.get("/v1/models", headers={"authorization": f"Bearer {other}"})
+        assert listed.json()["data"] == []
+        refused = await complete(http, low)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
+        assert (await complete(http, low, priority=1)).status_code == 200
+        for key, codes in ((few, [200, 200, 429]), (cheap, [200, 200, 429])):
+            found = [await complete(http, key) for _ in codes]
+            assert [response.status_code for response in found] == codes
+            assert found[-1].json()["error"]["code"] == "rate_limit_exceeded"
+            assert 0 < int(found[-1].headers["retry-after"]) <= 60
+
+
+async def test_the_coordinator_limits_the_sequences_of_a_tenant(keys: Keys) -> None:
+    narrow, wide = keys.new("ann", max_concurrent=2), keys.new("bob")
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        assert (await complete(http, narrow, n=2)).status_code == 200
+        refused = await complete(http, narrow, n=3)
+        assert refused.status_code == 429, refused.text
+        assert "client ann has 0 active sequences, the limit is 2" in refused.json()["error"]["message"]
+        assert (await complete(http, wide, n=3)).status_code == 200
+
+
+async def test_tokens_of_a_key_are_in_the_metrics_and_the_key_is_not(keys: Keys) -> None:
+    key = keys.new("ann")
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        await complete(http, key, max_tokens=5)
+        text = (await http.get("/metrics", headers={"x-api-key": key})).text
+    lines = [line for line in text.splitlines() if line.startswith("stageline_gateway_key_tokens_total")]
+    assert sorted(float(line.rpartition(" ")[2]) for line in lines) == [5, 512]
+    assert key not in text
