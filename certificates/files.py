@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,6 +88,8 @@ class TlsDirectory:
     def __init__(self, directory: Path) -> None:
         """Raises UnusableTlsFiles."""
         self.directory = directory
+        self.on_reload: Callable[[str, str | None], None] = lambda what, problem: None
+        """Called by any thread with the directory, and the problem of files that cannot be used."""
         self._seen = self._stamp()
         self._material = read_tls_material(directory)
 
@@ -104,11 +106,13 @@ class TlsDirectory:
             material = self._material = read_tls_material(self.directory)
         except UnusableTlsFiles as error:
             log.warning("%s; the certificate before stays in use", error)
+            self.on_reload(str(self.directory), str(error))
             return
         log.info(
             "certificate of %s was read again, it ends at %s",
             *(material.identity, material.expires_at.isoformat(timespec="seconds")),
         )
+        self.on_reload(str(self.directory), None)
 
     def _stamp(self) -> Sequence[tuple[int, int, int] | None]:
         return [_stamp(self.directory / name) for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE)]

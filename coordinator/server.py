@@ -47,6 +47,7 @@ from coordinator.model import ServedModel, open_model
 from coordinator.observability.activity import ActivityRecorder
 from coordinator.observability.facts import FactRecorder
 from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.observability.request_audit import RequestAudit
 from coordinator.observability.request_log import RequestLog
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.observability.trace_reader import TraceReader
@@ -69,6 +70,7 @@ from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
 from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
+from wire.audit import open_audit
 from wire.authorization import authorization
 from wire.channels import add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
@@ -104,7 +106,8 @@ class CoordinatorServer:
         self, config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy | None = None
     ) -> None:
         self._config, self._model = config, model
-        self._transport = open_transport(config.transport, Role.COORDINATOR)
+        self._audit = open_audit(config.logs.audit_log, "coordinator")
+        self._transport = open_transport(config.transport, Role.COORDINATOR, self._audit)
         self._policy = policy or config.recovery_policy
         self._token_file = TokenFile(config.token_directory) if config.token is None else None
         self._token = config.token if self._token_file is None else self._token_file.token
@@ -145,7 +148,7 @@ class CoordinatorServer:
         self.trace_reader = TraceReader(self.trace_store)
         sink, clock = StoreSink(self.trace_store.add), ClusterClock()
         self.recorder = new_recorder(COORDINATOR, sink, config.telemetry, clock, instance=instance)
-        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance, audit=self._audit)
         self._refused_operators = self.metrics.refused_peers("operator_token")
         self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
 
@@ -160,7 +163,12 @@ class CoordinatorServer:
             limits,
             policy=self._policy,
             durability=Durability(self.journal, config.reattach_timeout_s, policy=self._policy),
-            observer=FactRecorder((self._traces, *self.metrics.observers, self.activity, RequestLog())),
+            observer=FactRecorder(
+                (
+                    *(self._traces, *self.metrics.observers),
+                    *(self.activity, RequestLog(), RequestAudit(self._audit, config.client_key)),
+                )
+            ),
         )
 
     def _new_controller(self, incarnation: Incarnation) -> Controller:
@@ -184,6 +192,7 @@ class CoordinatorServer:
             new_secret=new_secret,
             refused=self.metrics.refused_peers("hop_secret"),
             transport=self._transport,
+            audit=self._audit,
         )
 
     def _new_self_check(self) -> SelfCheck:
@@ -238,7 +247,8 @@ class CoordinatorServer:
             self._server,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.controller, status, self.engine.kv_events, operators), self._server
+            ClusterService(self.controller, status, self.engine.kv_events, operators, self._audit),
+            self._server,
         )
         self._add_worker_services()
         telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
@@ -322,6 +332,7 @@ class CoordinatorServer:
         await self.recorder.close()
         await self._server.stop(self._policy.stop_grace_s)
         self.trace_reader.close()
+        self._audit.close()
 
     async def _sweep(self) -> None:
         while True:

@@ -19,7 +19,8 @@ from telemetry.metrics.registry import Registry
 class GatewayMetrics:
     """Counts requests and ignored fields."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_lost_records: Callable[[], int] = lambda: 0) -> None:
+        """`num_lost_records` returns the number of records that the audit log could not hold."""
         self._registry = Registry(start_ns=time.time_ns())
         self._requests = self._registry.number(definitions.HTTP_REQUESTS)
         self._active = self._registry.number(definitions.HTTP_ACTIVE).of()
@@ -27,6 +28,8 @@ class GatewayMetrics:
         self._key_tokens = self._registry.number(definitions.KEY_TOKENS)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
+        lost_records = self._registry.number(definitions.LOST_AUDIT_RECORDS).of()
+        self._registry.read_with(lambda: lost_records.set(num_lost_records()))
         self._idle = asyncio.Event()
         self._idle.set()
         self._process = psutil.Process()

@@ -33,6 +33,7 @@ from telemetry.spans import GATEWAY
 from text.tokenizer import TextCodec, TokenizerError, load_text_codec
 from web.server import HttpServer
 from wire.addresses import parse_address
+from wire.audit import open_audit
 from wire.channels import raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
@@ -75,8 +76,10 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, template: str | None) -> None:
         self._config, self._template = config, template
-        self._transport = open_transport(config.transport, Role.GATEWAY)
-        self._clock, self._metrics = ClusterClock(), GatewayMetrics()
+        self._audit = open_audit(config.logs.audit_log, "gateway")
+        self._transport = open_transport(config.transport, Role.GATEWAY, self._audit)
+        self._clock = ClusterClock()
+        self._metrics = GatewayMetrics(num_lost_records=lambda: self._audit.num_lost)
         self._recorder: SpanRecorder | None = None
         self._link = self._new_link()
         self._gateway = Gateway(
@@ -86,6 +89,7 @@ class GatewayServer:
             metrics=self._metrics,
             template=template,
             doorkeeper=self._doorkeeper(config.keys_file),
+            audit=self._audit,
             is_waiting=True,
         )
         self._app = make_app(self._gateway)
@@ -192,6 +196,7 @@ class GatewayServer:
             await self._recorder.close()
         await self._link.stop()
         self._gateway.close()
+        self._audit.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

@@ -247,12 +247,13 @@ def _num_bytes(hidden: TensorView | None) -> int:
 class WorkerMetrics:
     """Used on the event loop only. `stage` observes the sessions; `start` needs the name of the worker."""
 
-    def __init__(self, settings: TelemetrySettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: TelemetrySettings, num_lost_records: Callable[[], int] = lambda: 0) -> None:
+        self._settings, self._num_lost_records = settings, num_lost_records
         self._registry = Registry(start_ns=time.time_ns())
         self.stage = StageMetrics(self._registry)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
+        self._lost_records = self._registry.number(definitions.LOST_AUDIT_RECORDS).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         self._spans: SpanRecorder | None = None
         self._to_coordinator: CoordinatorExport | None = None
@@ -307,6 +308,7 @@ class WorkerMetrics:
 
     def _read(self) -> None:
         self._memory.set(resident_bytes())
+        self._lost_records.set(self._num_lost_records())
         if self._spans is not None:
             self._dropped_spans.set(self._spans.num_dropped)
         if self._to_coordinator is not None:

@@ -35,6 +35,7 @@ from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
+from wire.audit import open_audit
 from wire.authorization import authorization
 from wire.channels import PROTOCOL_VERSION, add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
@@ -60,14 +61,15 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that this host lacks. Binds no port."""
         self._config = config
-        self.metrics = WorkerMetrics(config.telemetry)
+        self._audit = open_audit(config.logs.audit_log, f"worker {config.name or socket.gethostname()}")
+        self.metrics = WorkerMetrics(config.telemetry, num_lost_records=lambda: self._audit.num_lost)
         self._health = HealthServicer()
         self._backend = _new_backend(config)
         self._backend.on_device_failure = self._note_device_failure
         self._device_failure = ""
         self._has_failed = asyncio.Event()
-        self._transport = open_transport(config.transport, Role.WORKER)
-        self._refused = RefusedPeers(time.monotonic)
+        self._transport = open_transport(config.transport, Role.WORKER, self._audit)
+        self._refused = RefusedPeers(time.monotonic, audit=self._audit)
         self._server = new_server(
             authorization=authorization(self._transport, config.transport.deny_list, self._refused)
         )
@@ -103,6 +105,7 @@ class Worker:
                 self._payloads, min_bytes=config.min_payload_bytes, transport=transport
             ),
             transport=transport,
+            refused=self._refused,
         )
 
     def _certified_name(self) -> str:
@@ -174,6 +177,7 @@ class Worker:
         if self._recorder is not None:
             await self._recorder.close()
         await _cancel(self._health_tasks)
+        self._audit.close()
         return self._backend.stop(timeout_s=WORKER_POLICY.stop_grace_s)
 
     def _start_telemetry(self) -> None:

@@ -122,20 +122,20 @@ class StageManager:
         weights: WeightsVerifier | None = None,
         payloads: PayloadConnections | None = None,
         transport: Transport = PLAIN,
+        refused: RefusedPeers | None = None,
     ) -> None:
         """`coordinator` is the address of `Join` and of LAST's results, as this worker reaches it.
 
         `on_serving` is called when the coordinator starts or stops serving with this stage. `wire_dtype`
         overrides the coordinator's dtype for hidden states sent by this stage.
         """
-        refused = RefusedPeers(time.monotonic)
+        refused = refused or RefusedPeers(time.monotonic)
         self._transport = transport
         self._payloads = payloads or PayloadConnections(PayloadListener(refused))
         self._reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
         self._early_streams = EarlyStreams(refused)
-        self._coordinator = coordinator
-        self._incarnation = new_incarnation()
+        self._coordinator, self._incarnation = coordinator, new_incarnation()
         self._backend = backend
         self._on_serving = on_serving
         self._wire_dtype = wire_dtype

@@ -10,9 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
-from wire.flags import Flag
+from wire.flags import Flag, file_path
 from wire.log_context import FIELDS
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
-    """Format and level of a process's log."""
+    """Format and level of a process's log, and its audit log."""
 
     format: Annotated[
         LogFormat,
@@ -152,6 +153,18 @@ class LogSettings:
         LogLevel,
         Flag("--log-level", None, "Minimum log level; per-request messages are at debug", panel="Logs"),
     ] = LogLevel.INFO
+    audit_log: Annotated[
+        Path | None,
+        Flag(
+            "--audit-log",
+            "FILE",
+            "File of mode 0600 to which JSON lines are appended: who did what with which outcome, "
+            "never prompts",
+            unset="none",
+            panel="Logs",
+            parse=file_path,
+        ),
+    ] = None
 
 
 DEFAULT_LOGS = LogSettings()

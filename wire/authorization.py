@@ -15,6 +15,7 @@ import grpc
 
 from certificates.identity import Identity, Role, parse_identity
 from wire.addresses import peer_host
+from wire.audit import NO_AUDIT, AuditCaller, AuditLog
 from wire.errors import AccessDenied, CertificateRefused, ServingError
 from wire.interceptors import abort_call
 from wire.peer_secrets import RefusedPeers
@@ -68,11 +69,18 @@ def peer_identity(context: Context) -> Identity | None:
     return _identity(_auth(context))
 
 
+def caller_of(context: Context) -> AuditCaller:
+    """Who calls, for the audit log."""
+    host = peer_host(context)
+    return {"who": peer_identity(context) or f"host {host}", "host": host}
+
+
 class DenyList:
     """Identities and serial numbers whose certificates are refused before they end; read when it changes."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, audit: AuditLog = NO_AUDIT) -> None:
         """Raises OSError or ValueError for a file that cannot be used."""
+        self._audit = audit
         self._path = path
         self._stamp: tuple[int, int, int] | None = None
         self._entries: frozenset[str] = frozenset()
@@ -96,8 +104,10 @@ class DenyList:
             self._entries = _read_entries(self._path)
         except (OSError, ValueError) as error:
             log.warning("deny list: %s; the entries before stay in force", error)
+            self._audit.reloaded(str(self._path), str(error))
         else:
             log.info("deny list %s was read again: %d entries", self._path, len(self._entries))
+            self._audit.reloaded(str(self._path), None)
 
 
 def authorization(
@@ -106,7 +116,7 @@ def authorization(
     """Interceptors of a server: none in plain text. Raises OSError or ValueError for a bad deny list."""
     if transport.identity is None:
         return ()
-    return (AuthorizationInterceptor(transport.identity, DenyList(deny_list), refused),)
+    return (AuthorizationInterceptor(transport.identity, DenyList(deny_list, refused.audit), refused),)
 
 
 class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
@@ -131,12 +141,13 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
 
     async def _admit(self, context: Context, method: str) -> None:
         """End the call, and count it, unless the certificate permits it."""
+        caller: Identity | None = None
         try:
             caller = self._caller(context)
             if caller.role not in ROLES_OF_METHOD.get(method, frozenset()):
                 raise AccessDenied(f"{caller} may not call {method.rpartition('/')[2][:100]}")
         except ServingError as error:
-            self._refused.note(f"a call of {method[:100]}", str(error), host=peer_host(context))
+            self._refused.note(f"a call of {method[:100]}", str(error), host=peer_host(context), who=caller)
             await abort_call(context, error, method)
 
     def _caller(self, context: Context) -> Identity:

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from certificates.identity import Identity, Role
+from wire.audit import NO_AUDIT, Action, AuditLog, AuditOutcome
 from wire.errors import AccessDenied, SecretMismatch, StaleStream
 
 log = logging.getLogger(__name__)
@@ -56,18 +57,33 @@ class RefusedPeers:
     Attempts themselves are not limited: above MAX_TRIES they are counted and rejected without a log line.
     """
 
-    def __init__(self, clock: Callable[[], float], on_refused: Callable[[], None] = lambda: None) -> None:
-        """`on_refused` is called for each attempt, logged or not."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_refused: Callable[[], None] = lambda: None,
+        audit: AuditLog = NO_AUDIT,
+    ) -> None:
+        """`on_refused` is called for each attempt, logged or not; `audit` gets those that are logged."""
         self._clock = clock
         self._on_refused = on_refused
+        self.audit = audit
         self._tries = RefusedTries()
 
-    def note(self, call: str, problem: str, *, host: str) -> bool:
+    def note(self, call: str, problem: str, *, host: str, who: Identity | None = None) -> bool:
         """Count and log a rejected `call`; return False, without logging, above MAX_TRIES."""
         self._on_refused()
         if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
             return False
         log.warning("refused %s: %s, host=%s tries=%d", call, problem, host, num_tries)
+        self.audit.record(
+            Action.DENIAL,
+            AuditOutcome.REFUSED,
+            who=who or f"host {host}",
+            host=host,
+            call=call,
+            problem=problem,
+            tries=num_tries,
+        )
         return True
 
     def secret_mismatch(self, call: str, what: str, *, host: str) -> SecretMismatch:
@@ -109,7 +125,7 @@ class HopSecrets:
         if not is_sender:
             expected = "nobody" if self._sender is None else f"{self._sender[0].value} {self._sender[1]}"
             problem = f"{caller} may not send here: the epoch names {expected.strip()}"
-            self._refused.note("a stream", problem, host=host)
+            self._refused.note("a stream", problem, host=host, who=caller)
             raise AccessDenied(problem)
         raise self._refused.secret_mismatch("a stream", "hop secret", host=host)
 

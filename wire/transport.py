@@ -19,6 +19,7 @@ import grpc
 from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from certificates.identity import Identity, Role
 from wire.addresses import Address, parse_address
+from wire.audit import NO_AUDIT, AuditLog
 from wire.channels import CHANNEL_OPTIONS
 from wire.flags import Flag, file_path
 
@@ -160,7 +161,7 @@ class Transport:
 PLAIN = Transport()
 
 
-def open_transport(settings: TransportSettings, role: Role) -> Transport:
+def open_transport(settings: TransportSettings, role: Role, audit: AuditLog = NO_AUDIT) -> Transport:
     """Read the certificate of a serving process. Raises UnusableTlsFiles, also for one of another role."""
     if settings.tls_directory is None:
         return PLAIN
@@ -172,6 +173,7 @@ def open_transport(settings: TransportSettings, role: Role) -> Transport:
         raise UnusableTlsFiles(
             f"{settings.tls_directory / CERTIFICATE_FILE} is of {found}, must be of a {role.value}"
         )
+    files.on_reload = audit.reloaded
     return Transport(files)
 
 

@@ -13,6 +13,8 @@ from coordinator.cluster.controller import Controller
 from coordinator.scheduler.kv_events import KvChange, KvEventPublisher, KvSnapshot
 from kvcache import CachedBlock, Removed, Stored
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
+from wire.audit import Action, AuditLog, AuditOutcome
+from wire.authorization import caller_of
 from wire.channels import when_call_ends
 
 BLOCKS_PER_MESSAGE = 4096
@@ -87,16 +89,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         status: StatusReporter,
         kv_events: KvEventPublisher,
         operators: Operators,
+        audit: AuditLog,
     ) -> None:
         self._controller = controller
         self._status = status
         self._kv_events = kv_events
         self._operators = operators
+        self._audit = audit
 
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
         self._operators.check(context)
+        self._audit.record(Action.DRAIN, AuditOutcome.OK, **caller_of(context), worker=request.worker)
         await self._controller.drain(request.worker)
         return cluster_pb2.DrainResponse()
 

@@ -50,6 +50,7 @@ from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import RefusedPeers, is_secret, new_secret
@@ -85,6 +86,7 @@ class Controller:
         new_secret: Callable[[], bytes] = new_secret,
         refused: RefusedPeers | None = None,
         transport: Transport = PLAIN,
+        audit: AuditLog = NO_AUDIT,
     ) -> None:
         """`on_serving` receives whether new requests are served, after each possible change.
 
@@ -97,8 +99,7 @@ class Controller:
         self._attribution = FailureAttribution(engine.scheduler, engine.registry, engine.fail, policy=policy)
         self.availability = Availability(state, engine, policy, on_serving)
         self.connections, self.memory_limits = Connections(), MemoryLimits()
-        self.ledger_check = LedgerCheck(engine)
-        self._events = EventLog()
+        self.ledger_check, self._events = LedgerCheck(engine), EventLog(audit=audit)
         self._pipeline = Pipeline(
             incarnation=incarnation,
             fingerprint=model.fingerprint,

@@ -1,4 +1,4 @@
-"""Log lines of cluster events, one per event."""
+"""Log lines and audit records of cluster events, one per event."""
 
 import logging
 import time
@@ -12,6 +12,7 @@ from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.self_check_verdict import Verdict
 from coordinator.scheduler.sequence import Sequence
 from stageline_rpc.internal.v1 import join_pb2
+from wire.audit import NO_AUDIT, Action, AuditLog, AuditOutcome
 from wire.kernels import StageKernels, differing_kernels
 from wire.log_context import log_context
 from wire.steps import FaultReport
@@ -22,8 +23,8 @@ log = logging.getLogger(__name__)
 class EventLog:
     """One method per event that the controller handles."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, audit: AuditLog = NO_AUDIT) -> None:
+        self._clock, self._audit = clock, audit
         self._stopped_s: float | None = None
         self._differing = ""
         self._loads: dict[str, tuple[int, int, int]] = {}
@@ -35,9 +36,11 @@ class EventLog:
             *(worker.name, worker.address, worker.device),
             extra=log_context(worker=worker.name),
         )
+        self._record(Action.JOIN, worker.name, address=worker.address, device=worker.device)
 
     def left(self, worker: str, reason: str) -> None:
         log.info("worker %s left: %s", worker, reason, extra=log_context(worker=worker))
+        self._record(Action.LEAVE, worker, problem=reason)
 
     def assigned(self, action: AssignStage) -> None:
         """Log the plan once, with its first stage."""
@@ -85,6 +88,8 @@ class EventLog:
     def drain_started(self, worker: str, *, by_worker: bool) -> None:
         requester = "the worker" if by_worker else "an operator"
         log.info("worker %s drains, requested by %s", worker, requester, extra=log_context(worker=worker))
+        if by_worker:
+            self._record(Action.DRAIN, worker)
 
     def finishing_requests(self, worker: str) -> None:
         """Log that a draining worker waits for running requests, because no other can take its layers."""
@@ -172,6 +177,9 @@ class EventLog:
         log.log(
             level, "epoch %d is over: %s", action.epoch, action.reason, extra=log_context(epoch=action.epoch)
         )
+
+    def _record(self, action: Action, worker: str, **facts: str) -> None:
+        self._audit.record(action, AuditOutcome.OK, who=f"worker {worker}", worker=worker, **facts)
 
 
 def _layers(stage: StagePlan) -> str:

@@ -33,6 +33,7 @@ from telemetry.metrics.prometheus import Exposed, prometheus_text
 from telemetry.metrics.registry import Registry
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import new_resource
+from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -346,9 +347,9 @@ def num_points(message: ResourceMetrics) -> int:
 class CoordinatorMetrics:
     """Used from the event loop only. `observers` are for a `FactRecorder`; `watch` it before `start`."""
 
-    def __init__(self, settings: TelemetrySettings, *, instance: str) -> None:
-        """`instance` identifies this process in a collector."""
-        self._settings = settings
+    def __init__(self, settings: TelemetrySettings, *, instance: str, audit: AuditLog = NO_AUDIT) -> None:
+        """`instance` identifies this process in a collector; `audit` gets what is refused."""
+        self._settings, self._audit = settings, audit
         self._instance = instance
         self._registry = Registry(start_ns=time.time_ns())
         self.requests = RequestMetrics(self._registry)
@@ -358,6 +359,8 @@ class CoordinatorMetrics:
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._process = psutil.Process()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
+        lost = self._registry.number(definitions.LOST_AUDIT_RECORDS).of()
+        self._registry.read_with(lambda: lost.set(audit.num_lost))
         access = self._registry.number(definitions.ACCESS_REFUSED)
         self._refused_access = {secret: access.of(secret) for secret in definitions.ACCESS.values}
         self._export: CollectorExport | None = None
@@ -373,8 +376,8 @@ class CoordinatorMetrics:
         self._registry.read_with(self._read)
 
     def refused_peers(self, secret: str) -> RefusedPeers:
-        """Count and logs wrong secrets of this kind, a value of the label."""
-        return RefusedPeers(time.monotonic, self._refused_access[secret].add)
+        """Count and log wrong secrets of this kind, a value of the label."""
+        return RefusedPeers(time.monotonic, self._refused_access[secret].add, self._audit)
 
     def start(self) -> None:
         """Start to measure the loop, and to export to the collector if one is configured."""

@@ -1,6 +1,7 @@
 """The HTTP application: routes, errors and the OpenAPI schema."""
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -43,10 +44,14 @@ from gateway.api.tokenize import (
 from gateway.metrics import GatewayMetrics
 from gateway.spans import span_of
 from telemetry.spans import SpanName
+from wire.audit import Action, AuditLog, AuditOutcome
+from wire.peer_secrets import RefusedPeers
 
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
+DENIED = (401, 403)
 PROCESS = "process"
+UNKNOWN = "unknown"
 Handler: TypeAlias = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -174,7 +179,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
     guarded: ASGIApp = app
     if gateway.doorkeeper is not None:
         guarded = RequireKey(app, gateway.doorkeeper, MESSAGES)
-    return CountRequests(guarded, gateway.metrics, endpoints)
+    return CountRequests(guarded, gateway.metrics, endpoints, gateway.audit)
 
 
 def _operation_id(route: Route) -> str:
@@ -246,10 +251,13 @@ def _methods_of_path(request: Request) -> Iterable[str]:
 
 
 class CountRequests:
-    """Counts requests from their first byte to the end of their response, and ends their spans."""
+    """Counts and audits requests from first byte to the end of the response, and ends their spans."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, endpoints: dict[Any, str]) -> None:
-        self._app, self._metrics, self._endpoints = app, metrics, endpoints
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, endpoints: dict[Any, str], audit: AuditLog
+    ) -> None:
+        self._app, self._metrics, self._endpoints, self._audit = app, metrics, endpoints, audit
+        self._refused = RefusedPeers(time.monotonic, audit=audit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 500
@@ -266,9 +274,32 @@ class CountRequests:
         try:
             await self._app(scope, receive, watch)
         finally:
-            self._metrics.request_ended(self._endpoints.get(scope.get("endpoint"), "unknown"), status)
+            endpoint = self._endpoints.get(scope.get("endpoint"), UNKNOWN)
+            self._metrics.request_ended(endpoint, status)
+            self._record(scope, endpoint, status)
             if (span := span_of(scope)) is not None:
                 span.end(status)
+
+    def _record(self, scope: Scope, endpoint: str, status: int) -> None:
+        host, key = (scope.get("client") or ("unknown",))[0], visitor_of(scope).key
+        if endpoint == UNKNOWN:  # such as without a key
+            if status in DENIED:
+                self._refused.note(
+                    f"{scope['method']} {scope['path'][:100]}", f"HTTP status {status}", host=host
+                )
+            return
+        if endpoint == PROCESS:
+            return
+        outcome = AuditOutcome.OK if status < 400 else AuditOutcome.REFUSED
+        self._audit.record(
+            Action.REQUEST_ENDED,
+            outcome if status < 500 else AuditOutcome.FAILED,
+            who=f"host {host}" if key is None else f"key {key.id} of tenant {key.tenant}",
+            host=host,
+            request_id=label_of(Request(scope)),
+            endpoint=endpoint,
+            status=status,
+        )
 
 
 _ERROR_SCHEMA = {

@@ -30,6 +30,7 @@ from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec
+from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import AttachSecretMismatch, RequestExists, reason_of
 from wire.ids import RequestId, id_text, new_request_id, parse_request_id
 from wire.trace_context import parse_traceparent
@@ -66,6 +67,7 @@ class Gateway:
     spans: GatewaySpans | None = None
     doorkeeper: Doorkeeper | None = None
     """Admits visitors, where keys are required."""
+    audit: AuditLog = NO_AUDIT
     logprobs: LogprobWriter = field(init=False)
     parsers: ParserChoice = field(init=False)
     text: TextThread = field(default_factory=TextThread)

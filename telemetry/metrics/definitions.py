@@ -340,6 +340,9 @@ WORKERS = _of(_COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers,
 DROPPED_SPANS = _of(
     _ALL, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and dropped."
 )
+LOST_AUDIT_RECORDS = _of(
+    _ALL, "stageline.audit.lost", _COUNTER, "{record}", "Records that the audit log could not hold."
+)
 BUSY_TIME = _of(_WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time spent computing steps.", STAGE)
 WAIT_TIME = _of(
     _WORKER,

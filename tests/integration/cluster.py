@@ -20,6 +20,7 @@ from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 from stageline.client.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
+from telemetry.logs import LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from tests.certificates import Certificates
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
@@ -148,6 +149,7 @@ class Cluster:
         telemetry: TelemetrySettings = NO_SETTINGS,
         certificates: Certificates | None = None,
         public_prefixes: tuple[Path, ...] = (),
+        audit_log: Path | None = None,
     ) -> None:
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -186,6 +188,7 @@ class Cluster:
             telemetry=telemetry,
             public_prefixes=public_prefixes,
             transport=self._transport("coordinator", Role.COORDINATOR),
+            logs=LogSettings(audit_log=audit_log),
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
