@@ -3,10 +3,11 @@
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
+from certificates.identity import Role
 from coordinator.api.call_context import Operators
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.controller import Controller
@@ -14,11 +15,14 @@ from coordinator.scheduler.kv_events import KvChange, KvEventPublisher, KvSnapsh
 from kvcache import CachedBlock, Removed, Stored
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from wire.audit import Action, AuditLog, AuditOutcome
-from wire.authorization import caller_of
+from wire.authorization import caller_of, peer_identity
 from wire.channels import when_call_ends
 
 BLOCKS_PER_MESSAGE = 4096
 """About 130 KB of a snapshot, far below gRPC's default message limit."""
+
+_NOT_FOR_GATEWAYS: Final = ("detail", "journal", "self_check", "workers")
+"""Fields with names and addresses of processes and texts about them; what is left are counts and states."""
 
 TOKENS_PER_MESSAGE = 65_536
 """Token ids per snapshot message, at most 5 bytes each; a single block may have more."""
@@ -108,7 +112,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(  # noqa: N802
         self, request: cluster_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.GetStatusResponse:
-        return self._status.cluster()
+        status, caller = self._status.cluster(), peer_identity(context)
+        if caller is not None and caller.role is Role.GATEWAY:
+            for field in _NOT_FOR_GATEWAYS:
+                status.ClearField(field)
+        return status
 
     async def WatchKvEvents(  # noqa: N802
         self, request: kv_events_pb2.WatchKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]

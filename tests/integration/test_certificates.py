@@ -101,6 +101,18 @@ async def test_a_cluster_serves_with_certificates_at_all_connections(certificate
             assert refused.value.code() is Code.UNAVAILABLE
 
 
+async def test_a_gateway_sees_counts_of_the_cluster_and_no_processes(certificates: Certificates) -> None:
+    async with mock_cluster(2, certificates=certificates) as cluster:
+        check(await cluster.generate_all(mixed_cases(3)))
+        directory = certificates.of("g", Role.GATEWAY)
+        async with Client(cluster.address, tls_dir=directory) as gateway:
+            status = await gateway.status()
+        assert (status.requests.finished, status.num_stages, len(status.workers)) == (3, 2, 0)
+        text = str(status)
+        assert "127.0.0.1" not in text and "w0" not in text
+        assert len((await cluster.client.status()).workers) == 2
+
+
 async def test_an_operator_drains_without_the_token(certificates: Certificates) -> None:
     async with mock_cluster(2, certificates=certificates) as cluster:
         await cluster.client.drain("w0")
