@@ -156,15 +156,16 @@ class CoordinatorConfig:
         bool, _batching("--prefix-cache", None, "Share KV blocks of equal prefixes between requests")
     ] = True
     public_prefixes: Annotated[
-        tuple[Path, ...],
+        tuple[Path, ...] | None,
         _batching(
             "--public-prefix",
             "FILE,FILE,...",
             "Prompts whose KV blocks all tenants share: a text, or .json with token ids",
+            unset="none",
             parse=files,
             format=lambda paths: ",".join(map(str, paths)),
         ),
-    ] = ()
+    ] = None
     steps_in_flight: Annotated[
         int | None,
         _batching(

@@ -218,7 +218,7 @@ class CoordinatorServer:
             self._traces,
             priority_age_s=self._config.priority_age_s,
             max_model_len=self._config.max_sequence_tokens,
-            public=read_public_prefixes(self._config.public_prefixes, self._model),
+            public=read_public_prefixes(self._config.public_prefixes or (), self._model),
         )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = handler.resume(requests)

@@ -148,7 +148,7 @@ class Cluster:
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
         certificates: Certificates | None = None,
-        public_prefixes: tuple[Path, ...] = (),
+        public_prefixes: tuple[Path, ...] | None = None,
         audit_log: Path | None = None,
     ) -> None:
         self._certificates = certificates
