@@ -138,20 +138,23 @@ def write_authority(directory: Path, authority: KeyPair) -> None:
     )
 
 
-def write_new(directory: Path, files: dict[str, bytes]) -> None:
+def write_new(directory: Path, files: dict[str, bytes], *, is_secret: bool = False) -> None:
     """Write files of a certificate where none is; keys with mode 0600. Raises OSError and FileExistsError."""
     for name in files:
         if os.path.lexists(directory / name):
             raise FileExistsError(f"{directory / name} exists: choose another directory, or remove it first")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace(directory, files)
+    replace(directory, files, is_secret=is_secret)
 
 
-def replace(directory: Path, files: dict[str, bytes]) -> None:
-    """Replace files of a certificate, each at once; readers wait until all fit. Raises OSError."""
+def replace(directory: Path, files: dict[str, bytes], *, is_secret: bool = False) -> None:
+    """Replace files of a certificate, each at once; readers wait until all fit. Raises OSError.
+
+    Keys, and all files if they are secret, have mode 0600.
+    """
     for name, content in files.items():
         fresh = directory / f".{name}.{os.getpid()}"
-        mode = 0o600 if name.endswith(".key") else 0o644
+        mode = 0o600 if is_secret or name.endswith(".key") else 0o644
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -20,7 +20,7 @@ from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import Flag, check_limits, checkpoint_directory, file_path, files, listen_address
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
-from wire.transport import PLAIN_SETTINGS, TransportSettings
+from wire.transport import PLAIN_SETTINGS, TransportSettings, tls_directory
 
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
@@ -44,6 +44,7 @@ _batching = partial(Flag, panel="Batching and KV cache")
 _admission = partial(Flag, panel="Admission")
 _failures = partial(Flag, panel="Failures and restarts")
 _serving = partial(Flag, panel="Addresses and access")
+_certificates = partial(Flag, panel="Certificates")
 _traces = partial(Flag, panel="Traces")
 
 
@@ -294,6 +295,36 @@ class CoordinatorConfig:
             parse=file_path,
         ),
     ] = None
+    enroll_listen: Annotated[
+        str | None,
+        _certificates(
+            "--enroll-listen",
+            "HOST:PORT",
+            "HTTPS address at which workers with a join token get their certificates",
+            unset="none",
+            parse=listen_address,
+        ),
+    ] = None
+    authority: Annotated[
+        Path | None,
+        _certificates(
+            "--ca-dir",
+            "DIR",
+            "Directory of the authority that signs them, which `stageline certs ca` made",
+            unset="none",
+            parse=tls_directory,
+        ),
+    ] = None
+    join_tokens: Annotated[
+        Path | None,
+        _certificates(
+            "--tokens-file",
+            "FILE",
+            "File of join tokens, which `stageline token create` writes; read for each request",
+            unset="none",
+            parse=file_path,
+        ),
+    ] = None
     token: str | None = field(default=None, repr=False)
     """The operator token in `token_file`."""
     token_directory: Path | None = None
@@ -352,6 +383,7 @@ class CoordinatorConfig:
         self.transport.check_listen("--listen", self.listen)
         if self.http is not None:
             self.transport.check_listen("--http", self.http)
+        self._check_enrolment()
         if self.token is not None:
             _check_token(self.token)
         check_limits(self)
@@ -372,6 +404,16 @@ class CoordinatorConfig:
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()
+
+    def _check_enrolment(self) -> None:
+        needed = {
+            "--tls-dir": self.transport.tls_directory,
+            "--ca-dir": self.authority,
+            "--tokens-file": self.join_tokens,
+        }
+        missing = [flag for flag, value in needed.items() if value is None]
+        if self.enroll_listen is not None and missing:
+            raise ValueError(f"--enroll-listen needs {' and '.join(missing)}")
 
     def _check_wire_dtype(self, name: str) -> None:
         wire_dtype = parse_wire_dtype(name)

@@ -71,7 +71,7 @@ from telemetry.spans import COORDINATOR
 from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
 from wire.audit import open_audit
-from wire.authorization import authorization
+from wire.authorization import DenyList, authorization
 from wire.channels import add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
@@ -82,6 +82,7 @@ from wire.transport import open_transport
 
 if TYPE_CHECKING:
     from coordinator.dashboard.server import DashboardServer
+    from coordinator.enrolment.server import EnrolmentServer
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class CoordinatorServer:
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._requests = self._new_request_handler()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
+        self.enrolment = None if config.enroll_listen is None else self._enrolment(config.enroll_listen)
         self._denied = self.metrics.refused_peers("certificate")
         self._server = new_server(
             authorization=authorization(self._transport, config.transport.deny_list, self._denied),
@@ -293,6 +295,26 @@ class CoordinatorServer:
             tls=self._transport.http_context(),
         )
 
+    def _enrolment(self, listen: str) -> EnrolmentServer:
+        """Raises OSError for an authority or tokens that cannot be used."""
+        # Imported late, as only this needs the library of certificates.
+        from certificates.join_tokens import JoinTokenStore
+        from coordinator.enrolment.enroller import Enroller
+        from coordinator.enrolment.server import EnrolmentServer
+
+        config, files = self._config, self._transport.files
+        tls = self._transport.http_context(asks_certificates=True)
+        assert config.authority is not None and config.join_tokens is not None
+        assert files is not None and tls is not None
+        denied = DenyList(config.transport.deny_list)
+        tokens = JoinTokenStore(config.join_tokens)
+        return EnrolmentServer(
+            Enroller(config.authority, tokens, files, denied, self._audit),
+            listen=listen,
+            tls=tls,
+            refused=self.metrics.refused_peers("join_token"),
+        )
+
     async def start(self) -> None:
         """Bind and start everything. Raises OSError if an address cannot be bound."""
         listen = self._config.listen
@@ -302,6 +324,8 @@ class CoordinatorServer:
             self._token_file.write(self.address)
         if self.dashboard is not None:
             await self.dashboard.start()
+        if self.enrolment is not None:
+            await self.enrolment.start()
         await self._health.start()
         await self._server.start()
         self.recorder.start()
@@ -322,6 +346,8 @@ class CoordinatorServer:
             await asyncio.wait([self._sweeper])
         if self.dashboard is not None:
             await self.dashboard.stop()
+        if self.enrolment is not None:
+            await self.enrolment.stop()
         self.engine.suspend()
         await self.controller.close()
         self._streams.close()
@@ -396,6 +422,8 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     gc.freeze()
     if server.dashboard is not None:
         print(f"dashboard {server.dashboard.url}", flush=True)
+    if server.enrolment is not None:
+        print(f"enrolment at {server.enrolment.address}", flush=True)
     print(f"stageline coordinator listening on {server.address}", flush=True)
     log.info(
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages

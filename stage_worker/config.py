@@ -12,12 +12,13 @@ from stage_worker.backends.contract import KernelChoice
 from stage_worker.backends.mock_spec import MockSpec
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
-from wire.addresses import DEFAULT_ADDRESS, parse_peer_address
+from wire.addresses import DEFAULT_ADDRESS, Address, parse_address, parse_peer_address
 from wire.flags import (
     OFF,
     Flag,
     check_limits,
     checkpoint_directory,
+    file_path,
     listen_address,
     listen_address_or_off,
     peer_address,
@@ -28,6 +29,8 @@ from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 MAX_THREADS_PER_CPU = 8
+DEFAULT_ENROLL_PORT = 7483
+_WILDCARDS = ("0.0.0.0", "::")
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
@@ -82,6 +85,7 @@ class MemoryTooLarge(ValueError):
 
 
 _cluster = partial(Flag, panel="Cluster and addresses")
+_certificates = partial(Flag, panel="Certificates")
 _compute = partial(Flag, panel="Compute")
 
 
@@ -167,6 +171,28 @@ class WorkerConfig:
         ),
     ] = None
 
+    join_token_file: Annotated[
+        Path | None,
+        _certificates(
+            "--join-token-file",
+            "FILE",
+            "File of mode 0600 with a join token, for a certificate in --tls-dir or the state directory, "
+            "which is renewed while the worker runs",
+            unset="none",
+            parse=file_path,
+        ),
+    ] = None
+    enroll: Annotated[
+        str | None,
+        _certificates(
+            "--enroll",
+            "HOST:PORT",
+            "The coordinator's --enroll-listen address",
+            unset=f"the coordinator's host, port {DEFAULT_ENROLL_PORT}",
+            parse=peer_address,
+        ),
+    ] = None
+
     device: Annotated[str, _compute("--device", "DEVICE", "cpu, cuda or cuda:N")] = "cpu"
     memory_bytes: Annotated[
         int | None,
@@ -235,6 +261,8 @@ class WorkerConfig:
     ] = None
     cache_directory: Path | None = None
     """Directory of cached weight hashes; None disables the cache."""
+    state_directory: Path | None = None
+    """Directory for a certificate without --tls-dir."""
     transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
@@ -247,7 +275,7 @@ class WorkerConfig:
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")
         if self.listen is not None:
-            self.transport.check_listen("--listen", self.listen)
+            self._check_listen("--listen", self.listen)
         self._check_payloads()
         if self.advertise is not None:
             parse_peer_address(self.advertise)
@@ -265,9 +293,26 @@ class WorkerConfig:
             return len(self.cpu_set)
         return self.num_threads
 
+    @property
+    def enroll_address(self) -> str:
+        """HOST:PORT of the coordinator's enrolment."""
+        return self.enroll or str(Address(parse_peer_address(self.coordinator).host, DEFAULT_ENROLL_PORT))
+
+    @property
+    def asked_hosts(self) -> tuple[str, ...]:
+        """Hosts at which others reach this worker, beside the address that the coordinator sees."""
+        addresses = (self.advertise, self.payload_advertise, self.listen, self.payload_listen)
+        hosts = [parse_address(address).host for address in addresses if address not in (None, OFF)]
+        return tuple(dict.fromkeys(host for host in hosts if host not in _WILDCARDS))
+
+    def _check_listen(self, flag: str, address: str) -> None:
+        """A certificate is there before it listens, with a join token."""
+        if self.join_token_file is None:
+            self.transport.check_listen(flag, address)
+
     def _check_payloads(self) -> None:
         if self.payload_listen not in (None, OFF):
-            self.transport.check_listen("--payload-listen", self.payload_listen)
+            self._check_listen("--payload-listen", self.payload_listen)
         if self.payload_advertise is not None:
             parse_peer_address(self.payload_advertise)
             if self.payload_listen == OFF:

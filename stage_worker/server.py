@@ -1,5 +1,7 @@
 """The stage worker process, from configuration to exit status."""
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import logging
@@ -10,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -39,13 +41,16 @@ from wire.audit import open_audit
 from wire.authorization import authorization
 from wire.channels import PROTOCOL_VERSION, add_reflection, new_server, raise_file_limit
 from wire.clock import ClusterClock
-from wire.errors import reason_of
+from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
 from wire.peer_secrets import RefusedPeers
 from wire.transport import is_loopback, open_transport
+
+if TYPE_CHECKING:
+    from stage_worker.enrolment import Renewal
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +91,7 @@ class Worker:
             clock=self._clock,
             transport=self._transport,
         )
+        self._renewal = _renewal(config)
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.listen_address = ""
         self.advertised_address = ""
@@ -147,6 +153,7 @@ class Worker:
         orders = asyncio.create_task(self._stage.run(), name="stage-manager")
         joined = asyncio.create_task(client.run(), name="membership")
         failed = asyncio.create_task(self._has_failed.wait(), name="device-failure")
+        renewing = [] if self._renewal is None else [asyncio.create_task(self._renewal.run(), name="renewal")]
         try:
             await asyncio.wait({orders, joined, failed}, return_when=asyncio.FIRST_COMPLETED)
             if self._has_failed.is_set():
@@ -158,7 +165,7 @@ class Worker:
                 if task.done():
                     task.result()
         finally:
-            await _cancel((joined, orders, failed))
+            await _cancel((joined, orders, failed, *renewing))
 
     def ask_to_leave(self) -> bool:
         """Ask to drain this worker, which ends `run`. Returns False without a connection."""
@@ -274,6 +281,21 @@ def _new_backend(config: WorkerConfig) -> StageBackend:
     return TorchBackend(config)
 
 
+def _enrolled(config: WorkerConfig) -> WorkerConfig:
+    from stage_worker.enrolment import enrolled  # imported late, as other workers need no such library
+
+    return enrolled(config)
+
+
+def _renewal(config: WorkerConfig) -> Renewal | None:
+    directory = config.transport.tls_directory
+    if config.join_token_file is None or directory is None:
+        return None
+    from stage_worker.enrolment import Renewal
+
+    return Renewal(config.enroll_address, directory)
+
+
 async def _advertised(bound: Address, coordinator: str) -> Address:
     """The bound address; for a wildcard, the local address of the route to the coordinator."""
     if bound.host not in _WILDCARDS:
@@ -298,7 +320,7 @@ async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF
     return host
 
 
-async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()
@@ -317,12 +339,14 @@ def run(config: WorkerConfig) -> int:
 
 async def _main(config: WorkerConfig) -> int:
     try:
+        if config.join_token_file is not None:
+            config = await asyncio.to_thread(_enrolled, config)
         worker = Worker(config)
         await worker.start()
     except MemoryTooLarge as error:
         logs.log_fatal(config.logs, error_line("USAGE", str(error)))
         return ExitCode.USAGE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ServingError) as error:
         return _fail(config, error)
     logs.configure(config.logs, "worker", worker=worker.name)
     # Repeated collection of these permanent objects would delay steps by tens of milliseconds.
@@ -351,7 +375,7 @@ async def _main(config: WorkerConfig) -> int:
     return status
 
 
-def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
+def _leave(worker: Worker, task: asyncio.Task[None]) -> None:
     """Drain this worker; a second SIGTERM or the timeout stops it immediately."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _stop_on, "SIGTERM", task)
@@ -363,7 +387,7 @@ def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
     loop.call_later(timeout_s, _stop_on, f"no leave within {timeout_s:g} s", task)
 
 
-def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
+def _stop_on(name: str, task: asyncio.Task[None]) -> None:
     log.info("%s: stopping", name)
     task.cancel()
 

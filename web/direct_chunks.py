@@ -13,6 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 EXTENSION = "stageline.direct_chunks"
 """Key of a `DirectChunks` in `scope["extensions"]`; absent where parts must go through `send`."""
+PEER_CERTIFICATE = "stageline.peer_certificate"
+"""Key of the certificate that the client proved, in DER form; None for a client without one."""
 
 
 class DirectChunks:
@@ -44,6 +46,13 @@ class ChunkedProtocol(H11Protocol):
         self.app = self._serve
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        extensions: dict[str, Any] = {PEER_CERTIFICATE: _peer_certificate(self.transport)}
         if scope["http_version"] == "1.1":  # older clients know no chunks
-            scope["extensions"] = {EXTENSION: DirectChunks(self)}
+            extensions[EXTENSION] = DirectChunks(self)
+        scope["extensions"] = extensions
         await self._application(scope, receive, send)
+
+
+def _peer_certificate(transport: Any) -> bytes | None:
+    connection = transport.get_extra_info("ssl_object")
+    return None if connection is None else connection.getpeercert(binary_form=True)

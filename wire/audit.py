@@ -34,6 +34,8 @@ class Action(StrEnum):
     JOIN = "worker.join"
     LEAVE = "worker.leave"
     DRAIN = "worker.drain"
+    ENROL = "certificate.enrol"
+    RENEW = "certificate.renew"
     RELOAD = "files.reload"
     DENIAL = "access.denied"
 

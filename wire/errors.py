@@ -81,6 +81,10 @@ class CertificateRefused(ServingError):
     """The caller's certificate is of another cluster, names nobody, or is on the deny list."""
 
 
+class JoinTokenRefused(ServingError):
+    """The join token is unknown, has ended or is used up."""
+
+
 class Overloaded(ServingError):
     """The queue is full, a client has too many requests, or too many streams wait on a stage.
 
@@ -222,6 +226,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     TokenMismatch: grpc.StatusCode.PERMISSION_DENIED,
     AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     CertificateRefused: grpc.StatusCode.UNAUTHENTICATED,
+    JoinTokenRefused: grpc.StatusCode.PERMISSION_DENIED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,

@@ -129,23 +129,24 @@ class Transport:
             )
         return port
 
-    def http_context(self) -> ssl.SSLContext | None:
+    def http_context(self, *, asks_certificates: bool = False) -> ssl.SSLContext | None:
         """For an HTTP server, whose clients need no certificate; None in plain text.
 
-        Each handshake has the newest certificate.
+        Each handshake has the newest certificate. With `asks_certificates` clients that have one prove it.
         """
         if self.files is None:
             return None
         files, used = self.files, self.files.current()
-        newest = _http_context(used)
+        newest = _http_context(used, asks_certificates=asks_certificates)
 
         def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
             nonlocal used, newest
             if (material := files.current()) is not used:
-                used, newest = material, _http_context(material)
+                used = material
+                newest = _http_context(material, asks_certificates=asks_certificates)
             connection.context = newest
 
-        context = _http_context(used)
+        context = _http_context(used, asks_certificates=asks_certificates)
         context.sni_callback = choose
         return context
 
@@ -232,8 +233,11 @@ def _server_credentials(files: TlsDirectory) -> grpc.ServerCredentials:
     )
 
 
-def _http_context(material: TlsMaterial) -> ssl.SSLContext:
+def _http_context(material: TlsMaterial, *, asks_certificates: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if asks_certificates:
+        context.verify_mode = ssl.CERT_OPTIONAL
+        context.load_verify_locations(cadata=material.ca_pem.decode("ascii"))
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     _load(context, material)
     return context

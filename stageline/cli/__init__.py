@@ -34,6 +34,7 @@ _COMMANDS = {
     "trace": ("stageline.cli.trace", _USE),
     "bench": ("stageline.cli.bench", _USE),
     "certs": ("stageline.cli.certs", _SERVE),
+    "token": ("stageline.cli.token", _SERVE),
     "keys": ("stageline.cli.keys", _SERVE),
 }
 """Module and panel of each command, in the order of --help."""

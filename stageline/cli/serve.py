@@ -10,7 +10,7 @@ from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig, pin_to
 from stageline.cli.config_flags import config_parameters, file_parameters, make_config, toml_of
 from stageline.cli.options import default_token_directory, read_token, takes, telemetry_settings
-from wire.user_files import user_cache_directory
+from wire.user_files import state_directory, user_cache_directory
 
 
 @takes(config_parameters(CoordinatorConfig), file_parameters(CoordinatorConfig))
@@ -44,6 +44,7 @@ def worker(context: typer.Context, **flags: Any) -> int:
         context,
         flags,
         cache_directory=user_cache_directory(os.environ),
+        state_directory=state_directory(os.environ),
         telemetry=telemetry_settings(),
     )
     if flags["print_config"]:

@@ -106,3 +106,40 @@ async def test_insecure_processes_listen_anywhere(tmp_path: Path) -> None:
     async with Shell(tmp_path) as shell:
         process = await shell.start("up", *up, "--gateway", "0.0.0.0:0")
         await until_logged(process, "OpenAI's API at", timeout_s=START_TIMEOUT_S)
+
+
+async def test_workers_with_a_join_token_need_no_certificate(tmp_path: Path) -> None:
+    for line in (
+        "certs ca --out ca",
+        "certs issue --role coordinator --name head --san 127.0.0.1 --out head --ca ca",
+        "certs issue --role operator --name me --out me --ca ca",
+        "token create --uses 2 --out join.token --ca ca --tokens-file tokens.json",
+    ):
+        assert (await run_stageline(*_in(tmp_path, line))).code == 0, line
+    enrolling = "--tls-dir head --enroll-listen 127.0.0.1:0 --ca-dir ca --tokens-file tokens.json"
+    async with Shell(tmp_path) as shell:
+        process = await shell.start("head", "coordinator", *MODEL, *ANYWHERE, *_in(tmp_path, enrolling))
+        address = await process.listening_address(timeout_s=START_TIMEOUT_S)
+        at = ("--coordinator", f"127.0.0.1:{address.rpartition(':')[2]}")
+        enrol = process.read_log().partition("enrolment at ")[2].split()[0]
+        for name in ("a", "b"):
+            (tmp_path / f"tls-{name}").mkdir()
+            word = f"--join-token-file join.token --tls-dir tls-{name}"
+            await shell.start(
+                name,
+                *("worker", *at, "--mock", "step=1ms", "--name", name, "--enroll", enrol),
+                *_in(tmp_path, word),
+            )
+        await until_logged(process, "serving: epoch", timeout_s=START_TIMEOUT_S)
+        status = json.loads(await _output("status", "--json", *at, *_in(tmp_path, "--tls-dir me")))
+        assert [worker["name"] for worker in status["workers"]] == ["a", "b"]
+
+
+def _in(folder: Path, line: str) -> list[str]:
+    """Words of a command line whose paths are in a folder."""
+    of_paths = ("--out", "--ca", "--tokens-file", "--tls-dir", "--ca-dir", "--join-token-file")
+    words = line.split()
+    before = ["", *words]
+    return [
+        str(folder / word) if flag in of_paths else word for flag, word in zip(before, words, strict=False)
+    ]

@@ -150,6 +150,7 @@ class Cluster:
         certificates: Certificates | None = None,
         public_prefixes: tuple[Path, ...] | None = None,
         audit_log: Path | None = None,
+        enrolment: Path | None = None,
     ) -> None:
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -189,6 +190,9 @@ class Cluster:
             public_prefixes=public_prefixes,
             transport=self._transport("coordinator", Role.COORDINATOR),
             logs=LogSettings(audit_log=audit_log),
+            enroll_listen=None if enrolment is None else "127.0.0.1:0",
+            authority=enrolment,
+            join_tokens=None if enrolment is None else enrolment / "tokens.json",
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None

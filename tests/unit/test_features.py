@@ -34,6 +34,7 @@ _LOAD = "e2e/served/test_bench_serve.py"
 _REQUESTS = "unit/stageline/test_cli_requests.py"
 _STRANGER = "e2e/served/test_any_grpc_client.py"
 _TLS = "e2e/test_certified_processes.py"
+_TOKENS = "unit/stageline/test_cli_token.py"
 _UP = "e2e/test_up.py"
 _UP_FLAGS = "unit/stageline/test_cli_local.py"
 _USAGE = "unit/stageline/test_cli_usage.py"
@@ -63,6 +64,9 @@ COMMANDS: dict[str, Row] = {
     "certs issue": (_CERTS, '"certs"', '"issue"'),
     "certs renew": (_CERTS, '"certs"', '"renew"'),
     "certs show": (_CERTS, '"certs"', '"show"'),
+    "token create": (_TOKENS, '"token", "create"'),
+    "token list": (_TOKENS, '"token", "list"'),
+    "token revoke": (_TOKENS, '"token", "revoke"'),
 }
 _FILE = "Configuration: flags override STAGELINE_* variables, which override --config"
 FLAG_GROUPS: dict[str, Row] = {

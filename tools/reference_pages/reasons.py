@@ -14,6 +14,7 @@ ACTIONS = {
     "SECRET_MISMATCH": "check that the caller belongs to this cluster",
     "ACCESS_DENIED": "use a certificate of a role that may, [security.md](../security.md#roles)",
     "CERTIFICATE_REFUSED": "use a certificate of this cluster that is not on the deny list",
+    "JOIN_TOKEN_REFUSED": "make another with `stageline token create`",
     "ATTACH_SECRET_MISMATCH": "pass the `attach_secret` with which the request was started",
     "TOKEN_MISSING": "pass `--token-file`",
     "TOKEN_MISMATCH": "pass the token file of this coordinator",

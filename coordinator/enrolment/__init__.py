@@ -1,0 +1,1 @@
+"""Certificates for hosts with a join token, and their renewal."""
