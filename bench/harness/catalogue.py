@@ -130,6 +130,13 @@ GROUPS = (
         timeout_s=400.0,
     ),
     Group(
+        name="tenants",
+        about="guessing prompts by the time to the first token, within a tenant and across",
+        module="bench.figures.tenants",
+        about_s=150,
+        is_default=False,
+    ),
+    Group(
         name="big-frames",
         about="16 MiB of hidden states per hop : raw TCP; event loop of the receiving stage",
         module="bench.figures.big_frames",
