@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.visitors import ANYONE, Doorkeeper, NoKey, NotAdmitted, NotPermitted, TooMany, Visitor
 from gateway.api.errors import ApiError, error_response, status_error
-from gateway.api.messages.endpoints import message_error
+from gateway.api.messages.endpoints import message_refusal
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/readyz", "/", "/favicon.ico"})
 OPEN_PREFIX = "/static/"
@@ -32,7 +32,7 @@ class RequireKey:
             try:
                 scope[VISITOR] = self._doorkeeper.admit(_key(Headers(scope=scope)))
             except NotAdmitted as refused:
-                write = message_error if path.startswith(self._messages_path) else error_response
+                write = message_refusal if path.startswith(self._messages_path) else error_response
                 await write(as_api_error(refused))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -165,6 +165,20 @@ async def test_models_priorities_and_rates_of_a_key(keys: Keys) -> None:
             assert 0 < int(found[-1].headers["retry-after"]) <= 60
 
 
+async def test_the_request_after_the_limit_is_refused_in_the_shape_of_each_api(keys: Keys) -> None:
+    key = keys.new("ann", requests_per_minute=1000)
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        for _ in range(1000):
+            assert (await http.get("/v1/models", headers={"x-api-key": key})).status_code == 200
+        for path, kind in (("/v1/completions", None), ("/v1/messages", "error")):
+            refused = await http.post(path, json={}, headers={"x-api-key": key})
+            assert refused.status_code == 429
+            body = refused.json()
+            assert (body.get("type"), body["error"]["type"]) == (kind, "rate_limit_error")
+            assert body["error"]["message"].startswith("this API key may use 1000 requests per minute")
+            assert 0 < int(refused.headers["retry-after"]) <= 60
+
+
 async def test_the_coordinator_limits_the_sequences_of_a_tenant(keys: Keys) -> None:
     narrow, wide = keys.new("ann", max_concurrent=2), keys.new("bob")
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:

@@ -26,6 +26,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
@@ -65,23 +66,34 @@ async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
 
 def message_error(error: ApiError) -> Response:
     """Return an error as Anthropic's clients read it; a full queue is 529."""
-    status = OVERLOADED if error.status == 429 else error.status
+    return _error_response(error, _status_of(error))
+
+
+def message_refusal(error: ApiError) -> Response:
+    """Return the error of a key; its limits are 429, since nothing is overloaded."""
+    return _error_response(error, error.status)
+
+
+def _status_of(error: ApiError) -> int:
+    return OVERLOADED if error.status == 429 else error.status
+
+
+def _error_response(error: ApiError, status: int) -> Response:
     return Response(
-        orjson.dumps(_error_body(error)),
+        orjson.dumps(_error_body(error, status)),
         status_code=status,
         headers=error.headers,
         media_type="application/json",
     )
 
 
-def _error_body(error: ApiError) -> dict[str, Any]:
-    status = OVERLOADED if error.status == 429 else error.status
+def _error_body(error: ApiError, status: int) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {**error.body, "type": kind}}
 
 
 def _error_event(error: ApiError) -> bytes:
-    return event("error", error=_error_body(error)["error"])
+    return event("error", error=_error_body(error, _status_of(error))["error"])
 
 
 async def _events(
