@@ -383,7 +383,6 @@ class CoordinatorConfig:
         self.transport.check_listen("--listen", self.listen)
         if self.http is not None:
             self.transport.check_listen("--http", self.http)
-        self._check_enrolment()
         if self.token is not None:
             _check_token(self.token)
         check_limits(self)
@@ -405,7 +404,8 @@ class CoordinatorConfig:
         self._check_layers()
         self._check_step_tokens()
 
-    def _check_enrolment(self) -> None:
+    def check_enrolment(self) -> None:
+        """Raises ValueError for an `enroll_listen` without what it needs."""
         needed = {
             "--tls-dir": self.transport.tls_directory,
             "--ca-dir": self.authority,

@@ -296,7 +296,8 @@ class CoordinatorServer:
         )
 
     def _enrolment(self, listen: str) -> EnrolmentServer:
-        """Raises OSError for an authority or tokens that cannot be used."""
+        """Raises ValueError for missing settings, OSError for an authority or tokens that cannot be used."""
+        self._config.check_enrolment()
         # Imported late, as only this needs the library of certificates.
         from certificates.join_tokens import JoinTokenStore
         from coordinator.enrolment.enroller import Enroller

@@ -89,7 +89,7 @@ def _sample(setting: Setting, directory: Path) -> Any:
         case "DIR":
             path.mkdir(exist_ok=True)
             return str(path)
-        case "PATH" | "FILE":
+        case "PATH" | "FILE" | "FILE,FILE,...":
             path.write_text(TOKEN)
             path.chmod(0o600)
             return str(path)

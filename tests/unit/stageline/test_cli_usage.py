@@ -310,6 +310,7 @@ def test_a_mock_cannot_be_self_checked(capsys: pytest.CaptureFixture[str], line:
 def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.server")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     line = (
         "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
         f"--insecure --advertise gpu-a:9000 --model {tmp_path} --threads 4 --wire-dtype fp8"
@@ -328,6 +329,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             num_threads=4,
             wire_dtype=ScaledDType.F8_E4M3,
             cache_directory=tmp_path / "stageline",
+            state_directory=tmp_path / "state" / "stageline",
             telemetry=read_environment({}, version=VERSION),
         )
     ]
