@@ -60,6 +60,13 @@ async def outcome(call: Any, *messages: object) -> Outcome:
             pass
         return await call.code(), "", await call.details()
     except grpc.aio.AioRpcError as error:
+        if error.code() is Code.INTERNAL:  # of a write to a call that has ended, which has the status
+            error = grpc.aio.AioRpcError(
+                await call.code(),
+                await call.initial_metadata(),
+                await call.trailing_metadata(),
+                details=await call.details(),
+            )
         return error.code(), StatusDetails.of(error).reason, error.details() or ""
     finally:
         call.cancel()
