@@ -86,7 +86,7 @@ class Admission:
             Overloaded: the queue is full or the client has too many sequences.
             InvalidRequest: the request has more sequences than a limit allows at any time.
         """
-        self._check_possible(num_sequences)
+        self._check_possible(num_sequences, client_limit)
         self._check_queue(self._num_queued + self.num_preparing, num_sequences)
         self._check_client(client, num_sequences, client_limit)
         self._num_preparing[client] += num_sequences
@@ -104,9 +104,13 @@ class Admission:
     def _num_queued(self) -> int:
         return sum(request.num_queued for request in self._registry.live)
 
-    def _check_possible(self, num_sequences: int) -> None:
-        for name in ("queue_size", "max_client_requests"):
-            limit: int | None = getattr(self._limits, name)
+    def _check_possible(self, num_sequences: int, client_limit: int | None) -> None:
+        limits = self._limits
+        for name, limit in (
+            ("queue_size", limits.queue_size),
+            ("max_client_requests", limits.max_client_requests),
+            ("max_concurrent of the tenant", client_limit),
+        ):
             if limit is not None and num_sequences > limit:
                 raise InvalidRequest(f"n is {num_sequences}, the limit is {limit} ({name})")
 

@@ -27,6 +27,7 @@ SECRET_BYTES = 32
 MAX_KEYS = 100_000
 MAX_BYTES = 64 * 2**20
 PRIORITIES = ("low", "normal", "high")
+ROLES = ("user", "operator")
 _FORM = re.compile(rf"{PREFIX}([a-z0-9]{{{ID_CHARACTERS}}})-([A-Za-z0-9_-]{{43}})", re.ASCII)
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", re.ASCII)
 _ID = re.compile(rf"[a-z0-9]{{{ID_CHARACTERS}}}", re.ASCII)
@@ -42,12 +43,14 @@ class ApiKey:
     """One key; None is no limit. Raises ValueError.
 
     `sha256` is the digest of the whole key: its 256 random bits need no slower function. `max_concurrent`
-    counts sequences of the tenant at the coordinator, the rates are of the key at one gateway.
+    counts sequences of the tenant at the coordinator, the rates are of the key at one gateway. An operator
+    reads the metrics, which tell of all tenants.
     """
 
     id: str
     sha256: str
     tenant: str
+    role: str = "user"
     models: tuple[str, ...] = ()
     max_priority: str = "high"
     max_concurrent: int | None = None
@@ -62,8 +65,12 @@ class ApiKey:
             raise ValueError(
                 f"tenant {self.tenant[:200]!r} is not 1 to 128 letters, digits, '.', '_', '/' and '-'"
             )
-        if self.max_priority not in PRIORITIES:
-            raise ValueError(f"priority {self.max_priority!r} is not one of {', '.join(PRIORITIES)}")
+        for what, name, known in (
+            ("role", self.role, ROLES),
+            ("priority", self.max_priority, PRIORITIES),
+        ):
+            if name not in known:
+                raise ValueError(f"{what} {name!r} is not one of {', '.join(known)}")
         for name in ("max_concurrent", "requests_per_minute", "tokens_per_minute"):
             if (limit := getattr(self, name)) is not None and not 1 <= limit < 2**31:
                 raise ValueError(f"{name} is {limit}, must be in [1, 2147483647]")

@@ -81,6 +81,11 @@ class Visitor:
         if not self.may_use(model):
             raise NotPermitted(f"this API key is not for model {model!r}", field="model")
 
+    def check_operator(self, what: str) -> None:
+        """Raises NotPermitted."""
+        if self.key is not None and self.key.role != "operator":
+            raise NotPermitted(f"{what} tells of all tenants: it needs a key of role operator", field="")
+
     def check_priority(self, priority: str) -> None:
         """Raises NotPermitted."""
         if self.key is not None and PRIORITIES.index(priority) > PRIORITIES.index(self.key.max_priority):

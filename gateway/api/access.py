@@ -55,7 +55,7 @@ def as_api_error(refused: NotAdmitted) -> ApiError:
             headers = {"retry-after": str(ceil(retry_s)), "retry-after-ms": str(ceil(retry_s * 1000))}
             return status_error(grpc.StatusCode.RESOURCE_EXHAUSTED, str(refused), headers=headers)
         case NotPermitted(field=field):
-            return status_error(grpc.StatusCode.PERMISSION_DENIED, str(refused), param=field)
+            return status_error(grpc.StatusCode.PERMISSION_DENIED, str(refused), param=field or None)
     raise AssertionError(refused)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 
 import typer
 
-from gateway.access.keys import PRIORITIES, ApiKey, changed_keys, new_key, read_keys
+from gateway.access.keys import PRIORITIES, ROLES, ApiKey, changed_keys, new_key, read_keys
 from stageline.cli.certs import parse_life
 from stageline.cli.options import CommandFailed, Json, build_config, option_parser, takes
 from wire.exit_codes import ExitCode
@@ -32,9 +32,23 @@ def _parse_priority(text: str) -> str:
     return text
 
 
+def _parse_role(text: str) -> str:
+    if text not in ROLES:
+        raise ValueError(f"role {text[:64]!r} is not one of {', '.join(ROLES)}")
+    return text
+
+
 class KeyLimitFlags(TypedDict, total=False):
     """What a key is for."""
 
+    role: Annotated[
+        Any,
+        typer.Option(
+            metavar="|".join(ROLES),
+            parser=option_parser(_parse_role),
+            help="Operators also read /metrics (default: user).",
+        ),
+    ]
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Model that it is for; repeat it for several (default: all)."),
@@ -115,6 +129,7 @@ def _facts(key: ApiKey) -> dict[str, Any]:
     return {
         "id": key.id,
         "tenant": key.tenant,
+        "role": key.role,
         "models": list(key.models),
         "max_priority": key.max_priority,
         "max_concurrent": key.max_concurrent,

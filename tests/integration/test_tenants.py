@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.numbered_calls import SECRET, Gateway
-from tests.integration.test_mock_cluster import mock_cluster
+from tests.integration.test_mock_cluster import mock_cluster, until
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.transport import PLAIN
 
@@ -182,18 +183,25 @@ async def test_the_request_after_the_limit_is_refused_in_the_shape_of_each_api(k
 async def test_the_coordinator_limits_the_sequences_of_a_tenant(keys: Keys) -> None:
     narrow, wide = keys.new("ann", max_concurrent=2), keys.new("bob")
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
-        assert (await complete(http, narrow, n=2)).status_code == 200
         refused = await complete(http, narrow, n=3)
+        assert refused.status_code == 400, refused.text
+        running = asyncio.create_task(complete(http, narrow, n=2, max_tokens=3000))
+        await until(lambda: bool(cluster.server.engine.live_requests))
+        refused = await complete(http, narrow)
         assert refused.status_code == 429, refused.text
-        assert "client ann has 0 active sequences, the limit is 2" in refused.json()["error"]["message"]
+        assert "client ann has 2 active sequences, the limit is 2" in refused.json()["error"]["message"]
         assert (await complete(http, wide, n=3)).status_code == 200
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_tokens_of_a_key_are_in_the_metrics_and_the_key_is_not(keys: Keys) -> None:
-    key = keys.new("ann")
+    key, operator = keys.new("ann"), keys.new("ops", role="operator")
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
         await complete(http, key, max_tokens=5)
-        text = (await http.get("/metrics", headers={"x-api-key": key})).text
+        refused = await http.get("/metrics", headers={"x-api-key": key})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        text = (await http.get("/metrics", headers={"x-api-key": operator})).text
     lines = [line for line in text.splitlines() if line.startswith("stageline_gateway_key_tokens_total")]
     assert sorted(float(line.rpartition(" ")[2]) for line in lines) == [5, 512]
     assert key not in text

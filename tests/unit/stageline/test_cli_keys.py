@@ -28,6 +28,7 @@ def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.Capt
     assert entry == {
         "id": key.id,
         "tenant": "acme",
+        "role": "user",
         "models": ["m"],
         "max_priority": "low",
         "max_concurrent": 3,
