@@ -13,6 +13,7 @@ from tests.e2e.clusters import MEMORY_BYTES, VOCAB_SIZE, is_serving
 from tests.e2e.commands import ENVIRONMENT
 from tests.faults.cluster import FaultyCluster
 from tests.faults.streams import Ask, Streams, mixed_asks
+from wire.transport import is_loopback
 
 NUM_STREAMS = 16
 STEADY_RANGE = 0.16
@@ -61,10 +62,15 @@ def config(
         num_threads=1,
         pins_workers=False,
         listen=listen,
-        coordinator_arguments=(*_STEP_FLAGS, *flags),
+        coordinator_arguments=(*_STEP_FLAGS, *_beyond_loopback(listen), *flags),
+        worker_arguments=(_beyond_loopback(listen),) * num_workers,
         environment=ENVIRONMENT,
         log_directory=logs,
     )
+
+
+def _beyond_loopback(listen: str) -> tuple[str, ...]:
+    return () if is_loopback(listen) else ("--insecure",)
 
 
 def mock_config(
@@ -80,7 +86,9 @@ def mock_config(
             "--mock-model",
             f"layers={max(8, num_workers)},vocab={VOCAB_SIZE}",
             *_STEP_FLAGS,
+            *_beyond_loopback(listen),
         ),
+        worker_arguments=(_beyond_loopback(listen),) * num_workers,
         environment=ENVIRONMENT,
         log_directory=logs,
     )

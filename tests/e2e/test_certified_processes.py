@@ -11,8 +11,8 @@ import pytest
 from httpx2 import AsyncClient
 
 from certificates.identity import Role
-from tests.certificates import Certificates
 from tests.e2e.commands import Shell, run_stageline, until_logged
+from tests.issued import Certificates
 
 START_TIMEOUT_S = 60.0
 ANYWHERE = ("--listen", "0.0.0.0:0", "--http", "0.0.0.0:0")

@@ -54,7 +54,9 @@ async def cluster(
     made = dataclasses.replace(
         made,
         command=(sys.executable, "-P", "-m", "tests.faults.on_host", network.prefix),
-        worker_arguments=tuple(("--listen", f"{network.hosts[name].address}:0") for name in WORKERS),
+        worker_arguments=tuple(
+            ("--insecure", "--listen", f"{network.hosts[name].address}:0") for name in WORKERS
+        ),
     )
     async with FaultyCluster(made, connect=network.connect_from("coordinator")) as cluster:
         yield cluster

@@ -22,8 +22,8 @@ from stageline.client.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
-from tests.certificates import Certificates
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
+from tests.issued import Certificates
 from text.tokenizer import load_text_codec
 from wire.ids import RequestId, id_text, new_request_id
 from wire.tensors import WireDType

@@ -17,11 +17,11 @@ from gateway.server import GatewayServer
 from stage_worker.server import Worker
 from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc, join_pb2_grpc
 from telemetry.logs import LogSettings
-from tests.certificates import Certificates, careless_channel
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_certificates import Code, hello_of, model_outcome, outcome
 from tests.integration.test_mock_cluster import check, mock_cluster
+from tests.issued import Certificates, careless_channel
 from wire.ids import id_text
 
 SECRET_TEXT = "the sesame password of the tests"

@@ -54,8 +54,9 @@ async def test_two_gateways_get_the_tokens_of_all_requests_in_one_message_per_st
                 queue_s, first_s = usage.queue_time.ToMicroseconds(), usage.first_token_time.ToMicroseconds()
                 assert 0 <= queue_s < first_s
                 assert usage.decode_time.ToMicroseconds() > 0
-            with_tokens = [each for each in gateway.messages if each.numbers]
-            assert max(len(each.numbers) for each in with_tokens) > 12
+            sizes = [len(each.numbers) for each in gateway.messages if each.numbers]
+            # Its 24 requests are spread over the steps in flight, of which there are two or three.
+            assert max(sizes) >= 24 // 3
         assert (await cluster.wait_drained()).requests.finished == 48
 
 

@@ -20,9 +20,9 @@ from stage_worker.server import Worker
 from stageline import Client
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
-from tests.certificates import Certificates
 from tests.faults.byte_proxy import ByteProxy
 from tests.integration.cluster import DEADLINE_S, Cluster, RunningWorker
+from tests.issued import Certificates
 from tests.ports import unused_address
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 

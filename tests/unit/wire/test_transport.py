@@ -14,7 +14,7 @@ import pytest
 
 from certificates.files import TlsDirectory, read_certificates
 from certificates.identity import Identity, Role
-from tests.certificates import Certificates
+from tests.issued import Certificates
 from wire.channels import new_server
 from wire.transport import PLAIN, RenewedChannel, Transport, TransportSettings, open_transport
 
