@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ async def test_a_coordinator_records_who_did_what(tmp_path: Path) -> None:
         check(await cluster.generate_all(cases))
         async with careless_channel(certificates.of("me", Role.CLIENT), cluster.address) as channel:
             stub = join_pb2_grpc.MembershipServiceStub(channel)
-            assert (await outcome(stub.Join(timeout=DEADLINE_S), hello_of("me")))[0] is Code.PERMISSION_DENIED
+            join = partial(stub.Join, timeout=DEADLINE_S)
+            assert (await outcome(join, hello_of("me")))[0] is Code.PERMISSION_DENIED
         certificates.write(
             certificates.of("coordinator", Role.COORDINATOR),
             Identity(cluster="default", role=Role.COORDINATOR, name="coordinator"),
