@@ -4,10 +4,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from httpx2 import AsyncClient
 
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, RequestCase
@@ -28,6 +30,13 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
             await asyncio.sleep(0.002)
+
+
+async def until_ready(http: AsyncClient) -> None:
+    """Wait until a gateway is connected to its coordinator: requests wait for that, `/readyz` does not."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (await http.get("/readyz")).status_code != HTTPStatus.OK:
+            await asyncio.sleep(0.01)
 
 
 def message(

@@ -30,9 +30,10 @@ from stageline_rpc.internal.v1 import (
     join_pb2_grpc,
 )
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, inference_pb2_grpc
+from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.request_cases import mixed_cases
-from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
+from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster
 from tests.issued import LIFE, Certificates, careless_channel
 from wire.authorization import ROLES_OF_METHOD
 from wire.channels import PROTOCOL_VERSION, StartedWrite, finish_write

@@ -13,9 +13,10 @@ from rich.console import Console
 from stageline.cli.top import TopFrame, top_view
 from stageline.client.errors import Cancelled
 from stageline_rpc.v1 import telemetry_pb2
+from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.request_cases import mixed_cases
-from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
+from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster
 from wire.ids import id_text
 
 TOKEN = "0123456789abcdef"

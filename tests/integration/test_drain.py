@@ -13,9 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stageline.cli import main
 from stageline.client.errors import StatusDetails, Unavailable, WorkerNotFound
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, TOKEN, Cluster, RequestCase
 from tests.integration.request_cases import mixed_cases
-from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
+from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster
 from tests.mock_answers import mock_tokens
 from wire.transport import PLAIN
 from wire.user_files import write_secret

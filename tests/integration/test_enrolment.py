@@ -24,8 +24,9 @@ from coordinator.enrolment.server import MAX_BODY_BYTES, MAX_TRIES
 from stage_worker.config import WorkerConfig
 from stage_worker.enrolment import Renewal, enrolled
 from stage_worker.server import Worker
+from tests.integration.calls import until
 from tests.integration.cluster import Cluster, RunningWorker
-from tests.integration.test_mock_cluster import mock_cluster, until
+from tests.integration.test_mock_cluster import mock_cluster
 from tests.issued import LIFE, Certificates
 from wire.errors import CertificateRefused
 from wire.transport import TransportSettings

@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from gateway.upstream.contract import UpstreamFailure
 from tests.faults.byte_proxy import ByteProxy
-from tests.integration.calls import message, until
+from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.test_link import PROMPT, Link, Reading
 from tests.integration.test_mock_cluster import mock_cluster
@@ -44,9 +44,7 @@ async def test_a_gateway_follows_its_coordinator_to_another_model() -> None:
                 lost = await waiting
                 assert lost.status_code == 503, lost.text
                 assert lost.json()["error"]["message"].endswith("serves another model now")
-                async with asyncio.timeout(DEADLINE_S):
-                    while (await http.get("/readyz")).status_code != 200:
-                        await asyncio.sleep(0.01)
+                await until_ready(http)
                 models = (await http.get("/v1/models")).json()["data"]
                 assert [model["root"] for model in models] == ["mock"]
                 # The first model's tokenizer is gone with it.

@@ -14,9 +14,10 @@ from stageline.client.errors import InvalidRequest, ServerError, StagelineError
 from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import PACKAGES
 from tests.integration.alterations import flip_byte
+from tests.integration.calls import until
 from tests.integration.cluster import TEST_POLICY, TOKEN
 from tests.integration.request_cases import mixed_cases
-from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
+from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster
 from wire.frames import Frame
 from wire.ids import id_text, new_request_id
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from stage_worker.server import Worker
 from stageline.client.errors import InvalidRequest, StepFailed
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.alterations import flip_byte
+from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Answer, Cluster, RequestCase
 from tests.integration.request_cases import mixed_cases
 from tests.mock_answers import mock_tokens
@@ -57,12 +58,6 @@ def check(answers: Sequence[Answer]) -> None:
         assert answer.error is None, answer.error
         assert answer.succeeded
         assert answer.tokens == mock_tokens(answer.case.prompt, answer.case.max_tokens, vocab_size=VOCAB_SIZE)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.002)
 
 
 def has_tokens(answers: Sequence[Answer], count: int) -> bool:

@@ -1,6 +1,5 @@
 """Hidden states on payload connections: tokens stay the same, whatever happens to the connections."""
 
-import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,8 @@ import pytest
 
 from stage_worker.config import WorkerConfig
 from tests.faults.byte_proxy import ByteProxy, Direction
-from tests.integration.cluster import DEADLINE_S, Answer, Cluster
+from tests.integration.calls import until
+from tests.integration.cluster import Answer, Cluster
 from tests.integration.request_cases import SoloRuns, mixed_cases
 from tests.integration.test_cluster_faults import reported_faults
 from tests.ports import unused_address
@@ -56,12 +56,6 @@ async def serving(model: Path, **settings: Any) -> AsyncIterator[tuple[PayloadCl
         address = parse_address(line.target)
         with socket.socket() as probe:
             assert probe.connect_ex((address.host, address.port)) != 0
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 def has_begun(answers: list[Answer]) -> bool:

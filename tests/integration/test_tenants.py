@@ -17,10 +17,10 @@ from gateway.access.keys import changed_keys, new_key
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.integration.calls import message
+from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.numbered_calls import SECRET, Gateway
-from tests.integration.test_mock_cluster import mock_cluster, until
+from tests.integration.test_mock_cluster import mock_cluster
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.transport import PLAIN
 
@@ -135,6 +135,7 @@ async def cancel_outcome(address: str, request_id: str, tenant: str) -> grpc.Sta
 async def test_every_path_but_health_and_the_page_needs_a_key(keys: Keys) -> None:
     key = keys.new("ann")
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        await until_ready(http)
         for path in ("/health", "/readyz", "/", "/static/chat.js"):
             assert (await http.get(path)).status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere", "/tokenizer_info"):
