@@ -130,6 +130,7 @@ class CoordinatorServer:
             *(self.controller, self.engine, model),
             sampler=config.sampler.get_description(),
             loop_lag=self.metrics.loop_lag.recent,
+            transport=self._transport,
         )
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._requests = self._new_request_handler()
@@ -151,6 +152,7 @@ class CoordinatorServer:
         sink, clock = StoreSink(self.trace_store.add), ClusterClock()
         self.recorder = new_recorder(COORDINATOR, sink, config.telemetry, clock, instance=instance)
         self.metrics = CoordinatorMetrics(config.telemetry, instance=instance, audit=self._audit)
+        self.metrics.watch_certificate(self._transport.certificate_life)
         self._refused_operators = self.metrics.refused_peers("operator_token")
         self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
 

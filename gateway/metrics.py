@@ -13,7 +13,8 @@ from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import export_request
 from telemetry.metrics.prometheus import Exposed, prometheus_text
-from telemetry.metrics.registry import Registry
+from telemetry.metrics.registry import Registry, watch_certificate
+from wire.transport import CertificateLife
 
 
 class GatewayMetrics:
@@ -34,6 +35,10 @@ class GatewayMetrics:
         self._idle.set()
         self._process = psutil.Process()
         self._registry.read_with(lambda: self._memory.set(self._process.memory_info().rss))
+
+    def watch_certificate(self, life: Callable[[], CertificateLife | None]) -> None:
+        """Report how long this process's certificate is valid. Call once."""
+        watch_certificate(self._registry, life)
 
     def watch_spans(self, num_dropped: Callable[[], int]) -> None:
         """Report spans that were dropped."""

@@ -81,6 +81,7 @@ class GatewayServer:
         self._clock = ClusterClock()
         self._metrics = GatewayMetrics(num_lost_records=lambda: self._audit.num_lost)
         self._recorder: SpanRecorder | None = None
+        self._metrics.watch_certificate(self._transport.certificate_life)
         self._link = self._new_link()
         self._gateway = Gateway(
             config=config,

@@ -28,12 +28,12 @@ from stage_worker.backends.contract import HandedOn, StepObserver, TimedOutput
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import export_request
-from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnapshot
+from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnapshot, watch_certificate
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import SpanRecorder, new_resource
 from wire.frames import Frame
 from wire.tensors import TensorView
-from wire.transport import PLAIN, RenewedChannel, Transport
+from wire.transport import PLAIN, CertificateLife, RenewedChannel, Transport
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -260,6 +260,10 @@ class WorkerMetrics:
         self._to_collector: CollectorExport | None = None
         self._task: asyncio.Task[None] | None = None
         self._registry.read_with(self._read)
+
+    def watch_certificate(self, life: Callable[[], CertificateLife | None]) -> None:
+        """Report how long this process's certificate is valid. Call once."""
+        watch_certificate(self._registry, life)
 
     def snapshot(self) -> ScopeMetrics:
         return self._registry.snapshot(time.time_ns())

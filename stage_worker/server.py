@@ -47,6 +47,7 @@ from wire.flags import OFF
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
 from wire.peer_secrets import RefusedPeers
+from wire.status_codec import encode_certificate
 from wire.transport import is_loopback, open_transport
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Worker:
         self._device_failure = ""
         self._has_failed = asyncio.Event()
         self._transport = open_transport(config.transport, Role.WORKER, self._audit)
+        self.metrics.watch_certificate(self._transport.certificate_life)
         self._refused = RefusedPeers(time.monotonic, audit=self._audit)
         self._server = new_server(
             authorization=authorization(self._transport, config.transport.deny_list, self._refused)
@@ -245,6 +247,8 @@ class Worker:
     def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()
         heartbeat.resident_bytes = resident_bytes()
+        if (certificate := encode_certificate(self._transport.certificate_life())) is not None:
+            heartbeat.certificate.CopyFrom(certificate)
         return heartbeat
 
     def _note_device_failure(self, reason: str) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvcache import IntegrityReport
 from stageline_rpc.v1 import cluster_pb2
+from wire.transport import CertificateLife
 
 
 def message_fields(message: Message) -> dict[str, Any]:
@@ -51,6 +52,15 @@ def _is_choice(field: FieldDescriptor) -> bool:
     """Whether the field is in a oneof other than the synthetic one of `optional`."""
     oneof = field.containing_oneof
     return oneof is not None and oneof.name != f"_{field.name}"
+
+
+def encode_certificate(life: CertificateLife | None) -> cluster_pb2.Certificate | None:
+    """When a process's certificate ends; None in plain text."""
+    if life is None:
+        return None
+    message = cluster_pb2.Certificate(is_ending=life.is_ending)
+    message.expires_at.FromDatetime(life.expires_at)
+    return message
 
 
 def timestamp(at_us: int) -> Timestamp:

@@ -11,6 +11,7 @@ import os
 import socket
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,9 @@ from wire.flags import Flag, file_path
 
 if TYPE_CHECKING:
     from certificates.files import TlsDirectory, TlsMaterial
+
+
+ENDING_SHARE = 0.2
 
 
 def tls_directory(text: str) -> Path:
@@ -95,6 +99,16 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+@dataclass(frozen=True, slots=True)
+class CertificateLife:
+    """When the certificate of a process ends."""
+
+    expires_at: datetime
+    left_s: float
+    is_ending: bool
+    """Less than a fifth of its life is left: whatever renews it does not."""
+
+
 class Transport:
     """Makes the channels and listening ports of a process."""
 
@@ -106,6 +120,14 @@ class Transport:
     def identity(self) -> Identity | None:
         """Who this process is; None in plain text."""
         return None if self.files is None else self.files.current().identity
+
+    def certificate_life(self) -> CertificateLife | None:
+        """Of the certificate in use; None in plain text."""
+        if self.files is None:
+            return None
+        material, now = self.files.current(), datetime.now(UTC)
+        left_s = (material.expires_at - now).total_seconds()
+        return CertificateLife(material.expires_at, left_s, material.life_left(now) < ENDING_SHARE)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel to HOST:PORT; with certificates, the peer's must name the host."""

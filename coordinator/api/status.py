@@ -14,8 +14,9 @@ from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.clock import wall_clock_us
-from wire.status_codec import duration, encode_integrity, overall_integrity, timestamp
+from wire.status_codec import duration, encode_certificate, encode_integrity, overall_integrity, timestamp
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
+from wire.transport import PLAIN, Transport
 
 LOST_SHOWN_S = 600.0
 """How long a lost worker is listed."""
@@ -58,8 +59,9 @@ class StatusReporter:
         *,
         sampler: str,
         loop_lag: Callable[[], tuple[float, float] | None],
+        transport: Transport = PLAIN,
     ) -> None:
-        """`sampler` describes which requests are traced.
+        """`sampler` describes which requests are traced, `transport` has this process's certificate.
 
         `loop_lag` returns median and p99 in seconds; None before the first measurement.
         """
@@ -70,7 +72,7 @@ class StatusReporter:
         self._ledger_check = controller.ledger_check
         self._engine = engine
         self._model = model
-        self._sampler, self._loop_lag = sampler, loop_lag
+        self._sampler, self._loop_lag, self._transport = sampler, loop_lag, transport
 
     def model(self) -> inference_pb2.GetModelResponse:
         """The model, and the current maximum sequence length (0 before the first plan)."""
@@ -110,6 +112,7 @@ class StatusReporter:
             journal=self._journal(),
             end_cause=state.end_cause.value if state.end_cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
             loop_lag=self._lag(),
+            certificate=encode_certificate(self._transport.certificate_life()),
         )
 
     def _lag(self) -> cluster_pb2.LoopLag | None:
@@ -225,3 +228,5 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
     status.kv.CopyFrom(heartbeat.kv)
     status.kv_integrity.CopyFrom(heartbeat.kv_integrity)
     status.payload_fallback = heartbeat.payload_fallback
+    if heartbeat.HasField("certificate"):
+        status.certificate.CopyFrom(heartbeat.certificate)

@@ -30,7 +30,7 @@ from telemetry.metrics import definitions
 from telemetry.metrics.definitions import WORKER, Process
 from telemetry.metrics.otlp import export_request, resource_attributes
 from telemetry.metrics.prometheus import Exposed, prometheus_text
-from telemetry.metrics.registry import Registry
+from telemetry.metrics.registry import Registry, watch_certificate
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import new_resource
 from wire.audit import NO_AUDIT, AuditLog
@@ -42,6 +42,7 @@ from wire.errors import (
 )
 from wire.peer_secrets import RefusedPeers
 from wire.steps import StageTime, Step
+from wire.transport import CertificateLife
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -365,6 +366,10 @@ class CoordinatorMetrics:
         self._refused_access = {secret: access.of(secret) for secret in definitions.ACCESS.values}
         self._export: CollectorExport | None = None
         self._workers: WorkerMetricsStore | None = None
+
+    def watch_certificate(self, life: Callable[[], CertificateLife | None]) -> None:
+        """Report how long this process's certificate is valid. Call once."""
+        watch_certificate(self._registry, life)
 
     def watch(
         self, engine: Engine, controller: Controller, *, num_dropped_spans: Callable[[], int] = lambda: 0

@@ -29,6 +29,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         describe_kv_accounting(status),
         _describe_requests(status),
         *_loop_lag(status),
+        *_ending_certificates(status),
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
         *_last_end(status.end_cause),
@@ -152,6 +153,17 @@ def _loop_lag(status: cluster_pb2.GetStatusResponse) -> list[str]:
         return []
     p50, p99 = (f"{lag.ToMicroseconds() / 1e3:.1f} ms" for lag in (status.loop_lag.p50, status.loop_lag.p99))
     return [f"Coordinator: loop lag p50 {p50}, p99 {p99}"]
+
+
+def _ending_certificates(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    """Certificates that should have been renewed."""
+    owners = [("the coordinator", status.certificate)]
+    owners += [(f"worker {worker.name}", worker.certificate) for worker in status.workers]
+    return [
+        f"The certificate of {owner} ends {certificate.expires_at.ToDatetime():%Y-%m-%d %H:%M} UTC: renew it"
+        for owner, certificate in owners
+        if certificate.is_ending
+    ]
 
 
 def _payload_fallbacks(status: cluster_pb2.GetStatusResponse) -> list[str]:

@@ -340,6 +340,13 @@ WORKERS = _of(_COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers,
 DROPPED_SPANS = _of(
     _ALL, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and dropped."
 )
+CERTIFICATE_LEFT = _of(
+    _ALL,
+    "stageline.certificate.time_left",
+    _GAUGE,
+    "s",
+    "Time until the certificate of the process ends; absent in plain text.",
+)
 LOST_AUDIT_RECORDS = _of(
     _ALL, "stageline.audit.lost", _COUNTER, "{record}", "Records that the audit log could not hold."
 )

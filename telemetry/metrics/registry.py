@@ -20,7 +20,8 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.export import Metric as MetricData
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from telemetry.metrics.definitions import OTHER, SERIES_OVERFLOWS, Kind, Metric
+from telemetry.metrics.definitions import CERTIFICATE_LEFT, OTHER, SERIES_OVERFLOWS, Kind, Metric
+from wire.transport import CertificateLife
 
 SCOPE = InstrumentationScope("stageline")
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
@@ -178,3 +179,14 @@ class Registry:
         name = family.metric.name
         assert name not in self._families, f"two families of {name}"
         self._families[name] = family
+
+
+def watch_certificate(registry: Registry, life: Callable[[], CertificateLife | None]) -> None:
+    """Report how long the certificate of this process is valid, if it has one."""
+    family = registry.number(CERTIFICATE_LEFT)
+
+    def read() -> None:
+        if (current := life()) is not None:
+            family.of().set(current.left_s)
+
+    registry.read_with(read)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from datetime import timedelta
+from datetime import UTC, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
 from certificates.authority import make_authority
 from certificates.files import read_certificates
@@ -19,6 +20,7 @@ from coordinator.server import SERVICES
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
 from stage_worker.server import Worker
+from stageline.cli.tables import status_view
 from stageline.client.client import Client
 from stageline.client.errors import StatusDetails
 from stageline_rpc.internal.v1 import (
@@ -122,6 +124,27 @@ async def test_a_gateway_sees_counts_of_the_cluster_and_no_processes(certificate
         text = str(status)
         assert "127.0.0.1" not in text and "w0" not in text
         assert len((await cluster.client.status()).workers) == 2
+
+
+async def test_the_end_of_every_certificate_is_in_status_and_metrics(certificates: Certificates) -> None:
+    worker = certificates.of("w0", Role.WORKER)
+    identity = Identity(cluster="default", role=Role.WORKER, name="w0")
+    certificates.write(worker, identity, made_in=-0.9 * LIFE)
+    async with mock_cluster(1, certificates=certificates) as cluster:
+        status = await cluster.wait_status(lambda status: status.workers[0].HasField("certificate"))
+        (found,) = status.workers
+        ends = read_certificates(worker / "tls.crt")[0].not_valid_after_utc
+        assert (found.certificate.expires_at.ToDatetime(UTC), found.certificate.is_ending) == (ends, True)
+        assert status.HasField("certificate")
+        assert not status.certificate.is_ending
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(status_view(status))
+        lines = captured.get()
+        assert f"The certificate of worker w0 ends {ends:%Y-%m-%d %H:%M} UTC: renew it" in lines
+        assert "certificate of the coordinator" not in lines
+        text, _ = await cluster.server.metrics.metrics_text("text/plain")
+        assert b"stageline_certificate_time_left_seconds" in text
 
 
 async def test_an_operator_drains_without_the_token(certificates: Certificates) -> None:

@@ -359,6 +359,7 @@ class Heartbeat(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
     PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -387,6 +388,8 @@ class Heartbeat(_message.Message):
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property
     def kv_integrity(self) -> _cluster_pb2.KvIntegrity: ...
+    @_builtins.property
+    def certificate(self) -> _cluster_pb2.Certificate: ...
     def __init__(
         self,
         *,
@@ -404,10 +407,11 @@ class Heartbeat(_message.Message):
         weights: _cluster_pb2.WeightsCheck.ValueType = ...,
         kv_integrity: _cluster_pb2.KvIntegrity | None = ...,
         payload_fallback: _builtins.str = ...,
+        certificate: _cluster_pb2.Certificate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
