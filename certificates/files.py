@@ -92,6 +92,7 @@ class TlsDirectory:
         """Called by any thread with the directory, and the problem of files that cannot be used."""
         self._seen = self._stamp()
         self._material = read_tls_material(directory)
+        self._ended: TlsMaterial | None = None
 
     def current(self) -> TlsMaterial:
         """The newest usable version; called by any thread."""
@@ -99,7 +100,17 @@ class TlsDirectory:
         if stamp != self._seen:
             self._seen = stamp
             self._reload()
+        self._report_end(self._material)
         return self._material
+
+    def _report_end(self, material: TlsMaterial) -> None:
+        """Log once that peers refuse the certificate: they do not tell why."""
+        if material is not self._ended and material.expires_at <= datetime.now(UTC):
+            self._ended = material
+            log.error(
+                "certificate of %s in %s ended at %s: new connections fail until it is renewed",
+                *(material.identity, self.directory, material.expires_at.isoformat(timespec="seconds")),
+            )
 
     def _reload(self) -> None:
         try:

@@ -130,6 +130,20 @@ def test_certificates_that_are_not_valid_now_are_refused(
                 read_tls_material(directory)
 
 
+def test_the_end_of_a_certificate_in_use_is_logged_once(
+    directory: Path, authority: KeyPair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TlsDirectory(directory)
+    material = files.current()
+    assert not caplog.records
+    monkeypatch.setattr("certificates.files.datetime", _clock(material.expires_at))
+    assert files.current() is files.current() is material
+    assert [record.message for record in caplog.records] == [
+        f"certificate of worker w0 in {directory} ended at {material.expires_at.isoformat()}: "
+        "new connections fail until it is renewed"
+    ]
+
+
 def _clock(now: datetime) -> type:
     class Clock(datetime):
         @classmethod
