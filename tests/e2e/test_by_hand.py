@@ -121,6 +121,7 @@ async def test_a_worker_with_another_model_is_rejected_with_both_fingerprints(
         assert any(f" {inode}, " in file.read_text() for file in kept.iterdir())
 
 
+@pytest.mark.full
 async def test_a_worker_with_other_weights_of_the_same_shape_serves_no_token(
     llama: Reference, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ async def test_an_answer_is_stopped_and_its_request_cancelled(browser: Browser, 
         await expect(page.locator("#send")).to_be_visible()
 
 
+@pytest.mark.full
 async def test_without_a_template_the_model_continues_a_text(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +149,7 @@ async def test_failures_are_said_in_one_line_and_the_next_message_works(browser:
         watched.complaints.clear()  # the browser's own message for status 429
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_follows_the_colour_scheme(browser: Browser, scheme: Any, tmp_path: Path) -> None:
     page_settings = {"color_scheme": scheme, "viewport": {"width": 1000, "height": 640}}
@@ -165,6 +166,7 @@ async def test_the_page_follows_the_colour_scheme(browser: Browser, scheme: Any,
         assert await is_dark(page) == (scheme == "light")
 
 
+@pytest.mark.full
 async def test_the_page_fits_a_phone_and_has_a_name_for_every_control(browser: Browser) -> None:
     phone = {"viewport": {"width": 375, "height": 780}, "is_mobile": True}
     async with chatting(browser, page=phone) as (_, watched):

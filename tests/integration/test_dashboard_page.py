@@ -71,6 +71,7 @@ async def test_the_page_shows_stages_steps_and_the_slow_stage(browser: Browser) 
         await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=VISIBLE_MS)
 
 
+@pytest.mark.full
 async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Browser) -> None:
     async def shrunk(route: Route) -> None:
         response = await route.fetch()
@@ -90,6 +91,7 @@ async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Br
         await watched.page.unroute_all(behavior="wait")
 
 
+@pytest.mark.full
 async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ async def test_a_link_opens_the_trace_of_its_request(browser: Browser) -> None:
         watched.complaints.clear()  # the browser's own message for the 404
 
 
+@pytest.mark.full
 async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
@@ -155,6 +158,7 @@ async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:
         )
 
 
+@pytest.mark.full
 async def test_the_pipeline_view_is_paused_and_stepped_with_the_keyboard(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
@@ -197,6 +201,7 @@ async def test_actions_need_the_operator_token(browser: Browser) -> None:
         assert stored == [[], ["stageline-token"]]
 
 
+@pytest.mark.full
 async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Browser) -> None:
     async with served(2) as cluster, opened(browser, cluster) as watched:
         page = watched.page
@@ -208,7 +213,7 @@ async def test_the_page_recovers_when_the_coordinator_responds_again(browser: Br
         watched.complaints.clear()  # the browser's own message for a cut connection
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
     browser: Browser, scheme: Any, tmp_path: Path
@@ -230,6 +235,7 @@ async def test_the_page_follows_the_colour_scheme_and_can_be_switched(
         assert await is_dark(page) == (scheme == "light")
 
 
+@pytest.mark.full
 async def test_the_page_fits_a_phone(browser: Browser) -> None:
     phone = {"width": 375, "height": 780}
     async with (
@@ -241,6 +247,7 @@ async def test_the_page_fits_a_phone(browser: Browser) -> None:
         assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
+@pytest.mark.full
 async def test_with_reduced_motion_the_page_is_drawn_once_per_response(browser: Browser) -> None:
     async with (
         served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
