@@ -37,7 +37,7 @@ ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
     "/stageline.v1.Inference/GetTokenizer": _USERS,
     "/stageline.v1.Inference/Tokenize": _USERS,
     "/stageline.v1.Inference/Detokenize": _USERS,
-    "/stageline.v1.Cluster/Drain": _OPERATORS,
+    "/stageline.v1.Cluster/Drain": _OPERATORS | _WORKERS,
     "/stageline.v1.Cluster/GetStatus": frozenset({Role.GATEWAY, Role.OPERATOR}),
     "/stageline.v1.Cluster/WatchKvEvents": frozenset({Role.GATEWAY, Role.OPERATOR}),
     "/stageline.v1.TelemetryService/ListTraces": _OPERATORS,
@@ -57,8 +57,8 @@ ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
 }
 """Roles that may call a method; a method that is not listed may be called by nobody.
 
-Further conditions are with the service: a worker joins under its own name, a stage takes frames from the
-stage before it only, and Attach and Cancel need the secret of the request.
+Further conditions are with the service: a worker joins and drains under its own name, a stage takes frames
+from the stage before it only, and Attach and Cancel need the secret of the request.
 """
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -18,7 +18,7 @@ from stageline_rpc.internal.v1 import serve_pb2
 from wire.addresses import peer_host
 from wire.authorization import peer_identity
 from wire.channels import AUTHORIZATION_KEY, TENANT_KEY
-from wire.errors import AttachSecretMismatch, TokenMismatch, TokenMissing
+from wire.errors import AccessDenied, AttachSecretMismatch, TokenMismatch, TokenMissing
 from wire.ids import RequestId
 from wire.peer_secrets import RefusedPeers
 from wire.trace_context import parse_traceparent
@@ -170,3 +170,13 @@ class Operators:
         if not hmac.compare_digest(given.strip().encode(), self._token.encode()):
             self._refused.note("an operator call", "wrong operator token", host=peer_host(context))
             raise TokenMismatch("the operator token is wrong")
+
+    def check_drain(self, worker: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises AccessDenied for a worker that drains another one; for the rest, see `check`."""
+        caller = peer_identity(context)
+        if caller is None or caller.role is not Role.WORKER:
+            self.check(context)
+        elif caller.name != worker:
+            problem = f"{caller} may not drain {worker!r}"
+            self._refused.note("an operator call", problem, host=peer_host(context), who=caller)
+            raise AccessDenied(problem)

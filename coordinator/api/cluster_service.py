@@ -104,7 +104,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
-        self._operators.check(context)
+        self._operators.check_drain(request.worker, context)
         self._audit.record(Action.DRAIN, AuditOutcome.OK, **caller_of(context), worker=request.worker)
         await self._controller.drain(request.worker)
         return cluster_pb2.DrainResponse()

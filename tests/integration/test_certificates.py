@@ -22,7 +22,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.server import Worker
 from stageline.cli.tables import status_view
 from stageline.client.client import Client
-from stageline.client.errors import StatusDetails
+from stageline.client.errors import StagelineError, StatusDetails
 from stageline_rpc.internal.v1 import (
     deliver_pb2,
     deliver_pb2_grpc,
@@ -151,6 +151,17 @@ async def test_an_operator_drains_without_the_token(certificates: Certificates) 
     async with mock_cluster(2, certificates=certificates) as cluster:
         await cluster.client.drain("w0")
         await cluster.wait_status(lambda status: [worker.name for worker in status.workers] == ["w1"])
+
+
+async def test_a_worker_drains_itself_only(certificates: Certificates) -> None:
+    async with mock_cluster(2, certificates=certificates) as cluster:
+        async with Client(cluster.address, tls_dir=certificates.of("w0", Role.WORKER)) as worker:
+            with pytest.raises(StagelineError, match="worker w0 may not drain 'w1'") as refused:
+                await worker.drain("w1")
+            assert refused.value.reason == "ACCESS_DENIED"
+            await worker.drain("w0")
+        status = await cluster.wait_status(lambda status: len(status.workers) == 1)
+        assert status.workers[0].name == "w1"
 
 
 async def test_a_coordinator_whose_certificate_names_another_host_is_not_trusted(
