@@ -13,14 +13,18 @@ import grpc
 import pytest
 from httpx2 import AsyncClient, Response
 
+from certificates.identity import Role
 from gateway.access.keys import changed_keys, new_key
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
+from stageline.client.client import Client
+from stageline.client.errors import Cancelled, PermissionDenied
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.numbered_calls import SECRET, Gateway
 from tests.integration.test_mock_cluster import mock_cluster
+from tests.issued import Certificates, careless_channel
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.transport import PLAIN
 
@@ -115,6 +119,41 @@ async def test_attach_and_cancel_need_the_tenant_of_the_request() -> None:
         again = await gateway.attach(mine, tenant="ann", observe=True)
         await gateway.until(lambda: len(again.tokens[0]) >= 5)
         assert await cancel_outcome(cluster.address, mine.request_id, "ann") is grpc.StatusCode.OK
+
+
+async def test_the_certificate_of_a_client_is_its_tenant(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    async with (
+        mock_cluster(1, "step=5ms", certificates=certificates) as cluster,
+        Client(cluster.address, tls_dir=certificates.of("ann", Role.CLIENT)) as ann,
+        Client(cluster.address, tls_dir=certificates.of("bob", Role.CLIENT)) as bob,
+    ):
+        for client, expected in ((ann, 0), (bob, 0), (ann, NUM_CACHED), (bob, NUM_CACHED)):
+            (done,) = await client.complete(PROMPT, max_tokens=2)
+            assert done.usage.cached_tokens == expected
+        mine = ann.generate(PROMPT[:4], max_tokens=3000, on_disconnect="detach", attach_secret=SECRET)
+        request_id = (await anext(mine)).request_id
+        with pytest.raises(PermissionDenied, match="secret"):
+            await anext(bob.attach(request_id, secret=SECRET))
+        with pytest.raises(PermissionDenied, match="secret"):
+            await bob.cancel(request_id, secret=SECRET)
+        await ann.cancel(request_id, secret=SECRET)
+        with pytest.raises(Cancelled):
+            async for _ in mine:
+                pass
+
+
+async def test_a_client_may_not_act_for_another_tenant(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    async with (
+        mock_cluster(1, certificates=certificates) as cluster,
+        careless_channel(certificates.of("bob", Role.CLIENT), cluster.address) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(
+            message(PROMPT[:4], 2), metadata=((TENANT_KEY, "client/ann"),), timeout=DEADLINE_S
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="client bob may not act for tenant client/ann"):
+            await call.read()
 
 
 async def cancel_outcome(address: str, request_id: str, tenant: str) -> grpc.StatusCode:
