@@ -31,6 +31,7 @@ from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import GATEWAY
 from text.tokenizer import TextCodec, TokenizerError, load_text_codec
+from web.api_keys import KeysFile
 from web.server import HttpServer
 from wire.addresses import parse_address
 from wire.audit import open_audit
@@ -104,7 +105,9 @@ class GatewayServer:
 
     def _doorkeeper(self, keys_file: Path | None) -> Doorkeeper | None:
         """Raises KeysUnusable."""
-        return None if keys_file is None else Doorkeeper(keys_file, self._metrics.count_key_tokens)
+        if keys_file is None:
+            return None
+        return Doorkeeper(KeysFile(keys_file, audit=self._audit), self._metrics.count_key_tokens)
 
     @property
     def address(self) -> str:

@@ -1,1 +1,1 @@
-"""HTTP server, static files and the looks of all pages."""
+"""HTTP server, API keys, static files and the looks of all pages."""

@@ -1,1 +1,1 @@
-"""Who may use a gateway: API keys, their limits, and whose requests they make."""
+"""Who may use a gateway: limits of API keys, and whose requests they make."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
 
-from gateway.access.keys import PRIORITIES, ApiKey, KeysUnusable, digest_of, id_of, read_keys
 from gateway.upstream.contract import NO_OWNER, RequestOwner
-
-log = logging.getLogger(__name__)
+from web.api_keys import PRIORITIES, ApiKey, KeyRefused, KeysFile
 
 REQUESTS, TOKENS = "requests", "tokens"
 
@@ -98,34 +93,21 @@ ANYONE = Visitor()
 
 
 class Doorkeeper:
-    """Admits requests with a key of a file, which is read again when it changes."""
+    """Admits requests with a key of a file."""
 
-    def __init__(self, path: Path, count: CountTokens, *, clock: Callable[[], float] = time.time) -> None:
-        """Raises KeysUnusable."""
-        self._path, self._count, self._clock = path, count, clock
-        self._stamp = _stamp(path)
-        self._keys: Mapping[str, ApiKey] = read_keys(path)
+    def __init__(self, keys: KeysFile, count: CountTokens) -> None:
+        self._keys, self._count = keys, count
         self._rates = FixedWindowRateLimiter(MemoryStorage())
 
     def admit(self, text: str) -> Visitor:
         """Admit the holder of a key. Raises NoKey and TooMany."""
-        key = self._find(text)
+        try:
+            key = self._keys.find(text)
+        except KeyRefused as error:
+            raise NoKey(str(error)) from None
         self._check_tokens(key)
         self._take_request(key)
         return Visitor(key, lambda kind, num_tokens: self._spend(key, kind, num_tokens))
-
-    def _find(self, text: str) -> ApiKey:
-        if not text:
-            raise NoKey("no API key: send Authorization: Bearer KEY")
-        self._refresh()
-        key_id = id_of(text)
-        key = None if key_id is None else self._keys.get(key_id)
-        if key is None or not key.matches(digest_of(text)):
-            raise NoKey("the API key is wrong, or was revoked")
-        if key.has_expired(datetime.fromtimestamp(self._clock(), UTC)):
-            assert key.expires is not None
-            raise NoKey(f"the API key ended at {key.expires.isoformat(timespec='seconds')}")
-        return key
 
     def _take_request(self, key: ApiKey) -> None:
         if (limit := key.requests_per_minute) is None:
@@ -155,22 +137,3 @@ class Doorkeeper:
         if key.tokens_per_minute is not None and num_tokens:
             item = RateLimitItemPerMinute(key.tokens_per_minute)
             self._rates.hit(item, TOKENS, key.id, cost=num_tokens)
-
-    def _refresh(self) -> None:
-        try:
-            if (stamp := _stamp(self._path)) == self._stamp:
-                return
-            self._stamp = stamp
-            self._keys = read_keys(self._path)
-        except KeysUnusable as error:
-            log.warning("%s; the keys before stay in force", error)
-        else:
-            log.info("%s was read again: %d keys", self._path, len(self._keys))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -6,9 +6,9 @@ from typing import Annotated, Any, TypeAlias, TypedDict
 
 import typer
 
-from gateway.access.keys import PRIORITIES, ROLES, ApiKey, changed_keys, new_key, read_keys
 from stageline.cli.certs import parse_life
 from stageline.cli.options import CommandFailed, Json, build_config, option_parser, takes
+from web.api_keys import PRIORITIES, ROLES, ApiKey, changed_keys, new_key, read_keys
 from wire.exit_codes import ExitCode
 from wire.flags import file_path
 

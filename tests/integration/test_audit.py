@@ -12,7 +12,6 @@ import pytest
 from httpx2 import AsyncClient
 
 from certificates.identity import Identity, Role
-from gateway.access.keys import new_key, write_keys
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stage_worker.server import Worker
@@ -23,6 +22,7 @@ from tests.integration.request_cases import mixed_cases
 from tests.integration.test_certificates import Code, hello_of, model_outcome, outcome
 from tests.integration.test_mock_cluster import check, mock_cluster
 from tests.issued import Certificates, careless_channel
+from web.api_keys import new_key, write_keys
 from wire.ids import id_text
 
 SECRET_TEXT = "the sesame password of the tests"

@@ -14,7 +14,6 @@ import pytest
 from httpx2 import AsyncClient, Response
 
 from certificates.identity import Role
-from gateway.access.keys import changed_keys, new_key
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stageline.client.client import Client
@@ -25,6 +24,7 @@ from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.numbered_calls import SECRET, Gateway
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.issued import Certificates, careless_channel
+from web.api_keys import changed_keys, new_key
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.transport import PLAIN
 

@@ -1,16 +1,15 @@
-"""API keys: the file, admission, limits, and what the coordinator is told of a request's owner."""
+"""API keys: admission, limits, and what the coordinator is told of a request's owner."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from gateway.access.keys import ApiKey, KeysUnusable, changed_keys, digest_of, new_key, read_keys
 from gateway.access.visitors import Doorkeeper, NoKey, TooMany
+from tests.unit.web.test_api_keys import made
+from web.api_keys import KeysFile, changed_keys, new_key
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
@@ -27,74 +26,7 @@ class Counted(list[tuple[str, str, int]]):
 
 def doorkeeper(path: Path, *, now: datetime = NOW) -> tuple[Doorkeeper, Counted]:
     counted = Counted()
-    return Doorkeeper(path, counted.add, clock=now.timestamp), counted
-
-
-def made(path: Path, **limits: object) -> tuple[str, ApiKey]:
-    text, key = new_key(**{"tenant": "acme", **limits})
-    with changed_keys(path) as keys:
-        keys[key.id] = key
-    return text, key
-
-
-# The file
-
-
-def test_a_key_has_256_random_bits_and_is_not_in_the_file(path: Path) -> None:
-    text, key = made(
-        path,
-        models=("a", "b"),
-        max_priority="low",
-        max_concurrent=3,
-        requests_per_minute=4,
-        tokens_per_minute=5,
-        expires=NOW,
-    )
-    prefix, secret = text.rsplit(f"{key.id}-", 1)
-    assert (prefix, len(secret), key.sha256) == ("sk-sl-", 43, digest_of(text))
-    assert read_keys(path) == {key.id: key}
-    assert secret not in path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert new_key(tenant="acme")[0] != new_key(tenant="acme")[0]
-
-
-def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
-    made(path)
-    path.chmod(0o640)
-    with pytest.raises(KeysUnusable, match="has mode 0640, must be 0600 or stricter: run chmod 600"):
-        read_keys(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("keys = 3", "has no list"),
-        ("[[keys", "is not TOML"),
-        ("[[keys]]\nid = 'x'", "key 1"),
-        ("[[keys]]\nidd = 'x'", "key 1: unknown field 'idd'"),
-        (f"[[keys]]\nid = '0123456789'\nsha256 = '{'0' * 64}'\ntenant = 'a b'", "tenant 'a b' is not"),
-        (
-            f"[[keys]]\nid = '0123456789'\nsha256 = '{'0' * 64}'\ntenant = 'a'\nmax_concurrent = 0",
-            r"max_concurrent is 0, must be in \[1,",
-        ),
-        (
-            f"[[keys]]\nid = '0123456789'\nsha256 = '{'0' * 64}'\ntenant = 'a'\nexpires = 2027-01-01",
-            "expires is not a time with its zone",
-        ),
-        (f"[[keys]]\nid = '0123456789'\nsha256 = '{'0' * 64}'\ntenant = 'a'\n" * 2, "two keys of one id"),
-    ],
-)
-def test_a_damaged_file_is_refused_with_the_reason(path: Path, text: str, problem: str) -> None:
-    path.write_text(text)
-    path.chmod(0o600)
-    with pytest.raises(KeysUnusable, match=problem):
-        read_keys(path)
-    path.unlink()
-    with pytest.raises(KeysUnusable, match="no such file"):
-        read_keys(path)
-
-
-# Admission
+    return Doorkeeper(KeysFile(path, clock=now.timestamp), counted.add), counted
 
 
 def test_only_known_keys_in_force_are_admitted(path: Path) -> None:
@@ -153,23 +85,3 @@ def test_the_owner_of_a_request_is_the_tenant_with_its_limit(path: Path) -> None
     text, _ = made(path, max_concurrent=7)
     owner = doorkeeper(path)[0].admit(text).owner
     assert (owner.tenant, owner.max_sequences) == ("acme", 7)
-
-
-def test_two_processes_change_a_file_one_after_the_other(path: Path) -> None:
-    for _ in range(8):
-        if os.fork() == 0:
-            try:
-                for _ in range(5):
-                    made(path)
-            finally:
-                os._exit(0)
-    for _ in range(8):
-        os.wait()
-    assert len(read_keys(path)) == 40
-
-
-def test_limits_outside_their_range_are_refused() -> None:
-    _, key = new_key(tenant="acme")
-    for limits in ({"requests_per_minute": 0}, {"max_priority": "urgent"}, {"tenant": ""}, {"id": "x"}):
-        with pytest.raises(ValueError, match=r"must be in|is not|has no id"):
-            replace(key, **limits)  # type: ignore[arg-type]

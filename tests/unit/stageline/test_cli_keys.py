@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.keys import digest_of, read_keys
 from stageline.cli import main
+from web.api_keys import digest_of, read_keys
 
 
 def keys(path: Path, *arguments: str) -> int:

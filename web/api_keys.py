@@ -1,15 +1,17 @@
-"""API keys: their form, and the file that holds their digests. A key itself is stored nowhere."""
+"""API keys of HTTP servers: their form, and the file with their digests. A key itself is stored nowhere."""
 
 from __future__ import annotations
 
 import fcntl
 import hmac
+import logging
 import os
 import re
 import secrets
 import string
+import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -19,7 +21,10 @@ from typing import Any
 
 import tomli_w
 
+from wire.audit import NO_AUDIT, AuditLog
 from wire.user_files import read_private
+
+log = logging.getLogger(__name__)
 
 PREFIX = "sk-sl-"
 ID_CHARACTERS = 10
@@ -36,6 +41,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 class KeysUnusable(OSError):
     """The file of keys cannot be read, is readable by others, or has an entry that is no key."""
+
+
+class KeyRefused(Exception):
+    """There is no key, or none that is known and in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,49 @@ class ApiKey:
     def matches(self, digest: str) -> bool:
         """Compare in constant time."""
         return hmac.compare_digest(self.sha256, digest)
+
+
+class KeysFile:
+    """The keys of a file, which is read again when it changes."""
+
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, audit: AuditLog = NO_AUDIT
+    ) -> None:
+        """Raises KeysUnusable."""
+        self._path, self._clock, self._audit = path, clock, audit
+        self._stamp = _stamp(path)
+        self._keys: Mapping[str, ApiKey] = read_keys(path)
+
+    def find(self, text: str) -> ApiKey:
+        """Return the key with this text. Raises KeyRefused."""
+        if not text:
+            raise KeyRefused("no API key: send Authorization: Bearer KEY")
+        self.refresh()
+        key_id = id_of(text)
+        key = None if key_id is None else self._keys.get(key_id)
+        if key is None or not key.matches(digest_of(text)):
+            raise KeyRefused("the API key is wrong, or was revoked")
+        if key.has_expired(self._now()):
+            assert key.expires is not None
+            raise KeyRefused(f"the API key ended at {key.expires.isoformat(timespec='seconds')}")
+        return key
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; if it cannot be used, the keys before stay in force."""
+        if (stamp := _stamp(self._path)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read_keys(self._path)
+        except KeysUnusable as error:
+            log.warning("%s; the keys before stay in force", error)
+            self._audit.reloaded(str(self._path), str(error))
+        else:
+            log.info("%s was read again: %d keys", self._path, len(self._keys))
+            self._audit.reloaded(str(self._path), None)
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._clock(), UTC)
 
 
 def new_key(**limits: Any) -> tuple[str, ApiKey]:
@@ -168,3 +220,11 @@ def _entry(key: ApiKey) -> dict[str, Any]:
     if key.expires is not None:
         entry["expires"] = key.expires.astimezone(UTC)
     return {name: value for name, value in entry.items() if value not in (None, [])}
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
