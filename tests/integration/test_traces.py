@@ -24,6 +24,8 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 MOCK_MODEL = "layers=3,hidden=64"
 SPEC = MockSpec.parse("step=3ms,token=0.02ms")
+SLOW = MockSpec.parse("step=12ms,token=0.02ms")
+"""A busy machine delays a step by less than 5 % of its time."""
 
 
 @pytest.fixture
@@ -38,12 +40,16 @@ def settings_of(servicer: Collector) -> TelemetrySettings:
 
 
 def mock_cluster(
-    servicer: Collector, *, max_kv_tokens: int = 1024, trace_sample: float | None = None
+    servicer: Collector,
+    *,
+    mock: MockSpec = SPEC,
+    max_kv_tokens: int = 1024,
+    trace_sample: float | None = None,
 ) -> Cluster:
     return Cluster(
         None,
         layers=(1, 1, 1),
-        mock=SPEC,
+        mock=mock,
         mock_model=MOCK_MODEL,
         max_kv_tokens=max_kv_tokens,
         trace_sample=trace_sample,
@@ -63,21 +69,21 @@ def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
 async def test_a_callers_trace_continues_through_all_stages(collecting: Collector) -> None:
     caller = parse_traceparent(f"00-{TRACE_ID}-{CALLER}-01")
     assert caller is not None
-    case = RequestCase(prompt=tuple(range(1, 76)), max_tokens=50)
-    async with mock_cluster(collecting) as cluster:
+    case = RequestCase(prompt=tuple(range(1, 76)), max_tokens=20)
+    async with mock_cluster(collecting, mock=SLOW) as cluster:
         with use_span(NonRecordingSpan(caller)):
             answer = await cluster.generate(case)
         assert answer.usage is not None
         # Three chunks of at most 32 tokens, and a step for each token but the first, on three stages each.
         await collecting.wait_until(
-            lambda spans: len(roots(spans)) == 1 and num_traced_steps(spans, TRACE_ID) == 3 * (3 + 49)
+            lambda spans: len(roots(spans)) == 1 and num_traced_steps(spans, TRACE_ID) == 3 * (3 + 19)
         )
     tree = Tree.of(collecting.spans, TRACE_ID)
     tree.check_connected()
     tree.check_nested(slack_us=2)
     assert tree.root.span.parent_span_id.hex() == CALLER
     assert len({span.process for span in tree.spans}) == 4
-    assert tree.num_generated == len(answer.tokens) == tree.root.attributes[Attr.COMPLETION_TOKENS] == 50
+    assert tree.num_generated == len(answer.tokens) == tree.root.attributes[Attr.COMPLETION_TOKENS] == 20
     chunks = tree.named(SpanName.PREFILL_CHUNK)
     assert [chunk.attributes[Attr.TOKENS] for chunk in chunks] == [32, 32, 11]
     for work in (*chunks, *tree.named(SpanName.DECODE)):

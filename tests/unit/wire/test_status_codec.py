@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from google.protobuf.json_format import ParseDict
 from kvcache import IntegrityReport
 from stageline_rpc.v1 import cluster_pb2, kv_events_pb2
 from tests.repository import REPOSITORY
-from wire.status_codec import duration, encode_integrity, message_fields, overall_integrity, timestamp
+from wire.status_codec import (
+    duration,
+    encode_certificate,
+    encode_integrity,
+    message_fields,
+    overall_integrity,
+    timestamp,
+)
+from wire.transport import CertificateLife
 
 DOCUMENT = REPOSITORY / "docs" / "status.md"
 
@@ -19,6 +28,8 @@ DOCUMENT = REPOSITORY / "docs" / "status.md"
 def whole_status() -> cluster_pb2.GetStatusResponse:
     """With a worker that has a stage."""
     ledger = encode_integrity(IntegrityReport(3, 1_700_000_000_250_000, ""))
+    life = CertificateLife(datetime(2026, 11, 23, tzinfo=UTC), left_s=3600.0, is_ending=True)
+    certificate = encode_certificate(life)
     worker = cluster_pb2.WorkerStatus(
         name="w0",
         stage=0,
@@ -32,6 +43,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         busy_time=duration(1.5),
         kv=cluster_pb2.KvUsage(),
         kv_integrity=ledger,
+        certificate=certificate,
     )
     return cluster_pb2.GetStatusResponse(
         dtype=cluster_pb2.DTYPE_BF16,
@@ -46,6 +58,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         requests=cluster_pb2.RequestCounts(),
         workers=[worker],
         loop_lag=cluster_pb2.LoopLag(p50=duration(0.0001), p99=duration(0.0012)),
+        certificate=certificate,
     )
 
 
