@@ -24,7 +24,8 @@ export class TraceView {
     this.cancel = dialog.querySelector("#trace-cancel");
     dialog.querySelector("#trace-close").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-    dialog.addEventListener("close", () => this.#leave());
+    // The event comes later than the closing: a link may have opened another trace.
+    dialog.addEventListener("close", () => { if (!dialog.open) this.#leave(); });
     this.cancel.addEventListener("click", () => this.#cancel());
   }
 
