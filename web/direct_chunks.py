@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from web.headers import keep_out_of_caches
 
 EXTENSION = "stageline.direct_chunks"
 """Key of a `DirectChunks` in `scope["extensions"]`; absent where parts must go through `send`."""
@@ -38,7 +40,7 @@ class DirectChunks:
 
 
 class ChunkedProtocol(H11Protocol):
-    """HTTP/1.1 whose applications find `DirectChunks` in the scope."""
+    """HTTP/1.1 whose applications find `DirectChunks` in the scope, and whose responses are not cached."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -50,7 +52,13 @@ class ChunkedProtocol(H11Protocol):
         if scope["http_version"] == "1.1":  # older clients know no chunks
             extensions[EXTENSION] = DirectChunks(self)
         scope["extensions"] = extensions
-        await self._application(scope, receive, send)
+
+        async def send_uncached(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                keep_out_of_caches(message)
+            await send(message)
+
+        await self._application(scope, receive, send_uncached)
 
 
 def _peer_certificate(transport: Any) -> bytes | None:

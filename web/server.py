@@ -11,7 +11,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from web.direct_chunks import ChunkedProtocol
+from web.headers import security_headers
 from wire.addresses import Address, local_address
+from wire.transport import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class HttpServer:
             timeout_keep_alive=int(KEEPALIVE_S),
             timeout_graceful_shutdown=max(1, round(stop_grace_s)),
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            headers=security_headers(is_only_https=tls is not None and not is_loopback(str(address))),
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         self._scheme = "http" if tls is None else "https"
@@ -81,6 +84,7 @@ class HttpServer:
         config.load()
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._listening])
+        await self._server.on_tick(0)  # the first response has all headers, too
         self._ticks = asyncio.create_task(self._server.main_loop(), name=f"HTTP server of {self._name}")
 
     async def stop(self) -> None:

@@ -15,18 +15,6 @@ _TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Server": "stageline",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-"""For pages: nothing from outside is loaded, and no other site embeds or reads them."""
 SHARED_DIRECTORY = Path(__file__).parent / "static"
 """Colours, basic elements, icon, and the switch between light and dark."""
 

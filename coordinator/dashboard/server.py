@@ -6,17 +6,15 @@ import ssl
 import time
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.dashboard.auth import DashboardAuth, error_response
 from coordinator.dashboard.routes import DashboardContext, Routes
 from web.server import HttpServer
-from web.static_files import SECURITY_HEADERS
 from wire.addresses import parse_address
 from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
 from wire.peer_secrets import RefusedPeers
@@ -67,24 +65,15 @@ class DashboardServer:
 
 
 class DashboardGuard:
-    """Middleware: refuses forbidden requests, limits their time, converts errors of handlers to responses,
-    and adds security headers to every response, errors included.
-    """
+    """Middleware: refuses forbidden requests, limits their time, and converts errors of handlers."""
 
     def __init__(self, app: ASGIApp, auth: DashboardAuth) -> None:
         self._app, self._auth = app, auth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_secured(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.update(SECURITY_HEADERS)
-                headers.setdefault("Cache-Control", "no-store")
-            await send(message)
-
-        error = self._auth.refusal(Request(scope)) or await self._failure_of(scope, receive, send_secured)
+        error = self._auth.refusal(Request(scope)) or await self._failure_of(scope, receive, send)
         if error is not None:
-            await error(scope, receive, send_secured)
+            await error(scope, receive, send)
 
     async def _failure_of(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
         """Run the handler; return the response to its error. Handlers answer at their end, in one piece."""

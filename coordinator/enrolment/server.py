@@ -21,7 +21,6 @@ from starlette.routing import Route
 from coordinator.enrolment.enroller import Enrolled, Enroller
 from web.direct_chunks import PEER_CERTIFICATE
 from web.server import HttpServer
-from web.static_files import SECURITY_HEADERS
 from wire.addresses import Address, parse_address
 from wire.errors import (
     AccessDenied,
@@ -130,7 +129,6 @@ class EnrolmentServer:
                 log.error("enrolment failed: %s", error)
                 text = "the coordinator cannot sign certificates; its log has the details"
                 response = _error_response(503, text, "OS_ERROR")
-            response.headers.update(SECURITY_HEADERS)
             return response
 
         return handle
@@ -180,7 +178,7 @@ async def _read_fields(request: Request, names: tuple[str, ...]) -> list[str]:
 
 
 def _json_response(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(json.dumps(value).encode(), status, {"Cache-Control": "no-store"}, "application/json")
+    return Response(json.dumps(value).encode(), status, media_type="application/json")
 
 
 def _error_response(status: int, text: str, reason: str) -> Response:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.call import Gateway
-from web.static_files import SECURITY_HEADERS, StaticFile, load_static_files
+from web.static_files import StaticFile, load_static_files
 
 DIRECTORY = Path(__file__).parents[1] / "page" / "static"
 
@@ -22,9 +22,7 @@ def _response(name: str, request: Request) -> Response:
     file = _files().get(name)
     if file is None:
         raise HTTPException(404, f"file {name!r} not found")
-    response = file.response(request)
-    response.headers.update(SECURITY_HEADERS)
-    return response
+    return file.response(request)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
