@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection
 
 from wire.interceptors import ErrorInterceptor
+from wire.peer_limits import PeerLimits
 
 RESERVED = 256
 """File descriptors kept free of client connections: for hops, files, the journal and the dashboard."""
@@ -31,8 +32,8 @@ def max_connections() -> int:
     """Return how many connections a server accepts at once so that `RESERVED` descriptors stay free."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return 2**31 - 1
-    return max(soft - RESERVED, soft // 2)
+        return MAX_CONNECTIONS
+    return min(max(soft - RESERVED, soft // 2), MAX_CONNECTIONS)
 
 
 ATTACH_SECRET_KEY = "stageline-attach-secret"
@@ -55,7 +56,12 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
 
 PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-MAX_PENDING_CALLS = 100_000
+MAX_PENDING_CALLS = 32_768
+MAX_STREAMS_PER_CONNECTION = 4096
+"""Open calls; a client's further ones wait there."""
+MAX_METADATA_BYTES = 8192
+MAX_CONNECTIONS = 8192
+"""Of a server; fewer where the process may not open that many files."""
 
 # A stream may carry no message for minutes while a model loads, and both ends send pings. Without
 # `max_ping_strikes` and `min_ping_interval` the server closes such a connection (GOAWAY too_many_pings).
@@ -89,6 +95,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     # Close connections without calls; an open stream counts as a call.
     ("grpc.max_connection_idle_ms", 300_000),
+    # Close connections that have not agreed on TLS and HTTP/2 by then.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    # Bytes of a call's metadata, 32 more for each entry; above it gRPC refuses with RESOURCE_EXHAUSTED.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
+    # No compressed messages: gRPC unpacks them before it looks at their size.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # A second process on the same port must fail to bind instead of sharing the connections.
     ("grpc.so_reuseport", 0),
 )
@@ -98,13 +112,15 @@ def new_server(
     *,
     authorization: Sequence[grpc.aio.ServerInterceptor] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    limits: PeerLimits | None = None,
 ) -> grpc.aio.Server:
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-    `authorization` sees a call before anything looks at its message.
+    `authorization` sees a call before anything looks at its message. `limits` default to those of PeerLimits.
     """
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
-    return grpc.aio.server(interceptors=(*authorization, ErrorInterceptor(), *interceptors), options=options)
+    interceptors = (*authorization, ErrorInterceptor(limits or PeerLimits()), *interceptors)
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:

@@ -27,6 +27,7 @@ from wire.errors import (
 )
 from wire.ids import parse_request_id
 from wire.log_context import log_context
+from wire.peer_limits import PeerLimits
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps ServingError to status codes; other exceptions are logged and sent as INTERNAL.
 
     The text of such an INTERNAL is fixed, where grpc.aio alone would send the text of the exception.
+    Calls beyond `limits` are refused before the servicer sees them.
     """
+
+    def __init__(self, limits: PeerLimits | None = None) -> None:
+        self._limits = limits
 
     async def intercept_service(
         self,
@@ -106,18 +111,55 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         name = str(handler_call_details.method)
         if handler is None:
-            return grpc.stream_stream_rpc_method_handler(_reject_method(name))
+            return grpc.stream_stream_rpc_method_handler(self._guard_unary(_reject_method(name), name))
         if not handler.request_streaming:
             handler = handler._replace(
                 request_deserializer=_rejecting_deserializer(handler.request_deserializer)
             )
         if handler.unary_unary is not None:
-            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, name))
+            return handler._replace(unary_unary=self._guard_unary(handler.unary_unary, name))
         if handler.stream_unary is not None:
-            return handler._replace(stream_unary=_guard_unary(handler.stream_unary, name))
+            return handler._replace(stream_unary=self._guard_unary(handler.stream_unary, name))
         if handler.unary_stream is not None:
-            return handler._replace(unary_stream=_guard_responses(handler.unary_stream, name))
-        return handler._replace(stream_stream=_guard_responses(handler.stream_stream, name))
+            return handler._replace(unary_stream=self._guard_responses(handler.unary_stream, name))
+        return handler._replace(stream_stream=self._guard_responses(handler.stream_stream, name))
+
+    def _enter(self, context: Context) -> None:
+        if self._limits is not None:
+            self._limits.enter(context)
+
+    def _guard_unary(
+        self, behaviour: Callable[[Any, Context], Awaitable[Any]], name: str
+    ) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                self._enter(context)
+                _raise_if_rejected(request)
+                return await behaviour(request, context)
+            except Exception as error:
+                await abort_call(context, error, name, request)
+
+        return guarded
+
+    def _guard_responses(self, behaviour: Callable[[Any, Context], Any], name: str) -> Callable[..., Any]:
+        """Wrap a servicer that yields responses or, like grpc's health service, writes them itself."""
+        if inspect.isasyncgenfunction(behaviour):
+            return self._guard_stream(behaviour, name)
+        return self._guard_unary(behaviour, name)
+
+    def _guard_stream(
+        self, behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str
+    ) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                self._enter(context)
+                _raise_if_rejected(request)
+                async for response in behaviour(request, context):
+                    yield response
+            except Exception as error:
+                await abort_call(context, error, name, request)
+
+        return guarded
 
 
 class _RejectedRequest:
@@ -146,42 +188,12 @@ def _reject_method(name: str) -> Callable[..., Any]:
     async def refuse(requests: Any, context: Context) -> None:
         raise MethodNotFound(f"method {name[:_SHOWN_METHOD]!r} not found")
 
-    return _guard_unary(refuse, name)
+    return refuse
 
 
 def _raise_if_rejected(request: Any) -> None:
     if isinstance(request, _RejectedRequest):
         raise request.error
-
-
-def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            _raise_if_rejected(request)
-            return await behaviour(request, context)
-        except Exception as error:
-            await abort_call(context, error, name, request)
-
-    return guarded
-
-
-def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Callable[..., Any]:
-    """Wrap a streaming servicer that yields responses or, like grpc's health service, writes them itself."""
-    if inspect.isasyncgenfunction(behaviour):
-        return _guard_stream(behaviour, name)
-    return _guard_unary(behaviour, name)
-
-
-def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            _raise_if_rejected(request)
-            async for response in behaviour(request, context):
-                yield response
-        except Exception as error:
-            await abort_call(context, error, name, request)
-
-    return guarded
 
 
 async def abort_call(context: Context, error: Exception, name: str, request: Any = None) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 import grpc
 import pytest
 
+from stageline.client.errors import StatusDetails
 from wire import channels
 from wire.channels import new_server
+from wire.peer_limits import PeerLimits
 from wire.transport import PLAIN
 
 DEADLINE_S = 120.0
 METHOD = "/test.Test/Echo"
+Code = grpc.StatusCode
 
 
 async def _echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -24,8 +27,8 @@ async def _echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[b
 
 
 @asynccontextmanager
-async def echo_server() -> AsyncIterator[str]:
-    server = new_server()
+async def echo_server(limits: PeerLimits | None = None) -> AsyncIterator[str]:
+    server = new_server(limits=limits)
     handler: Any = grpc.stream_stream_rpc_method_handler(_echo)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": handler}),))
     port = PLAIN.bind(server, "127.0.0.1:0")
@@ -45,12 +48,22 @@ async def open_stream(channel: grpc.aio.Channel) -> Any:
     return call
 
 
+def change_option(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
+    changed = {**dict(channels.SERVER_OPTIONS), name: value}
+    monkeypatch.setattr(channels, "SERVER_OPTIONS", tuple(changed.items()))
+
+
+async def refusal(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await open_stream(channel)
+    return refused.value.code(), StatusDetails.of(refused.value).reason, refused.value.details() or ""
+
+
 async def test_an_idle_connection_is_closed_and_one_with_a_silent_stream_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert dict(channels.SERVER_OPTIONS)["grpc.max_connection_idle_ms"] == 300_000
-    short = {**dict(channels.SERVER_OPTIONS), "grpc.max_connection_idle_ms": 200}
-    monkeypatch.setattr(channels, "SERVER_OPTIONS", tuple(short.items()))
+    change_option(monkeypatch, "grpc.max_connection_idle_ms", 200)
     async with echo_server() as address, PLAIN.channel(address) as used, PLAIN.channel(address) as idle:
         stream = await open_stream(used)
         (await open_stream(idle)).cancel()
@@ -67,9 +80,102 @@ async def test_connections_are_bounded_and_open_ones_continue(monkeypatch: pytes
     async with echo_server() as address, PLAIN.channel(address) as first, PLAIN.channel(address) as second:
         streams = [await open_stream(first), await open_stream(second)]
         async with PLAIN.channel(address) as third:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await open_stream(third)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await refusal(third))[0] is Code.UNAVAILABLE
         for stream in streams:
             await stream.write(b"z")
             assert await asyncio.wait_for(stream.read(), DEADLINE_S) == b"z"
+
+
+async def test_a_host_has_a_bounded_number_of_connections_with_calls() -> None:
+    limits = PeerLimits(max_connections_per_host=2)
+    async with (
+        echo_server(limits) as address,
+        PLAIN.channel(address) as first,
+        PLAIN.channel(address) as second,
+        PLAIN.channel(address) as third,
+    ):
+        streams = [await open_stream(first), await open_stream(second), await open_stream(second)]
+        many = "host 127.0.0.1 has 2 connections with calls, the limit is 2"
+        assert await refusal(third) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED", many)
+        await end(streams[0])
+        await open_stream(third)
+
+
+async def test_a_host_and_a_server_have_a_bounded_number_of_calls() -> None:
+    for limits, many in (
+        (PeerLimits(max_calls_per_host=3), "host 127.0.0.1 has 3 calls, the limit is 3"),
+        (PeerLimits(max_calls=3), "the server has 3 calls, the limit is 3"),
+    ):
+        async with echo_server(limits) as address, PLAIN.channel(address) as channel:
+            streams = [await open_stream(channel) for _ in range(3)]
+            assert await refusal(channel) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED", many)
+            await end(streams[0])
+            await open_stream(channel)
+
+
+async def end(stream: Any) -> None:
+    """End a stream, and wait until the server has."""
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() is Code.OK
+
+
+async def test_streams_beyond_the_limit_of_a_connection_wait_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dict(channels.SERVER_OPTIONS)["grpc.max_concurrent_streams"] == 4096
+    change_option(monkeypatch, "grpc.max_concurrent_streams", 2)
+    async with echo_server() as address, PLAIN.channel(address) as channel:
+        streams = [await open_stream(channel), await open_stream(channel)]
+        waiting = asyncio.create_task(open_stream(channel))
+        await asyncio.wait([waiting], timeout=0.3)
+        assert not waiting.done()
+        await end(streams[0])
+        await end(await waiting)
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_messages_are_refused_before_they_are_unpacked(algorithm: grpc.Compression) -> None:
+    async with (
+        echo_server() as address,
+        grpc.aio.insecure_channel(
+            address, options=[("grpc.max_send_message_length", -1)], compression=algorithm
+        ) as channel,
+    ):
+        untyped: Any = channel
+        # Unpacked, it would be too large: RESOURCE_EXHAUSTED.
+        call = untyped.unary_stream(METHOD)(bytes(2 * channels.MAX_MESSAGE_BYTES))
+        with pytest.raises(grpc.aio.AioRpcError, match="is disabled") as refused:
+            await call.read()
+        assert refused.value.code() is Code.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(("size", "entries"), [(17_000, 1), (100, 200)])
+async def test_metadata_beyond_its_limit_is_refused(size: int, entries: int) -> None:
+    metadata = [(f"key-{index}", "x" * size) for index in range(entries)]
+    async with (
+        echo_server() as address,
+        grpc.aio.insecure_channel(address, options=[("grpc.max_metadata_size", 1 << 20)]) as channel,
+    ):
+        untyped: Any = channel
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="received metadata size exceeds hard limit"
+        ) as refused:
+            await untyped.stream_stream(METHOD)(metadata=metadata).read()
+        assert refused.value.code() is Code.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("greeting", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+async def test_a_connection_that_does_not_finish_its_handshake_is_closed(
+    greeting: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dict(channels.SERVER_OPTIONS)["grpc.server_handshake_timeout_ms"] == 10_000
+    change_option(monkeypatch, "grpc.server_handshake_timeout_ms", 200)
+    async with echo_server() as address:
+        host, port = address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(greeting)
+        async with asyncio.timeout(DEADLINE_S):
+            while await reader.read(65_536):
+                pass
+        writer.close()
