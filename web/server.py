@@ -6,19 +6,19 @@ import asyncio
 import logging
 import socket
 import ssl
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from web.direct_chunks import ChunkedProtocol
+from web.connection_limits import MAX_HEAD_BYTES, Connections, HttpLimits
 from web.headers import security_headers
+from web.protocol import HttpProtocol
 from wire.addresses import Address, local_address
 from wire.transport import is_loopback
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 16_384
-"""Of a request line with all headers."""
 KEEPALIVE_S = 30.0
 STOP_GRACE_S = 1.0
 
@@ -35,6 +35,7 @@ class HttpServer:
         hint: str,
         stop_grace_s: float = STOP_GRACE_S,
         tls: ssl.SSLContext | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         """`name` and `hint` (what to do about it) are parts of the error for an address that is in use.
 
@@ -43,7 +44,7 @@ class HttpServer:
         self._address, self._name, self._hint = address, name, hint
         config = uvicorn.Config(
             application,
-            http=ChunkedProtocol,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -52,12 +53,13 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=int(KEEPALIVE_S),
             timeout_graceful_shutdown=max(1, round(stop_grace_s)),
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             headers=security_headers(is_only_https=tls is not None and not is_loopback(str(address))),
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         self._scheme = "http" if tls is None else "https"
         self._server = uvicorn.Server(config)
+        self._connections = Connections(limits or HttpLimits())
         self._listening: socket.socket | None = None
         self._ticks: asyncio.Task[None] | None = None
 
@@ -83,9 +85,26 @@ class HttpServer:
         config = self._server.config
         config.load()
         self._server.lifespan = config.lifespan_class(config)
-        await self._server.startup(sockets=[self._listening])
+        await self._listen(self._listening)
         await self._server.on_tick(0)  # the first response has all headers, too
         self._ticks = asyncio.create_task(self._server.main_loop(), name=f"HTTP server of {self._name}")
+
+    async def _listen(self, listening: socket.socket) -> None:
+        """Do what uvicorn does, with limits."""
+        server, config, limits = self._server, self._server.config, self._connections.limits
+        protocol = partial(
+            HttpProtocol, config, server.server_state, server.lifespan.state, connections=self._connections
+        )
+        server.servers = [
+            await asyncio.get_running_loop().create_server(
+                protocol,
+                sock=listening,
+                ssl=config.ssl,
+                ssl_handshake_timeout=None if config.ssl is None else limits.tls_timeout_s,
+                backlog=config.backlog,
+            )
+        ]
+        server.started = True
 
     async def stop(self) -> None:
         """Close every connection."""

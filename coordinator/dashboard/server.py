@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.dashboard.auth import DashboardAuth, error_response
 from coordinator.dashboard.routes import DashboardContext, Routes
+from web.connection_limits import FOR_OPERATORS
 from web.server import HttpServer
 from wire.addresses import parse_address
 from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
@@ -47,7 +48,9 @@ class DashboardServer:
             middleware=[Middleware(DashboardGuard, auth=auth)],
             exception_handlers={HTTPException: _http_error_response},
         )
-        self._server = HttpServer(application, address, name="the dashboard", hint=PORT_HINT, tls=tls)
+        self._server = HttpServer(
+            application, address, name="the dashboard", hint=PORT_HINT, tls=tls, limits=FOR_OPERATORS
+        )
 
     @property
     def url(self) -> str:

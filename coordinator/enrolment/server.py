@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from coordinator.enrolment.enroller import Enrolled, Enroller
-from web.direct_chunks import PEER_CERTIFICATE
+from web.connection_limits import FOR_OPERATORS
+from web.protocol import PEER_CERTIFICATE
 from web.server import HttpServer
 from wire.addresses import Address, parse_address
 from wire.errors import (
@@ -76,7 +77,9 @@ class EnrolmentServer:
             ]
         )
         hint = "choose another address with --enroll-listen HOST:PORT"
-        self._server = HttpServer(application, parse_address(listen), name="enrolment", hint=hint, tls=tls)
+        self._server = HttpServer(
+            application, parse_address(listen), name="enrolment", hint=hint, tls=tls, limits=FOR_OPERATORS
+        )
 
     @property
     def address(self) -> Address:

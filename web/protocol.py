@@ -1,0 +1,165 @@
+"""HTTP/1.1 within limits: what exceeds them is refused before an application sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, Connections, refusal_body
+from web.direct_chunks import EXTENSION, DirectChunks
+from web.headers import keep_out_of_caches
+
+PEER_CERTIFICATE = "stageline.peer_certificate"
+"""Key of the certificate that the client proved, in DER form; None for a client without one."""
+
+
+class HttpProtocol(H11Protocol):
+    """One connection, whose responses are not cached.
+
+    Applications find `DirectChunks` and the peer's certificate in the scope.
+    """
+
+    def __init__(self, *arguments: Any, connections: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._application: Any = self.app
+        self.app = self._serve
+        self._counted, self._limits = connections, connections.limits
+        self._host = ""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._body_end: float | None = None
+
+    # Connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._host = self.client[0] if self.client else ""
+        if (problem := self._counted.enter(self._host)) is not None:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, problem)
+            return
+        self._set_deadline(self._limits.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._counted.leave(self._host)
+        self._unset_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    # Deadlines of heads and bodies; between requests, uvicorn's own timer runs
+
+    def _watch(self) -> None:
+        now = self.loop.time()
+        match self.conn.their_state:
+            case h11.SEND_BODY:
+                self._body_end = self._body_end or now + self._limits.body_timeout_s
+                self._set_deadline(min(self._limits.pause_timeout_s, max(0.0, self._body_end - now)))
+            case h11.IDLE:
+                self._body_end = None
+                if self._deadline is None and self.timeout_keep_alive_task is None:
+                    self._set_deadline(self._limits.head_timeout_s)
+            case _:
+                self._body_end = None
+                self._unset_deadline()
+
+    def _set_deadline(self, after_s: float) -> None:
+        self._unset_deadline()
+        self._deadline = self.loop.call_later(after_s, self._expire)
+
+    def _unset_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        limits = self._limits
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"no headers within {limits.head_timeout_s:g} s")
+        elif self.flow.read_paused:  # the server does not read
+            self._body_end = None
+            self._set_deadline(limits.pause_timeout_s)
+        else:
+            whole_s, pause_s = limits.body_timeout_s, limits.pause_timeout_s
+            problem = f"no body within {whole_s:g} s, or none of it for {pause_s:g} s"
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, problem)
+
+    # Refusals
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for what is not HTTP, with the reason as the current exception."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", HTTPStatus.BAD_REQUEST)
+        self._refuse(HTTPStatus(status), f"{msg.rstrip('.').lower()}: {error}")
+
+    def _refuse(self, status: HTTPStatus, problem: str) -> None:
+        """Answer, if no application has begun to, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = refusal_body(status, problem)
+            headers = [
+                *self.server_state.default_headers,
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+            ]
+            head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (refusal := _refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+            return
+        extensions: dict[str, Any] = {PEER_CERTIFICATE: _peer_certificate(self.transport)}
+        if scope["http_version"] == "1.1":  # older clients know no chunks
+            extensions[EXTENSION] = DirectChunks(self)
+        scope["extensions"] = extensions
+
+        async def send_uncached(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                keep_out_of_caches(message)
+            await send(message)
+
+        await self._application(scope, receive, send_uncached)
+
+
+def _refusal(scope: Scope) -> Response | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        problem = f"the request has {len(headers)} header fields, the limit is {MAX_HEADERS}"
+    elif (size := _head_bytes(scope)) > MAX_HEAD_BYTES:
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        problem = f"target and header fields have {size} bytes, the limit is {MAX_HEAD_BYTES}"
+    elif any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
+        status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+        problem = "the body has a content-encoding: send it uncompressed"
+    else:
+        return None
+    return Response(refusal_body(status, problem), status, media_type="application/json")
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Of a head that arrived in one piece; h11 counts those that do not."""
+    fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return len(scope["raw_path"]) + len(scope["query_string"]) + fields
+
+
+def _peer_certificate(transport: Any) -> bytes | None:
+    connection = transport.get_extra_info("ssl_object")
+    return None if connection is None else connection.getpeercert(binary_form=True)
