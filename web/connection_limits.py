@@ -31,7 +31,7 @@ FOR_OPERATORS = HttpLimits(max_connections=128, max_connections_per_host=64)
 """Of servers beside a coordinator's gRPC port, which has the other files of the process."""
 
 
-class Connections:
+class HttpConnections:
     """Counts the open connections of a server."""
 
     def __init__(self, limits: HttpLimits) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, Connections, refusal_body
+from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, HttpConnections, refusal_body
 from web.direct_chunks import EXTENSION, DirectChunks
 from web.headers import keep_out_of_caches
 
@@ -26,7 +26,7 @@ class HttpProtocol(H11Protocol):
     Applications find `DirectChunks` and the peer's certificate in the scope.
     """
 
-    def __init__(self, *arguments: Any, connections: Connections, **options: Any) -> None:
+    def __init__(self, *arguments: Any, connections: HttpConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._application: Any = self.app
         self.app = self._serve

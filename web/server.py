@@ -11,7 +11,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from web.connection_limits import MAX_HEAD_BYTES, Connections, HttpLimits
+from web.connection_limits import MAX_HEAD_BYTES, HttpConnections, HttpLimits
 from web.headers import security_headers
 from web.protocol import HttpProtocol
 from wire.addresses import Address, local_address
@@ -59,7 +59,7 @@ class HttpServer:
         )
         self._scheme = "http" if tls is None else "https"
         self._server = uvicorn.Server(config)
-        self._connections = Connections(limits or HttpLimits())
+        self._connections = HttpConnections(limits or HttpLimits())
         self._listening: socket.socket | None = None
         self._ticks: asyncio.Task[None] | None = None
 
