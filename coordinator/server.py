@@ -25,6 +25,7 @@ from coordinator.api.call_context import CallContexts, Operators, SecretCheck, T
 from coordinator.api.cluster_service import ClusterService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
+from coordinator.api.intake import Intake
 from coordinator.api.message_limits import MessageLimits
 from coordinator.api.request_handler import RequestHandler
 from coordinator.api.serve_service import ServeStreams
@@ -258,11 +259,12 @@ class CoordinatorServer:
         telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.trace_store, self.trace_reader, activity), self._server
         )
+        intake = Intake()
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(
-            TraceService(self.trace_store), self._server
+            TraceService(self.trace_store, intake), self._server
         )
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(
-            MetricsService(self.metrics.take), self._server
+            MetricsService(intake, self.metrics.take), self._server
         )
         self._health.add_to(self._server)
         if self._config.reflection:

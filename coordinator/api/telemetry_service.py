@@ -9,6 +9,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from coordinator.api.activity import ActivityReporter
+from coordinator.api.intake import Intake
 from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import AddResult, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
@@ -40,16 +41,17 @@ OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest
 
 
 class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
-    """Receives spans for the store. Raises MessageTooLarge, which exporters do not retry."""
+    """Receives spans for the store. Raises MessageTooLarge, which exporters do not retry, and Overloaded."""
 
-    def __init__(self, store: TraceStore) -> None:
-        self._store = store
+    def __init__(self, store: TraceStore, intake: Intake) -> None:
+        self._store, self._intake = store, intake
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
     async def Export(  # noqa: N802  # as bytes: see MessageLimits
         self, request: bytes, context: OtlpCallContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         _check_size(request)
+        self._intake.take(len(request), context)
         async with self._threads:
             taken = await asyncio.to_thread(self._take, request)
         return _partial_trace(taken.num_dropped + taken.num_refused, _reasons(taken))
@@ -61,17 +63,18 @@ class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Receives metrics. Raises MessageTooLarge, which exporters do not retry."""
+    """Receives metrics. Raises MessageTooLarge, which exporters do not retry, and Overloaded."""
 
-    def __init__(self, on_metrics: OnMetrics | None = None) -> None:
+    def __init__(self, intake: Intake, on_metrics: OnMetrics | None = None) -> None:
         """Without `on_metrics`, metrics are dropped without being rejected."""
-        self._on_metrics = on_metrics
+        self._intake, self._on_metrics = intake, on_metrics
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
     async def Export(  # noqa: N802  # as bytes: see MessageLimits
         self, request: bytes, context: OtlpCallContext
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
         _check_size(request)
+        self._intake.take(len(request), context)
         async with self._threads:
             metrics = await asyncio.to_thread(_parse_metrics, request)
         num_refused = 0 if self._on_metrics is None else self._on_metrics(metrics)

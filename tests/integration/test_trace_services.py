@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
 from coordinator.api import telemetry_service
+from coordinator.api.intake import BURST_BYTES, Intake
 from coordinator.api.message_limits import MessageLimits
 from coordinator.api.telemetry_service import MetricsService, TraceService
 from coordinator.config import CoordinatorConfig
@@ -29,7 +31,7 @@ from coordinator.model import open_model
 from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.server import CoordinatorServer
 from stageline.client.client import Client
-from stageline.client.errors import InvalidRequest, RequestNotFound
+from stageline.client.errors import InvalidRequest, RequestNotFound, StatusDetails
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.explain import explain, slowest_stage
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
@@ -191,7 +193,7 @@ async def test_metrics_are_accepted_and_passed_on() -> None:
     request = metrics_service_pb2.ExportMetricsServiceRequest(
         resource_metrics=[ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric])])]
     )
-    async with _serving_metrics(MetricsService(on_metrics)) as export:
+    async with _serving_metrics(MetricsService(Intake(), on_metrics)) as export:
         response = await export(request, timeout=DEADLINE_S)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(telemetry_service, "MAX_EXPORT_BYTES", 10)
@@ -202,7 +204,7 @@ async def test_metrics_are_accepted_and_passed_on() -> None:
 
 
 async def test_a_server_without_metrics_accepts_and_drops_them() -> None:
-    async with _serving_metrics(MetricsService()) as export:
+    async with _serving_metrics(MetricsService(Intake())) as export:
         response = await export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
     assert not response.HasField("partial_success")
 
@@ -254,10 +256,10 @@ async def _whole_trace(
 
 
 @asynccontextmanager
-async def _serving(store: TraceStore) -> AsyncIterator[Any]:
+async def _serving(store: TraceStore, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Any]:
     """`Export` of a server with only a TraceService."""
     server = new_server(interceptors=(MessageLimits(),))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store, Intake(clock)), server)
     port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
@@ -275,6 +277,28 @@ async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
     async with PLAIN.channel(f"127.0.0.1:{port}") as channel:
         yield metrics_service_pb2_grpc.MetricsServiceStub(channel).Export
     await server.stop(0)
+
+
+async def test_the_telemetry_of_each_sender_is_limited() -> None:
+    now = [100.0]
+    store = TraceStore()
+    maker = served(request_id=_id(1), trace_id=bytes([1] * 16), begin_ns=10**9)
+    request = trace_service_pb2.ExportTraceServiceRequest(resource_spans=maker.spans)
+    request.resource_spans[0].resource.attributes.add(key="large").value.string_value = "x" * 3_000_000
+    exports = BURST_BYTES // request.ByteSize()
+    async with _serving(store, lambda: now[0]) as export:
+        for _ in range(exports):
+            await export(request, timeout=DEADLINE_S)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"host 127\.0\.0\.1 exports more than 8388608 bytes"
+        ) as refused:
+            await export(request, timeout=DEADLINE_S)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        details = StatusDetails.of(refused.value)
+        assert details.reason == "OVERLOADED"
+        assert details.retry_after_s is not None
+        now[0] += details.retry_after_s + 0.001
+        await export(request, timeout=DEADLINE_S)
 
 
 async def test_pages_continue_after_the_previous_one_despite_new_traces(
