@@ -1,0 +1,160 @@
+"""An attacker without certificate and key, as a process: `python -m tests.attacker GRPC HTTP SECONDS`.
+
+All attacks run at once until the time is over; then it prints as JSON how often each was refused, by what it
+was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+
+PAUSE_S = 0.05
+OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 << 20)]
+BOMBS = {
+    "depth": b'{"prompt":"a","x":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "schema": json.dumps({"prompt": "a", "regex": "(a|aa|aaa|b|ab|ba)*" * 2000}).encode(),
+    "values": b'{"prompt":[' + b"1," * 400_000 + b"1]}",
+}
+MANY_HEADERS = b"".join(b"X-%d: y\r\n" % index for index in range(200))
+COMPRESSED = b"Content-Encoding: gzip\r\n"
+
+
+class Attacker:
+    """Attacks on one coordinator and one gateway."""
+
+    def __init__(self, coordinator: str, gateway: str) -> None:
+        self._coordinator, self._gateway = coordinator, gateway
+        self.refused = Counter[str]()
+
+    def all(self) -> dict[str, tuple[int, Callable[[], Awaitable[str]]]]:
+        """How many of each run at once, and one try of it, which returns how it ended."""
+        host, port = self._coordinator.rsplit(":", 1)
+        web, web_port = self._gateway.rsplit(":", 1)
+        return {
+            "silent gRPC": (100, partial(self._raw, host, int(port), b"", to_the_end=True)),
+            "silent HTTP": (100, partial(self._raw, web, int(web_port), b"")),
+            "slow head": (100, partial(self._raw, web, int(web_port), b"GET / HTTP/1.1\r\nX: ")),
+            "many headers": (4, partial(self._raw, web, int(web_port), self._head(MANY_HEADERS))),
+            "large head": (4, partial(self._raw, web, int(web_port), b"GET /" + b"y" * 100_000)),
+            "compressed body": (
+                4,
+                partial(self._raw, web, int(web_port), self._head(b"Content-Encoding: gzip\r\n")),
+            ),
+            **{f"body: {name}": (2, partial(self._post, body)) for name, body in BOMBS.items()},
+            "metadata": (4, partial(self._model, metadata=[("key", "x" * 50_000)])),
+            "compressed message": (2, partial(self._generate, bytes(1 << 25), grpc.Compression.Gzip)),
+            "large message": (2, partial(self._generate, bytes(1 << 23))),
+            "watches": (4, self._watch),
+            "telemetry": (4, self._export),
+            "join": (4, self._join),
+        }
+
+    async def run(self, seconds: float) -> None:
+        loops = [
+            asyncio.create_task(self._repeat(name, attack))
+            for name, (num, attack) in self.all().items()
+            for _ in range(num)
+        ]
+        await asyncio.wait(loops, timeout=seconds)
+        for task in loops:
+            if task.done():
+                task.result()  # an attack that cannot be made
+            task.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+    async def _repeat(self, name: str, attack: Callable[[], Awaitable[str]]) -> None:
+        while True:
+            try:
+                told = await attack()
+            except grpc.aio.AioRpcError as error:
+                told = error.code().name
+            except (OSError, asyncio.IncompleteReadError) as error:
+                told = type(error).__name__
+            self.refused[f"{name}: {told}"] += 1
+            await asyncio.sleep(PAUSE_S)
+
+    # HTTP
+
+    def _head(self, *headers: bytes) -> bytes:
+        return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + b"".join(headers) + b"\r\n"
+
+    async def _raw(self, host: str, port: int, data: bytes, *, to_the_end: bool = False) -> str:
+        """Send something, and read an answer, or on until the connection is closed; return the status."""
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(data)
+            answer = part = await reader.read(4096)
+            while to_the_end and part:
+                part = await reader.read(4096)
+        finally:
+            writer.close()
+        return answer.split()[1].decode() if answer.startswith(b"HTTP/1.1") else "closed"
+
+    async def _post(self, body: bytes) -> str:
+        host, port = self._gateway.rsplit(":", 1)
+        head = self._head(b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body))
+        return await self._raw(host, int(port), head + body)
+
+    # gRPC
+
+    def _channel(self, compression: grpc.Compression | None = None) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self._coordinator, options=OPTIONS, compression=compression)
+
+    async def _model(self, metadata: list[tuple[str, str]]) -> str:
+        async with self._channel() as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            await stub.GetModel(inference_pb2.GetModelRequest(), metadata=metadata)
+        return "OK"
+
+    async def _generate(self, text: bytes, compression: grpc.Compression | None = None) -> str:
+        async with self._channel(compression) as channel:
+            request = inference_pb2.GenerateRequest(text=text.decode())
+            await inference_pb2_grpc.InferenceStub(channel).Generate(request).read()
+        return "OK"
+
+    async def _watch(self) -> str:
+        """Open calls, and leave them open for a while."""
+        async with self._channel() as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            calls = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(500)]
+            await asyncio.gather(*(call.read() for call in calls))
+            await asyncio.sleep(100 * PAUSE_S)
+        return "OK"
+
+    async def _export(self) -> str:
+        request = trace_service_pb2.ExportTraceServiceRequest()
+        request.resource_spans.add().resource.attributes.add(key="x").value.string_value = "x" * 4_000_000
+        async with self._channel() as channel:
+            await trace_service_pb2_grpc.TraceServiceStub(channel).Export(request)
+        return "OK"
+
+    async def _join(self) -> str:
+        hello = join_pb2.WorkerHello(name="x" * 300_000, address="127.0.0.1:1", incarnation=bytes(16))
+        async with self._channel() as channel:
+            call = join_pb2_grpc.MembershipServiceStub(channel).Join(
+                iter([join_pb2.JoinRequest(hello=hello)])
+            )
+            await call.read()
+        return "OK"
+
+
+async def _main(coordinator: str, gateway: str, seconds: str) -> None:
+    attacker = Attacker(coordinator, gateway)
+    await attacker.run(float(seconds))
+    print(json.dumps(attacker.refused))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*sys.argv[1:]))
