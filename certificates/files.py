@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from certificates.authority import KeyPair, identity_of
 from certificates.identity import Identity
+from certificates.private_files import read_private, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -192,36 +192,22 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def read_key_file(path: Path) -> bytes:
-    """Read a private key. Raises UnusableTlsFiles if other users may read it.
-
-    As for PostgreSQL's keys: 0600 or stricter for a file of this user, 0640 for one of root.
-    """
-    content, status = _read_with_status(path)
-    allowed = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
-    if (mode := stat.S_IMODE(status.st_mode)) & ~allowed & 0o777:
-        raise UnusableTlsFiles(
-            f"{path} has mode {mode:04o}, must be {allowed:04o} or stricter: run chmod {allowed:o} {path}"
-        )
-    return content
+    """Read a private key. Raises UnusableTlsFiles, also if other users may read it."""
+    try:
+        return read_private(path, max_bytes=MAX_BYTES)
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
 def _read(path: Path) -> bytes:
-    return _read_with_status(path)[0]
-
-
-def _read_with_status(path: Path) -> tuple[bytes, os.stat_result]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UnusableTlsFiles(f"{path} is not a regular file")
-            content = file.read(MAX_BYTES + 1)
+        return read_regular(path, max_bytes=MAX_BYTES)[0]
     except OSError as error:
-        raise UnusableTlsFiles(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    if len(content) > MAX_BYTES:
-        raise UnusableTlsFiles(f"{path} is larger than {MAX_BYTES} bytes")
-    return content, status
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError) -> UnusableTlsFiles:
+    return UnusableTlsFiles(f"{path}: {error.strerror.lower()}" if error.strerror else str(error))
 
 
 def _parse(path: Path, pem: bytes) -> list[x509.Certificate]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import tomli_w
 
+from certificates.private_files import read_private
 from wire.audit import NO_AUDIT, AuditLog
-from wire.user_files import read_private
 
 log = logging.getLogger(__name__)
 

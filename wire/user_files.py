@@ -1,10 +1,10 @@
 """Files in the user's cache and state directories, including secrets."""
 
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from certificates.private_files import read_private
 from checkpoint.files import replace_file
 from wire.addresses import Address, parse_address
 
@@ -57,20 +57,3 @@ def write_secret(path: Path, secret: str) -> None:
 def read_secret(path: Path) -> str:
     """Read the secret in `path`. Raises OSError; PermissionError if other users may read the file."""
     return read_private(path, max_bytes=MAX_BYTES).decode("ascii", "replace").strip()
-
-
-def read_private(path: Path, *, max_bytes: int) -> bytes:
-    """Read a file. Raises OSError; PermissionError if other users may read it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
-            raise PermissionError(
-                f"{path} has mode {mode:04o}, must be 0600 or stricter: run chmod 600 {path}"
-            )
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(f"{path} is too large for a secret, the limit is {max_bytes} bytes")
-    return data

@@ -88,7 +88,7 @@ def test_a_directory_has_an_identity_and_an_end(directory: Path) -> None:
         (CA_FILE, b"", r"ca\.crt has no certificate"),
         (KEY_FILE, b"text", r"tls\.key has no private key"),
         (KEY_FILE, key_pem(new_key()), r"tls\.key is not the key of .*tls\.crt"),
-        (CA_FILE, b"x" * (1 << 20) + b"x", r"ca\.crt is larger than 1048576 bytes"),
+        (CA_FILE, b"x" * (1 << 20) + b"x", r"ca\.crt is too large, the limit is 1048576 bytes"),
     ],
 )
 def test_files_that_do_not_fit_are_named(
