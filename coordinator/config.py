@@ -17,10 +17,18 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
 from wire.addresses import DEFAULT_ADDRESS
-from wire.flags import Flag, check_limits, checkpoint_directory, file_path, files, listen_address
+from wire.flags import (
+    Flag,
+    check_limits,
+    checkpoint_directory,
+    existing_file,
+    file_path,
+    files,
+    listen_address,
+)
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
-from wire.transport import PLAIN_SETTINGS, TransportSettings, tls_directory
+from wire.transport import PLAIN_SETTINGS, TransportSettings, is_loopback, tls_directory
 
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
@@ -295,6 +303,17 @@ class CoordinatorConfig:
             parse=file_path,
         ),
     ] = None
+    keys_file: Annotated[
+        Path | None,
+        _serving(
+            "--keys-file",
+            "FILE",
+            "File of API keys, made with `stageline keys`; the dashboard then needs a key of role viewer or "
+            "operator",
+            unset="no keys",
+            parse=existing_file,
+        ),
+    ] = None
     enroll_listen: Annotated[
         str | None,
         _certificates(
@@ -385,6 +404,7 @@ class CoordinatorConfig:
             self.transport.check_listen("--http", self.http)
         if self.token is not None:
             _check_token(self.token)
+        self._check_login()
         check_limits(self)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
@@ -403,6 +423,22 @@ class CoordinatorConfig:
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()
+
+    @property
+    def needs_login(self) -> bool:
+        """Whether the dashboard is for users with a key or the operator token only."""
+        if self.http is None or self.keys_file is not None:
+            return self.keys_file is not None
+        return not (self.transport.insecure or is_loopback(self.http))
+
+    def _check_login(self) -> None:
+        if self.http is None and self.keys_file is not None:
+            raise ValueError("--keys-file is for the dashboard: it cannot be used with --no-http")
+        if self.needs_login and self.keys_file is None and self.token is None and self.token_file is None:
+            raise ValueError(
+                f"--http {self.http} can be reached from other hosts, and nobody could log in: give "
+                "--keys-file FILE with keys of role viewer or operator, or --token-file FILE, or --no-http"
+            )
 
     def check_enrolment(self) -> None:
         """Raises ValueError for an `enroll_listen` without what it needs."""

@@ -282,7 +282,9 @@ class CoordinatorServer:
         # Imported late: the HTTP server takes some 20 MB, and not every coordinator has a dashboard.
         from coordinator.dashboard.routes import DashboardContext
         from coordinator.dashboard.server import DashboardServer
+        from web.api_keys import KeysFile
 
+        keys_file = self._config.keys_file
         context = DashboardContext(
             status=status,
             activity=activity,
@@ -297,6 +299,8 @@ class CoordinatorServer:
             token=self._token,
             refused=self._refused_operators,
             tls=self._transport.http_context(),
+            keys=None if keys_file is None else KeysFile(keys_file, audit=self._audit),
+            needs_login=self._config.needs_login,
         )
 
     def _enrolment(self, listen: str) -> EnrolmentServer:

@@ -32,7 +32,7 @@ SECRET_BYTES = 32
 MAX_KEYS = 100_000
 MAX_BYTES = 64 * 2**20
 PRIORITIES = ("low", "normal", "high")
-ROLES = ("user", "operator")
+USER, VIEWER, OPERATOR = ROLES = ("user", "viewer", "operator")
 _FORM = re.compile(rf"{PREFIX}([a-z0-9]{{{ID_CHARACTERS}}})-([A-Za-z0-9_-]{{43}})", re.ASCII)
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}", re.ASCII)
 _ID = re.compile(rf"[a-z0-9]{{{ID_CHARACTERS}}}", re.ASCII)
@@ -52,14 +52,14 @@ class ApiKey:
     """One key; None is no limit. Raises ValueError.
 
     `sha256` is the digest of the whole key: its 256 random bits need no slower function. `max_concurrent`
-    counts sequences of the tenant at the coordinator, the rates are of the key at one gateway. An operator
-    reads the metrics, which tell of all tenants.
+    counts sequences of the tenant at the coordinator, the rates are of the key at one gateway. Viewers read
+    metrics and the dashboard, which tell of all tenants, and make no requests; operators also act.
     """
 
     id: str
     sha256: str
     tenant: str
-    role: str = "user"
+    role: str = USER
     models: tuple[str, ...] = ()
     max_priority: str = "high"
     max_concurrent: int | None = None
@@ -83,6 +83,15 @@ class ApiKey:
         for name in ("max_concurrent", "requests_per_minute", "tokens_per_minute"):
             if (limit := getattr(self, name)) is not None and not 1 <= limit < 2**31:
                 raise ValueError(f"{name} is {limit}, must be in [1, 2147483647]")
+
+    @property
+    def holder(self) -> str:
+        """Who has the key, in logs and audit records."""
+        return f"key {self.id} of tenant {self.tenant}"
+
+    @property
+    def may_watch(self) -> bool:
+        return self.role in (VIEWER, OPERATOR)
 
     def has_expired(self, now: datetime) -> bool:
         return self.expires is not None and now >= self.expires
@@ -117,6 +126,17 @@ class KeysFile:
             raise KeyRefused(f"the API key ended at {key.expires.isoformat(timespec='seconds')}")
         return key
 
+    def current(self, key: ApiKey) -> ApiKey | None:
+        """Return a key as it is in the file by now; None if it was revoked or has ended."""
+        found = self._keys.get(key.id)
+        if found is None or found.sha256 != key.sha256 or found.has_expired(self._now()):
+            return None
+        return found
+
+    def has_changed(self) -> bool:
+        """Whether `refresh` would read the file."""
+        return _stamp(self._path) != self._stamp
+
     def refresh(self) -> None:
         """Read the file again if it has changed; if it cannot be used, the keys before stay in force."""
         if (stamp := _stamp(self._path)) == self._stamp:
@@ -133,6 +153,12 @@ class KeysFile:
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock(), UTC)
+
+
+def bearer_of(headers: Mapping[str, str]) -> str | None:
+    """Return the credential in an Authorization header of scheme Bearer; None without one."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else None
 
 
 def new_key(**limits: Any) -> tuple[str, ApiKey]:

@@ -113,6 +113,7 @@ class HttpProtocol(H11Protocol):
             headers = [
                 *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
+                (b"cache-control", b"no-store"),
                 (b"content-length", b"%d" % len(body)),
                 (b"connection", b"close"),
             ]
@@ -122,19 +123,18 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (refusal := _refusal(scope)) is not None:
-            await refusal(scope, receive, send)
-            return
-        extensions: dict[str, Any] = {PEER_CERTIFICATE: _peer_certificate(self.transport)}
-        if scope["http_version"] == "1.1":  # older clients know no chunks
-            extensions[EXTENSION] = DirectChunks(self)
-        scope["extensions"] = extensions
-
         async def send_uncached(message: Message) -> None:
             if message["type"] == "http.response.start":
                 keep_out_of_caches(message)
             await send(message)
 
+        if (refusal := _refusal(scope)) is not None:
+            await refusal(scope, receive, send_uncached)
+            return
+        extensions: dict[str, Any] = {PEER_CERTIFICATE: _peer_certificate(self.transport)}
+        if scope["http_version"] == "1.1":  # older clients know no chunks
+            extensions[EXTENSION] = DirectChunks(self)
+        scope["extensions"] = extensions
         await self._application(scope, receive, send_uncached)
 
 

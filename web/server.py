@@ -85,8 +85,8 @@ class HttpServer:
         config = self._server.config
         config.load()
         self._server.lifespan = config.lifespan_class(config)
-        await self._listen(self._listening)
         await self._server.on_tick(0)  # the first response has all headers, too
+        await self._listen(self._listening)
         self._ticks = asyncio.create_task(self._server.main_loop(), name=f"HTTP server of {self._name}")
 
     async def _listen(self, listening: socket.socket) -> None:

@@ -31,6 +31,7 @@ class Action(StrEnum):
 
     REQUEST_ACCEPTED = "request.accepted"
     REQUEST_ENDED = "request.ended"
+    CANCEL = "request.cancel"
     JOIN = "worker.join"
     LEAVE = "worker.leave"
     DRAIN = "worker.drain"
@@ -38,6 +39,8 @@ class Action(StrEnum):
     RENEW = "certificate.renew"
     RELOAD = "files.reload"
     DENIAL = "access.denied"
+    LOGIN = "dashboard.login"
+    LOGOUT = "dashboard.logout"
 
 
 class AuditOutcome(StrEnum):

@@ -5,10 +5,11 @@ import logging
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from math import ceil
 
 from certificates.identity import Identity, Role
-from wire.audit import NO_AUDIT, Action, AuditLog, AuditOutcome
-from wire.errors import AccessDenied, SecretMismatch, StaleStream
+from wire.audit import NO_AUDIT, Action, AuditLog, AuditOutcome, Who
+from wire.errors import AccessDenied, Overloaded, SecretMismatch, StaleStream
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,11 @@ class RefusedTries:
             self._refused.popitem(last=False)
         return sum(now_s - time_s < WINDOW_S for time_s in times)
 
+    def wait_s(self, host: str, now_s: float) -> float:
+        """Time until fewer than MAX_TRIES attempts are within the window; 0 if it is so."""
+        recent = [time_s for time_s in self._refused.get(host, ()) if now_s - time_s < WINDOW_S]
+        return WINDOW_S - (now_s - recent[-MAX_TRIES]) if len(recent) >= MAX_TRIES else 0.0
+
 
 SECRET_BYTES = 32
 PAST_EPOCHS = 16
@@ -54,7 +60,8 @@ def is_secret(presented: bytes, expected: bytes) -> bool:
 class RefusedPeers:
     """Counts rejected attempts by peer host and logs the first MAX_TRIES per minute.
 
-    Attempts themselves are not limited: above MAX_TRIES they are counted and rejected without a log line.
+    Attempts themselves are limited by `check_tries` only: above MAX_TRIES they are counted and rejected
+    without a log line.
     """
 
     def __init__(
@@ -69,14 +76,26 @@ class RefusedPeers:
         self.audit = audit
         self._tries = RefusedTries()
 
-    def note(self, call: str, problem: str, *, host: str, who: Identity | None = None) -> bool:
+    def check_tries(self, host: str) -> None:
+        """Raises Overloaded, and counts, after MAX_TRIES rejected attempts of a host within WINDOW_S."""
+        if (wait_s := self._tries.wait_s(host, self._clock())) > 0:
+            self._on_refused()
+            raise Overloaded(
+                f"{MAX_TRIES} attempts of this host were refused within {WINDOW_S:g} s, the limit: retry in "
+                f"{ceil(wait_s)} s",
+                retry_after_s=wait_s,
+            )
+
+    def note(
+        self, call: str, problem: str, *, host: str, who: Who | None = None, action: Action = Action.DENIAL
+    ) -> bool:
         """Count and log a rejected `call`; return False, without logging, above MAX_TRIES."""
         self._on_refused()
         if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
             return False
         log.warning("refused %s: %s, host=%s tries=%d", call, problem, host, num_tries)
         self.audit.record(
-            Action.DENIAL,
+            action,
             AuditOutcome.REFUSED,
             who=who or f"host {host}",
             host=host,

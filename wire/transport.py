@@ -92,11 +92,15 @@ PLAIN_SETTINGS = TransportSettings()
 
 def is_loopback(address: str) -> bool:
     """Whether only this host reaches an address HOST:PORT."""
-    host = parse_address(address).host
+    return is_loopback_host(parse_address(address).host)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host name or address is this host's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,24 @@ from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from coordinator.api.activity import ActivityReporter, encode_activity
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.transitions import ClusterPhase
-from coordinator.dashboard.auth import DashboardAuth
+from coordinator.dashboard.auth import Access, DashboardAuth
+from coordinator.dashboard.login import user_fields
+from coordinator.dashboard.sessions import User
 from coordinator.engine.engine import Engine
 from coordinator.observability.activity import Snapshot, pipeline_load
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import encode_summary
 from web.static_files import load_static_files
-from wire.ids import parse_request_id
+from wire.audit import Action
+from wire.ids import id_text, parse_request_id
 from wire.status_codec import message_fields
 
 MetricsText: TypeAlias = Callable[[str], Awaitable[tuple[bytes, str]]]
@@ -42,18 +45,26 @@ class DashboardContext:
     metrics: MetricsText | None = None
 
 
+Handler: TypeAlias = Callable[[Request, User], Awaitable[Response]]
 _DIRECTORY = Path(__file__).parent / "static"
 
 
 def status_fields(
-    status: cluster_pb2.GetStatusResponse, model: inference_pb2.GetModelResponse, *, can_act: bool
+    status: cluster_pb2.GetStatusResponse,
+    model: inference_pb2.GetModelResponse,
+    *,
+    can_act: bool,
+    user: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Status and model as JSON; `can_act`: the operator token permits cancel and drain."""
+    """Status and model as JSON; `can_act`: the user, or without a login the operator token, may cancel and
+    drain.
+    """
     return {
         **message_fields(status),
         "architecture": model.architecture,
         "max_sequence_tokens": model.max_sequence_tokens,
         "can_act": can_act,
+        "user": user,
     }
 
 
@@ -88,44 +99,71 @@ class Routes:
         self._drains = set[asyncio.Task[None]]()
 
     def table(self) -> list[Route]:
-        return [
-            Route("/", self.page),
-            Route("/static/{name}", self.static),
-            Route("/favicon.ico", self.icon),
-            Route("/api/status", self.status),
-            Route("/api/activity", self.activity),
-            Route("/api/traces", self.traces),
-            Route("/api/traces/{request_id}", self.trace),
-            Route("/metrics", self.metrics),
-            Route("/healthz", self.health),
-            Route("/readyz", self.ready),
-            Route("/api/token", self.check_token, methods=["POST"]),
-            Route("/api/requests/{request_id}/cancel", self.cancel, methods=["POST"]),
-            Route("/api/workers/{name}/drain", self.drain, methods=["POST"]),
+        routes = [
+            self._route("/", Access.VIEW, self.page),
+            self._route("/static/{name}", Access.OPEN, self.static),
+            self._route("/favicon.ico", Access.OPEN, self.icon),
+            self._route("/api/status", Access.VIEW, self.status),
+            self._route("/api/activity", Access.VIEW, self.activity),
+            self._route("/api/traces", Access.VIEW, self.traces),
+            self._route("/api/traces/{request_id}", Access.VIEW, self.trace),
+            self._route("/metrics", Access.VIEW, self.metrics),
+            self._route("/healthz", Access.OPEN, self.health),
+            self._route("/readyz", Access.OPEN, self.ready),
+            self._route("/api/token", Access.ACT, self.check_token, method="POST"),
+            self._route("/api/requests/{request_id}/cancel", Access.ACT, self.cancel, method="POST"),
+            self._route("/api/workers/{name}/drain", Access.ACT, self.drain, method="POST"),
         ]
+        if (login := self._auth.login) is not None:
+            routes += [
+                self._route("/login", Access.OPEN, self.login_page),
+                self._route("/login", Access.OPEN, lambda request, user: login.begin(request), method="POST"),
+                self._route("/logout", Access.VIEW, lambda request, user: login.end(request), method="POST"),
+            ]
+        return routes
+
+    def _route(self, path: str, access: Access, handler: Handler, *, method: str = "GET") -> Route:
+        async def handle(request: Request) -> Response:
+            try:
+                user = await self._auth.admit(request, access)
+            except HTTPException as error:
+                if error.status_code == 401 and _is_navigation(request):
+                    return RedirectResponse("/login", 303)
+                raise
+            return await handler(request, user)
+
+        return Route(path, handle, methods=[method])
 
     def close(self) -> None:
         """Stop waiting for draining workers; they continue to drain."""
         for task in self._drains:
             task.cancel()
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, request: Request, user: User) -> Response:
         return self._files["index.html"].response(request)
 
-    async def icon(self, request: Request) -> Response:
+    async def icon(self, request: Request, user: User) -> Response:
         return self._files["icon.svg"].response(request)
 
-    async def static(self, request: Request) -> Response:
+    async def login_page(self, request: Request, user: User) -> Response:
+        return self._files["login.html"].response(request)
+
+    async def static(self, request: Request, user: User) -> Response:
         file = self._files.get(request.path_params["name"])
         if file is None:
             raise HTTPException(404, f"file {request.path_params['name']!r} not found")
         return file.response(request)
 
-    async def status(self, request: Request) -> Response:
-        fields = status_fields(self._status.cluster(), self._status.model(), can_act=self._auth.has_token)
+    async def status(self, request: Request, user: User) -> Response:
+        fields = status_fields(
+            self._status.cluster(),
+            self._status.model(),
+            can_act=self._auth.may_act(user),
+            user=None if self._auth.login is None else user_fields(user),
+        )
         return _json_response(fields)
 
-    async def activity(self, request: Request) -> Response:
+    async def activity(self, request: Request, user: User) -> Response:
         """`?after=STEP_NUMBER&since=US` omits steps and seconds that the client has."""
         after_step, since_us = _number(request, "after"), _number(request, "since")
         async with self._threads:
@@ -133,7 +171,7 @@ class Routes:
             body = await asyncio.to_thread(activity_json, snapshot, after_step=after_step, since_us=since_us)
         return Response(body, media_type="application/json")
 
-    async def traces(self, request: Request) -> Response:
+    async def traces(self, request: Request, user: User) -> Response:
         """The newest `?limit=N` requests with a stored trace."""
         limit = _number(request, "limit", LISTED_TRACES)
         if not 1 <= limit <= MAX_LISTED_TRACES:
@@ -144,23 +182,23 @@ class Routes:
             body = await asyncio.to_thread(to_json, {"traces": fields})
         return Response(body, media_type="application/json")
 
-    async def trace(self, request: Request) -> Response:
+    async def trace(self, request: Request, user: User) -> Response:
         """A trace, by its request id or the beginning of it."""
         facts = await self._traces.facts(request.path_params["request_id"])
         async with self._threads:
             body = await asyncio.to_thread(to_json, facts)
         return Response(body, media_type="application/json")
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request, user: User) -> Response:
         if self._metrics is None:
             raise HTTPException(404, "this coordinator has no metrics")
         body, content_type = await self._metrics(request.headers.get("Accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: Request, user: User) -> Response:
         return _text_response("ok\n")
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, request: Request, user: User) -> Response:
         """200 only while the cluster serves and accepts new requests."""
         state, availability = self._controller.state, self._controller.availability
         if state.phase is ClusterPhase.SERVING and availability.health == cluster_pb2.HEALTH_SERVING:
@@ -169,12 +207,10 @@ class Routes:
             return _text_response(f"{failure}\n", status=503)
         return _text_response(f"{state.detail or state.phase.name.lower().replace('_', ' ')}\n", status=503)
 
-    async def check_token(self, request: Request) -> Response:
-        self._auth.check_token(request)
+    async def check_token(self, request: Request, user: User) -> Response:
         return _json_response({})
 
-    async def cancel(self, request: Request) -> Response:
-        self._auth.check_token(request)
+    async def cancel(self, request: Request, user: User) -> Response:
         try:
             request_id = parse_request_id(request.path_params["request_id"])
         except ValueError as error:
@@ -182,18 +218,24 @@ class Routes:
         if not self._engine.is_live(request_id):
             raise HTTPException(404, f"request {request.path_params['request_id']} not found")
         self._engine.cancel(request_id)
+        self._auth.record(Action.CANCEL, request, user, request_id=id_text(request_id))
         return _json_response({})
 
-    async def drain(self, request: Request) -> Response:
+    async def drain(self, request: Request, user: User) -> Response:
         """Respond at once; the worker leaves after its layers have moved."""
-        self._auth.check_token(request)
         name = request.path_params["name"]
         if name not in self._controller.connections:
             raise HTTPException(404, f"worker {name!r} not found")
+        self._auth.record(Action.DRAIN, request, user, worker=name)
         task = asyncio.create_task(self._controller.drain(name), name=f"drain {name}")
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
         return _json_response({}, status=202)
+
+
+def _is_navigation(request: Request) -> bool:
+    """Whether a browser opens a page: it shows what it is sent to."""
+    return request.method == "GET" and "text/html" in request.headers.get("Accept", "")
 
 
 def _number(request: Request, name: str, default: int = 0) -> int:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import ssl
 import time
+from collections.abc import Callable
+from math import ceil
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,17 +15,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.dashboard.auth import DashboardAuth, error_response
+from coordinator.dashboard.login import Login
 from coordinator.dashboard.routes import DashboardContext, Routes
+from web.api_keys import KeysFile
 from web.connection_limits import FOR_OPERATORS
 from web.server import HttpServer
 from wire.addresses import parse_address
-from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
+from wire.errors import InvalidRequest, Overloaded, RequestNotFound, ServingError, reason_of
 from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 15.0
-_STATUSES: dict[type[ServingError], int] = {RequestNotFound: 404, InvalidRequest: 400}
+_STATUSES: dict[type[ServingError], int] = {RequestNotFound: 404, InvalidRequest: 400, Overloaded: 429}
 PORT_HINT = "choose another port with --http HOST:PORT, or none with --no-http"
 
 
@@ -38,10 +42,16 @@ class DashboardServer:
         token: str | None,
         refused: RefusedPeers | None = None,
         tls: ssl.SSLContext | None = None,
+        keys: KeysFile | None = None,
+        needs_login: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`refused` counts and logs wrong operator tokens."""
-        address = parse_address(listen)
-        auth = DashboardAuth(address.host, token, refused or RefusedPeers(time.monotonic))
+        """`refused` counts and logs wrong keys and tokens. With `needs_login` only holders of one of `keys`
+        or of the token are served.
+        """
+        address, refused = parse_address(listen), refused or RefusedPeers(clock)
+        login = Login(keys, token, refused, is_tls=tls is not None, clock=clock) if needs_login else None
+        auth = DashboardAuth(address.host, token, refused, login=login)
         self._routes = Routes(context, auth)
         application = Starlette(
             routes=self._routes.table(),
@@ -84,7 +94,10 @@ class DashboardGuard:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await self._app(scope, receive, send)
         except ServingError as error:
-            return error_response(_STATUSES.get(type(error), 409), str(error), reason_of(error))
+            response = error_response(_STATUSES.get(type(error), 409), str(error), reason_of(error))
+            if isinstance(error, Overloaded) and error.retry_after_s is not None:
+                response.headers["Retry-After"] = str(ceil(error.retry_after_s))
+            return response
         except TimeoutError:
             return error_response(504, f"no answer within {REQUEST_TIMEOUT_S:g} s")
         except Exception:

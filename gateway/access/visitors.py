@@ -12,7 +12,7 @@ from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
 
 from gateway.upstream.contract import NO_OWNER, RequestOwner
-from web.api_keys import PRIORITIES, ApiKey, KeyRefused, KeysFile
+from web.api_keys import PRIORITIES, VIEWER, ApiKey, KeyRefused, KeysFile
 
 REQUESTS, TOKENS = "requests", "tokens"
 
@@ -76,10 +76,17 @@ class Visitor:
         if not self.may_use(model):
             raise NotPermitted(f"this API key is not for model {model!r}", field="model")
 
-    def check_operator(self, what: str) -> None:
+    def check_watcher(self, what: str) -> None:
         """Raises NotPermitted."""
-        if self.key is not None and self.key.role != "operator":
-            raise NotPermitted(f"{what} tells of all tenants: it needs a key of role operator", field="")
+        if self.key is not None and not self.key.may_watch:
+            raise NotPermitted(
+                f"{what} tells of all tenants: it needs a key of role viewer or operator", field=""
+            )
+
+    def check_requests(self) -> None:
+        """Raises NotPermitted."""
+        if self.key is not None and self.key.role == VIEWER:
+            raise NotPermitted("a key of role viewer makes no requests", field="")
 
     def check_priority(self, priority: str) -> None:
         """Raises NotPermitted."""

@@ -12,10 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.visitors import ANYONE, Doorkeeper, NoKey, NotAdmitted, NotPermitted, TooMany, Visitor
 from gateway.api.errors import ApiError, error_response, status_error
 from gateway.api.messages.endpoints import message_refusal
+from web.api_keys import bearer_of
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/readyz", "/", "/favicon.ico"})
 OPEN_PREFIX = "/static/"
 """The chat page holds no data; what it asks for needs the key that is entered there."""
+WATCHED_PATHS = frozenset({"/metrics", "/version"})
+"""All that keys of role viewer open."""
 VISITOR = "stageline.visitor"
 
 
@@ -30,7 +33,9 @@ class RequireKey:
         path: str = scope["path"]
         if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             try:
-                scope[VISITOR] = self._doorkeeper.admit(_key(Headers(scope=scope)))
+                scope[VISITOR] = visitor = self._doorkeeper.admit(_key(Headers(scope=scope)))
+                if path not in WATCHED_PATHS:
+                    visitor.check_requests()
             except NotAdmitted as refused:
                 write = message_refusal if path.startswith(self._messages_path) else error_response
                 await write(as_api_error(refused))(scope, receive, send)
@@ -61,5 +66,5 @@ def as_api_error(refused: NotAdmitted) -> ApiError:
 
 def _key(headers: Mapping[str, str]) -> str:
     """OpenAI's clients send a bearer token, Anthropic's a header of their own."""
-    scheme, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+    bearer = bearer_of(headers)
+    return headers.get("x-api-key", "").strip() if bearer is None else bearer

@@ -294,7 +294,7 @@ class CountRequests:
         self._audit.record(
             Action.REQUEST_ENDED,
             outcome if status < 500 else AuditOutcome.FAILED,
-            who=f"host {host}" if key is None else f"key {key.id} of tenant {key.tenant}",
+            who=f"host {host}" if key is None else key.holder,
             host=host,
             request_id=label_of(Request(scope)),
             endpoint=endpoint,

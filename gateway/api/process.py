@@ -32,7 +32,7 @@ async def version(gateway: Gateway, request: Request) -> Response:
 
 async def metrics(gateway: Gateway, request: Request) -> Response:
     """Return the metrics of the gateway, for Prometheus."""
-    gateway.visitor.check_operator("/metrics")
+    gateway.visitor.check_watcher("/metrics")
     body, content_type = await gateway.metrics.text(request.headers.get("accept", ""))
     return Response(body, headers={"content-type": content_type})
 

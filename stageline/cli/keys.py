@@ -1,4 +1,4 @@
-"""`stageline keys`: the API keys of a gateway."""
+"""`stageline keys`: API keys of gateways and dashboards."""
 
 import json
 from datetime import UTC, datetime
@@ -13,7 +13,9 @@ from wire.exit_codes import ExitCode
 from wire.flags import file_path
 
 keys = typer.Typer(
-    help="Create, revoke and list the API keys of gateways.", no_args_is_help=True, rich_markup_mode="rich"
+    help="Create, revoke and list the API keys of gateways and dashboards.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 _KeysFile: TypeAlias = Annotated[
     Any,
@@ -21,7 +23,7 @@ _KeysFile: TypeAlias = Annotated[
         "--keys-file",
         metavar="FILE",
         parser=option_parser(file_path),
-        help="File of keys, as in `gateway --keys-file`; running gateways read it again.",
+        help="File of keys, as in `gateway --keys-file`; running processes read it again.",
     ),
 ]
 
@@ -46,7 +48,7 @@ class KeyLimitFlags(TypedDict, total=False):
         typer.Option(
             metavar="|".join(ROLES),
             parser=option_parser(_parse_role),
-            help="Operators also read /metrics (default: user).",
+            help="Viewers read metrics and the dashboard, operators also act there (default: user).",
         ),
     ]
     model: Annotated[

@@ -160,7 +160,7 @@ class GatewayFlag(TypedDict, total=False):
     ),
     config_parameters(
         CoordinatorConfig,
-        without=("--stages", *WITHOUT_CERTIFICATES),
+        without=("--stages", "--keys-file", *WITHOUT_CERTIFICATES),
         defaults={"--http": "a free port of 127.0.0.1"},
     ),
 )
@@ -171,7 +171,7 @@ def up(context: typer.Context, **flags: Any) -> int:
     coordinator = make_config(
         CoordinatorConfig,
         context,
-        flags,
+        {**flags, "keys_file": None},  # is the gateway's
         num_stages=num_workers,
         http=ANY_PORT,
         token=options.read_token(flags["token_file"]),

@@ -32,9 +32,11 @@ async def test_coordinator_workers_gateway_and_commands_work_with_certificates(
         return ("--tls-dir", str(certificates.of(name, role)))
 
     denied = ("--deny-list", str(certificates.deny_list))
+    keys = ("--keys-file", str(tmp_path / "keys.toml"))
+    viewer = (await _output("keys", "create", "--tenant", "me", "--role", "viewer", *keys)).strip()
     async with Shell(tmp_path) as shell:
         process = await shell.start(
-            "head", "coordinator", *MODEL, *ANYWHERE, *denied, *tls("head", Role.COORDINATOR)
+            "head", "coordinator", *MODEL, *ANYWHERE, *denied, *keys, *tls("head", Role.COORDINATOR)
         )
         address = await process.listening_address(timeout_s=START_TIMEOUT_S)
         port = address.rpartition(":")[2]
@@ -60,7 +62,11 @@ async def test_coordinator_workers_gateway_and_commands_work_with_certificates(
             assert (await http.get(f"https://{listening}/v1/models")).json()["data"][0]["id"] == "mock"
             url = process.dashboard_url()
             assert url is not None and url.startswith("https://")
-            assert (await http.get(f"{url}api/status")).status_code == 200
+            assert (await http.get(f"{url}api/status")).status_code == 401
+            assert (await http.post(f"{url}login", json={"key": viewer})).status_code == 200
+            assert (await http.get(f"{url}api/status")).json()["user"]["role"] == "viewer"
+            await _output("keys", "revoke", viewer.split("-")[2], *keys)
+            assert (await http.get(f"{url}api/status")).status_code == 401
         for version, is_spoken in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
             assert await _speaks(version, int(port), certificates.of("me", Role.OPERATOR)) is is_spoken
 
@@ -121,7 +127,7 @@ async def test_workers_with_a_join_token_need_no_certificate(tmp_path: Path) -> 
         assert (await run_stageline(*_in(tmp_path, line))).code == 0, line
     enrolling = "--tls-dir head --enroll-listen 127.0.0.1:0 --ca-dir ca --tokens-file tokens.json"
     async with Shell(tmp_path) as shell:
-        process = await shell.start("head", "coordinator", *MODEL, *ANYWHERE, *_in(tmp_path, enrolling))
+        process = await shell.start("head", "coordinator", *MODEL, *ANYWHERE[:2], *_in(tmp_path, enrolling))
         address = await process.listening_address(timeout_s=START_TIMEOUT_S)
         at = ("--coordinator", f"127.0.0.1:{address.rpartition(':')[2]}")
         enrol = process.read_log().partition("enrolment at ")[2].split()[0]

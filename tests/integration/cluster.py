@@ -151,6 +151,7 @@ class Cluster:
         public_prefixes: tuple[Path, ...] | None = None,
         audit_log: Path | None = None,
         enrolment: Path | None = None,
+        keys_file: Path | None = None,
     ) -> None:
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -190,6 +191,7 @@ class Cluster:
             public_prefixes=public_prefixes,
             transport=self._transport("coordinator", Role.COORDINATOR),
             logs=LogSettings(audit_log=audit_log),
+            keys_file=keys_file,
             enroll_listen=None if enrolment is None else "127.0.0.1:0",
             authority=enrolment,
             join_tokens=None if enrolment is None else enrolment / "tokens.json",

@@ -24,6 +24,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_dashboard import TOKEN, served, url
 from tests.integration.traced_request import traced_request
+from web.api_keys import new_key, write_keys
 from wire.ids import id_text
 
 SLOW_LAST = ("step=6ms", "step=6ms", "step=12ms")
@@ -72,6 +73,47 @@ async def test_the_page_shows_stages_steps_and_the_slow_stage(browser: Browser) 
 
 
 @pytest.mark.full
+async def test_users_log_in_and_see_what_their_role_may(browser: Browser, tmp_path: Path) -> None:
+    text, key = new_key(tenant="acme", role="viewer")
+    write_keys(tmp_path / "keys.toml", [key])
+    async with (
+        served(2, num_workers=3, keys_file=tmp_path / "keys.toml") as cluster,
+        opened_page(browser, url(cluster, "")) as watched,
+    ):
+        page = watched.page
+        await page.goto(f"{url(cluster, '')}#trace=0199")
+        await expect(page).to_have_url(f"{url(cluster, 'login')}#trace=0199")
+        await page.fill("#key", f"{text[:-2]}xx")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#problem")).to_have_text("the API key is wrong, or was revoked")
+        await page.fill("#key", text)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#user")).to_have_text(f"viewer: key {key.id} of tenant acme")
+        await expect(page.locator("#trace-title")).to_contain_text("0199")
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#stages > li")).to_have_count(2)
+        await expect(page.get_by_role("button", name="Drain…")).to_have_count(0)
+        await expect(page.locator("#unlock")).to_be_hidden()
+        kept = await page.evaluate(
+            "JSON.stringify([document.cookie, {...localStorage}, {...sessionStorage}])"
+        )
+        assert kept == '["",{},{}]'
+        await page.click("#logout")
+        await expect(page).to_have_url(url(cluster, "login"))
+        operator, entry = new_key(tenant="ops", role="operator")
+        write_keys(tmp_path / "keys.toml", [key, entry])
+        await page.fill("#key", operator)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#user")).to_have_text(f"operator: key {entry.id} of tenant ops")
+        drain = page.locator("#stages > li button").first
+        await drain.click()
+        await drain.click()
+        await expect(page.locator("#notice")).to_contain_text("drains: it stops once its layers have moved")
+        write_keys(tmp_path / "keys.toml", [key])
+        await expect(page).to_have_url(url(cluster, "login"), timeout=VISIBLE_MS)
+        watched.complaints.clear()  # the browser's own messages for 401 and 404
+
+
 async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Browser) -> None:
     async def shrunk(route: Route) -> None:
         response = await route.fetch()

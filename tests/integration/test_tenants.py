@@ -236,12 +236,17 @@ async def test_the_coordinator_limits_the_sequences_of_a_tenant(keys: Keys) -> N
 
 
 async def test_tokens_of_a_key_are_in_the_metrics_and_the_key_is_not(keys: Keys) -> None:
-    key, operator = keys.new("ann"), keys.new("ops", role="operator")
+    key, operator, viewer = keys.new("ann"), keys.new("ops", role="operator"), keys.new("ops", role="viewer")
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
         await complete(http, key, max_tokens=5)
-        refused = await http.get("/metrics", headers={"x-api-key": key})
-        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        for refused in (
+            await http.get("/metrics", headers={"x-api-key": key}),
+            await complete(http, viewer, max_tokens=5),
+            await http.get("/v1/models", headers={"x-api-key": viewer}),
+        ):
+            assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         text = (await http.get("/metrics", headers={"x-api-key": operator})).text
+        assert (await http.get("/metrics", headers={"x-api-key": viewer})).status_code == 200
     lines = [line for line in text.splitlines() if line.startswith("stageline_gateway_key_tokens_total")]
     assert sorted(float(line.rpartition(" ")[2]) for line in lines) == [5, 512]
     assert key not in text

@@ -1,4 +1,4 @@
-// Requests to the coordinator, and the operator token.
+// Requests to the coordinator: with the cookie of a login, or with the operator token where no login is needed.
 const TOKEN_KEY = "stageline-token";
 const TIMEOUT_MS = 8000;
 
@@ -30,11 +30,30 @@ async function call(path, options = {}) {
   return body;
 }
 
-const post = (path, token) => call(path, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
+// Without a token, a 401 means that the session has ended.
+async function callAsUser(path, options) {
+  try {
+    return await call(path, options);
+  } catch (error) {
+    if (error.status === 401) location.replace(`/login${location.hash}`);
+    throw error;
+  }
+}
 
-export const getStatus = () => call("/api/status");
-export const getActivity = (after, since) => call(`/api/activity?after=${after}&since=${since}`);
-export const getTrace = (id) => call(`/api/traces/${encodeURIComponent(id)}`);
+const bearer = (token) => (token ? { Authorization: `Bearer ${token}` } : {});
+const post = (path, token) => call(path, { method: "POST", headers: bearer(token) });
+
+export const getStatus = () => callAsUser("/api/status");
+export const getActivity = (after, since) => callAsUser(`/api/activity?after=${after}&since=${since}`);
+export const getTrace = (id) => callAsUser(`/api/traces/${encodeURIComponent(id)}`);
+
+export const logIn = (key) =>
+  call("/login", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ key }) });
+
+export async function logOut() {
+  await callAsUser("/logout", { method: "POST" });
+  location.replace("/login");
+}
 
 export const token = () => sessionStorage.getItem(TOKEN_KEY);
 

@@ -1,5 +1,5 @@
 // Polls the coordinator once a second and updates the page.
-import { drainWorker, forgetToken, getActivity, getStatus, token, useToken } from "./api.js";
+import { drainWorker, forgetToken, getActivity, getStatus, logOut, token, useToken } from "./api.js";
 import { Chart } from "./charts.js";
 import { clock, digits, duration, element, grouped, percent, plural, rate } from "./format.js";
 import { Requests } from "./requests.js";
@@ -20,7 +20,7 @@ let status = null;
 let activity = null;
 let heardMs = null;
 
-const canAct = () => Boolean(status?.can_act && token());
+const canAct = () => Boolean(status?.can_act && (status.user || token()));
 const timeline = new Timeline(byId("timeline"), byId("step"), store);
 const topology = new Topology(byId("stages"), byId("others"), drain);
 const trace = new TraceView(byId("trace"), { find: (id) => requests.find(id), nowUs: () => activity.now_us, canAct });
@@ -108,10 +108,17 @@ function showHead() {
   const few = numPlaced > 0 && numPlaced < status.num_stages ? `${numPlaced} of ` : "";
   byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime)}${lag}`;
   byId("freshness").textContent = clock(Date.parse(activity.now) / 1000);
+  showUser();
   const unlock = byId("unlock");
-  unlock.hidden = !status.can_act;
+  unlock.hidden = Boolean(status.user) || !status.can_act;
   unlock.textContent = token() ? "Lock actions" : "Unlock actions";
   document.title = `${status.model} · Stageline`;
+}
+
+function showUser() {
+  if (status.user) forgetToken();
+  byId("user").hidden = byId("logout").hidden = !status.user;
+  byId("user").textContent = status.user ? `${status.user.role}: ${status.user.name}` : "";
 }
 
 function showStale(error) {
@@ -181,6 +188,7 @@ for (const button of document.querySelectorAll("[data-window]")) {
   });
 }
 window.addEventListener("hashchange", openLinkedTrace);
+byId("logout").addEventListener("click", () => logOut().catch((error) => notice(`Not logged out: ${error.message}`)));
 byId("unlock").addEventListener("click", () => {
   if (token()) {
     forgetToken();
