@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from certificates.authority import (
@@ -58,6 +60,13 @@ def _parse_host(text: str) -> str:
     return text
 
 
+def _parse_holder(text: str) -> Identity:
+    role, slash, name = text.partition("/")
+    if not slash:
+        raise ValueError(f"{text!r} is not ROLE/NAME, such as coordinator/head")
+    return Identity(cluster=DEFAULT_CLUSTER, role=parse_role(role), name=name)
+
+
 _Authority: TypeAlias = Annotated[
     Path, typer.Option("--ca", metavar="DIR", help="Directory of the authority, which `certs ca` made.")
 ]
@@ -82,11 +91,28 @@ def make_ca(
         Any,
         typer.Option("--ttl", metavar="TIME", parser=option_parser(parse_life), help="Time until it ends."),
     ] = AUTHORITY_LIFE,
+    holders: Annotated[
+        list[Any] | None,  # identities; typer knows no type of lists of parsed values
+        typer.Option(
+            "--issue",
+            metavar="ROLE/NAME",
+            parser=option_parser(_parse_holder),
+            help=f"Also issue a certificate for {LEAF_LIFE}, in directory NAME beside the authority's; NAME "
+            "is also the host of a process. Repeat it for several.",
+        ),
+    ] = None,
 ) -> int:
     """Make a certificate authority. Keep its key off the hosts of the cluster."""
     authority = build_config(lambda: make_authority(name, life=life))
+    leaves = [
+        (out.parent / holder.name, *_new_leaf(authority, holder, _hosts_of(holder), parse_life(LEAF_LIFE)))
+        for holder in holders or []
+    ]
+    _check_apart([out, *(directory for directory, *_ in leaves)])
     write_authority(out, authority)
     typer.echo(f"{out / CA_FILE} is valid until {_day(authority.certificate)}; SHA-256 {_sha256(authority)}")
+    for directory, leaf, key in leaves:
+        _write_leaf(directory, leaf, key, authority)
     return ExitCode.DONE
 
 
@@ -117,17 +143,8 @@ def issue_leaf(
     identity = build_config(
         lambda: Identity(trust_domain=trust_domain, cluster=cluster, role=role, name=name)
     )
-    authority, key = read_authority(ca), new_key()
-    leaf = build_config(lambda: issue(authority, identity, san or [], key.public_key(), life=life))
-    write_new(
-        out,
-        {
-            KEY_FILE: key_pem(key),
-            CERTIFICATE_FILE: certificate_pem(leaf),
-            CA_FILE: certificate_pem(authority.certificate),
-        },
-    )
-    typer.echo(f"{out / CERTIFICATE_FILE} of {identity} is valid until {_day(leaf)}: {identity.uri}")
+    authority = read_authority(ca)
+    _write_leaf(out, *_new_leaf(authority, identity, san or [], life), authority)
     return ExitCode.DONE
 
 
@@ -181,6 +198,37 @@ def show(
         shown = ", ".join(value) if isinstance(value, list) else str(value)
         typer.echo(f"{name.replace('_', ' '):<16} {shown or '-'}")
     return ExitCode.DONE
+
+
+def _hosts_of(holder: Identity) -> list[str]:
+    """Its own name, for processes that others dial."""
+    return [] if holder.role in (Role.CLIENT, Role.OPERATOR) else [holder.name]
+
+
+def _new_leaf(
+    authority: KeyPair, identity: Identity, hosts: Sequence[str], life: timedelta
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = new_key()
+    return build_config(lambda: issue(authority, identity, hosts, key.public_key(), life=life)), key
+
+
+def _write_leaf(
+    out: Path, leaf: x509.Certificate, key: ec.EllipticCurvePrivateKey, authority: KeyPair
+) -> None:
+    ca_pem = certificate_pem(authority.certificate)
+    write_new(out, {KEY_FILE: key_pem(key), CERTIFICATE_FILE: certificate_pem(leaf), CA_FILE: ca_pem})
+    identity = identity_of(leaf)
+    typer.echo(f"{out / CERTIFICATE_FILE} of {identity} is valid until {_day(leaf)}: {identity.uri}")
+
+
+def _check_apart(directories: Sequence[Path]) -> None:
+    """Before anything is written. Raises FileExistsError and a usage error."""
+    for place, directory in enumerate(directories):
+        if directory in directories[:place]:
+            raise typer.BadParameter(f"two certificates in {directory}: use different names")
+        for name in (CERTIFICATE_FILE, KEY_FILE, CA_FILE):
+            if place and (directory / name).exists():
+                raise FileExistsError(f"{directory / name} exists: remove it first, or issue another name")
 
 
 def _day(certificate: x509.Certificate) -> str:

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -30,13 +30,17 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
 class Terminal:
-    """Runs `stageline ARGUMENTS` in a pseudo terminal from entry to exit; killed at exit if it still runs."""
+    """Runs `stageline ARGUMENTS` or another command in a pseudo terminal; killed at exit if it still runs."""
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, temporary: Path | None = None
+        self,
+        *arguments: str,
+        command: Sequence[str] = STAGELINE,
+        environment: Mapping[str, str] | None = None,
+        temporary: Path | None = None,
     ) -> None:
         """`temporary`: directory for the command's temporary files."""
-        self._arguments = arguments
+        self._arguments = (*command, *arguments)
         self._environment = {
             **os.environ,
             **ENVIRONMENT,
@@ -102,7 +106,7 @@ class Terminal:
 
     def _start(self, terminal: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *STAGELINE, *self._arguments],
+            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *self._arguments],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,

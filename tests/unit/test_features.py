@@ -60,7 +60,7 @@ COMMANDS: dict[str, Row] = {
     "keys create": (_KEYS, '"keys"', '"create"'),
     "keys revoke": (_KEYS, '"keys"', '"revoke"'),
     "keys list": (_KEYS, '"keys"', '"list"'),
-    "certs ca": (_CERTS, '"certs"', '"ca"'),
+    "certs ca": (_CERTS, '"certs"', '"ca", "--issue"'),
     "certs issue": (_CERTS, '"certs"', '"issue"'),
     "certs renew": (_CERTS, '"certs"', '"renew"'),
     "certs show": (_CERTS, '"certs"', '"show"'),

@@ -61,6 +61,44 @@ def test_a_renewal_by_a_new_authority_trusts_both(folder: Path, capsys: pytest.C
     assert read_tls_material(folder / "w0").ca_pem.startswith(old)
 
 
+def test_an_authority_comes_with_the_first_certificates(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert certs("ca", "--issue", "coordinator/head", "--issue", "operator/me") == 0
+    identities, hosts = [], []
+    for name in ("head", "me"):
+        shown = facts(f"certs/{name}", capsys)
+        assert shown["is_signed_by_ca"] is True
+        identities.append(str(shown["identity"]).split("/")[-2:])
+        hosts.append(shown["hosts"])
+        assert (folder / "certs" / name / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert identities == [["coordinator", "head"], ["operator", "me"]]
+    assert hosts == [["head"], []], "users are not dialled"
+
+
+@pytest.mark.parametrize(
+    ("holders", "code", "text"),
+    [
+        (("head",), 2, "'head' is not ROLE/NAME"),
+        (("root/me",), 2, "role 'root' is unknown"),
+        (("client/a", "worker/a"), 2, "two certificates in new/a"),
+        (("client/ca",), 2, "two certificates in new/ca"),
+        (("client/a", "client/taken"), 1, "new/taken/tls.key exists"),
+    ],
+)
+def test_an_authority_is_made_with_all_its_certificates_or_not_at_all(
+    holders: tuple[str, ...], code: int, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "new" / "taken").mkdir(parents=True)
+    (folder / "new" / "taken" / KEY_FILE).touch()
+    assert (
+        certs("ca", "--out", "new/ca", *(word for holder in holders for word in ("--issue", holder))) == code
+    )
+    captured = capsys.readouterr()
+    assert (captured.out, text in captured.err) == ("", True)
+    assert [path.name for path in (folder / "new").iterdir()] == ["taken"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
