@@ -248,6 +248,7 @@ class CoordinatorServer:
                 secrets,
                 self._streams,
                 TokenizerService(self._model, self._requests.beside),
+                self._audit,
             ),
             self._server,
         )

@@ -16,7 +16,8 @@ from coordinator.api.tenants import tenant_of
 from coordinator.engine.engine import Engine
 from stageline_rpc.internal.v1 import serve_pb2
 from wire.addresses import peer_host
-from wire.authorization import peer_identity
+from wire.audit import AuditCaller
+from wire.authorization import caller_of, peer_identity
 from wire.channels import AUTHORIZATION_KEY, TENANT_KEY
 from wire.errors import AccessDenied, AttachSecretMismatch, TokenMismatch, TokenMissing
 from wire.ids import RequestId
@@ -142,6 +143,10 @@ def _span_of(metadata: Any) -> SpanContext | None:
     return parse_traceparent(headers["traceparent"], headers.get("tracestate", ""))
 
 
+TOKEN_HOLDER = "operator token"
+"""Who acts with the operator token, in audit records."""
+
+
 class Operators:
     """Checks operator tokens; wrong ones are counted and logged."""
 
@@ -155,13 +160,13 @@ class Operators:
         caller = peer_identity(context)
         return caller is not None and caller.role is Role.OPERATOR
 
-    def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises TokenMissing or TokenMismatch for a caller that is not an operator.
+    def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> AuditCaller:
+        """Return the operator. Raises TokenMissing or TokenMismatch for a caller that is none.
 
         A certificate of the role operator needs no token.
         """
         if self.includes(context):
-            return
+            return caller_of(context)
         scheme, _, given = metadata_value(context, AUTHORIZATION_KEY).partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise TokenMissing("this call needs the operator token: pass --token-file")
@@ -170,13 +175,15 @@ class Operators:
         if not hmac.compare_digest(given.strip().encode(), self._token.encode()):
             self._refused.note("an operator call", "wrong operator token", host=peer_host(context))
             raise TokenMismatch("the operator token is wrong")
+        return {"who": peer_identity(context) or TOKEN_HOLDER, "host": peer_host(context)}
 
-    def check_drain(self, worker: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises AccessDenied for a worker that drains another one; for the rest, see `check`."""
+    def check_drain(self, worker: str, context: grpc.aio.ServicerContext[Any, Any]) -> AuditCaller:
+        """Return who may drain a worker: operators, and itself. Raises AccessDenied, and as `check`."""
         caller = peer_identity(context)
         if caller is None or caller.role is not Role.WORKER:
-            self.check(context)
-        elif caller.name != worker:
+            return self.check(context)
+        if caller.name != worker:
             problem = f"{caller} may not drain {worker!r}"
             self._refused.note("an operator call", problem, host=peer_host(context), who=caller)
             raise AccessDenied(problem)
+        return caller_of(context)

@@ -15,7 +15,7 @@ from coordinator.scheduler.kv_events import KvChange, KvEventPublisher, KvSnapsh
 from kvcache import CachedBlock, Removed, Stored
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from wire.audit import Action, AuditLog, AuditOutcome
-from wire.authorization import caller_of, peer_identity
+from wire.authorization import peer_identity
 from wire.channels import when_call_ends
 
 BLOCKS_PER_MESSAGE = 4096
@@ -104,8 +104,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
-        self._operators.check_drain(request.worker, context)
-        self._audit.record(Action.DRAIN, AuditOutcome.OK, **caller_of(context), worker=request.worker)
+        caller = self._operators.check_drain(request.worker, context)
+        outcome = AuditOutcome.OK if request.worker in self._controller.connections else AuditOutcome.FAILED
+        self._audit.record(Action.DRAIN, outcome, **caller, worker=request.worker)
         await self._controller.drain(request.worker)
         return cluster_pb2.DrainResponse()
 

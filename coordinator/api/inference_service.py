@@ -15,8 +15,10 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.output_stream import OutputStream
 from coordinator.engine.request import new_attach_secret, secret_digest
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.audit import Action, AuditLog, AuditOutcome
+from wire.authorization import caller_of
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
-from wire.ids import RequestId
+from wire.ids import RequestId, id_text
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,6 +36,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         secrets: SecretCheck,
         streams: ServeStreams,
         tokenizer: TokenizerService,
+        audit: AuditLog,
     ) -> None:
         self._requests = requests
         self._engine = engine
@@ -43,6 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._secrets = secrets
         self._streams = streams
         self._tokenizer = tokenizer
+        self._audit = audit
 
     async def Generate(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context
@@ -74,10 +78,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.CancelResponse:
         request_id = decode_request_id(request.request_id)
         if metadata_value(context, AUTHORIZATION_KEY) or self._operators.includes(context):
-            self._operators.check(context)
+            caller = self._operators.check(context)
         else:
             self._check_secret("Cancel", request_id, context)
+            caller = caller_of(context)
         self._engine.cancel(request_id)
+        self._audit.record(Action.CANCEL, AuditOutcome.OK, **caller, request_id=id_text(request_id))
         return inference_pb2.CancelResponse()
 
     def _check_secret(self, call: str, request_id: RequestId, context: Context) -> None:

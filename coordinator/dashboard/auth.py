@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.dashboard.credentials import TOKEN_HOLDER, Credentials, unauthorized
+from coordinator.dashboard.credentials import OPERATOR_TOKEN, Credentials, unauthorized
 from coordinator.dashboard.login import Login, host_of
 from coordinator.dashboard.sessions import User
 from web.api_keys import bearer_of
@@ -88,7 +88,7 @@ class DashboardAuth:
         if self._token is None:
             raise HTTPException(403, "this coordinator was started without --token-file: read only")
         if self._credentials.is_token(bearer_of(request.headers) or ""):
-            return TOKEN_HOLDER
+            return OPERATOR_TOKEN
         if request.headers.get("Authorization", "").partition(" ")[2].strip():
             self._refused.note("an HTTP request", "wrong operator token", host=host_of(request))
         raise unauthorized("the token is missing or wrong")

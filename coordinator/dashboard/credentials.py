@@ -7,12 +7,13 @@ import hmac
 
 from starlette.exceptions import HTTPException
 
+from coordinator.api.call_context import TOKEN_HOLDER
 from coordinator.dashboard.sessions import User
 from web.api_keys import OPERATOR, ApiKey, KeyRefused, KeysFile
 from wire.audit import Action
 from wire.peer_secrets import RefusedPeers
 
-TOKEN_HOLDER = User("operator token", is_operator=True)
+OPERATOR_TOKEN = User(TOKEN_HOLDER, is_operator=True)
 
 
 class Credentials:
@@ -32,7 +33,7 @@ class Credentials:
             if text:
                 self._refused.check_tries(host)
             if self.is_token(text):
-                return TOKEN_HOLDER
+                return OPERATOR_TOKEN
             if text:
                 self._refused.note(call, str(error), host=host, action=action)
             raise unauthorized(str(error)) from None

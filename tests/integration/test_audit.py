@@ -15,11 +15,15 @@ from certificates.identity import Identity, Role
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stage_worker.server import Worker
+from stageline.client.errors import PermissionDenied, WorkerNotFound
 from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc, join_pb2_grpc
 from telemetry.logs import LogSettings
+from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_certificates import Code, hello_of, model_outcome, outcome
+from tests.integration.test_dashboard import TOKEN
+from tests.integration.test_dashboard import url as dashboard_url
 from tests.integration.test_mock_cluster import check, mock_cluster
 from tests.issued import Certificates, careless_channel
 from web.api_keys import new_key, write_keys
@@ -64,6 +68,43 @@ async def test_a_coordinator_records_who_did_what(tmp_path: Path) -> None:
         assert (record["outcome"], record["status"]) == ("ok", "finished")
         assert record["who"] == "client 127.0.0.1"
     assert {record["outcome"] for record in records(path, "files.reload")} == {"ok"}
+
+
+async def test_cancels_and_drains_are_recorded_with_who_did_them(tmp_path: Path) -> None:
+    path, cases = tmp_path / "audit.jsonl", mixed_cases(3, max_tokens=900)
+    cluster = mock_cluster(
+        1, "step=2ms", num_workers=3, audit_log=path, max_kv_tokens=8192, http="127.0.0.1:0", token=TOKEN
+    )
+    ids = [id_text(case.request_id) for case in cases]
+    async with cluster:
+        await cluster.wait_status(lambda status: len(status.workers) == 3)
+        url, bearer = dashboard_url(cluster, ""), {"authorization": f"Bearer {TOKEN}"}
+        async with cluster.generating(cases) as answers, AsyncClient(base_url=url, headers=bearer) as http:
+            await until(lambda: all(answer.tokens for answer in answers))
+            await cluster.client.cancel(ids[0], token=TOKEN)
+            await cluster.client.cancel(ids[1])
+            assert (await http.post(f"api/requests/{ids[2]}/cancel")).status_code == 200
+            assert (await http.post("api/workers/w2/drain")).status_code == 202
+        await cluster.client.drain("w1", token=TOKEN)
+        with pytest.raises(WorkerNotFound):
+            await cluster.client.drain("w9", token=TOKEN)
+        with pytest.raises(PermissionDenied):
+            await cluster.client.drain("w0", token="a token that is wrong")
+    assert [(record["request_id"], record["who"]) for record in records(path, "request.cancel")] == [
+        (ids[0], "operator token"),
+        (ids[1], "host 127.0.0.1"),
+        (ids[2], "operator token"),
+    ]
+    drains = records(path, "worker.drain")
+    assert [(record["worker"], record["outcome"]) for record in drains] == [
+        ("w2", "ok"),
+        ("w1", "ok"),
+        ("w9", "failed"),
+    ]
+    assert {(record["who"], record["host"]) for record in drains} == {("operator token", "127.0.0.1")}
+    (denial,) = records(path, "access.denied")
+    assert denial["problem"] == "wrong operator token"
+    assert TOKEN not in path.read_text()
 
 
 async def test_a_worker_records_streams_that_it_refuses(tmp_path: Path) -> None:
