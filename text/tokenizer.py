@@ -393,8 +393,15 @@ def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> 
         _check_files(directory)
         tokenizer = _load_json(directory) if has_json else _load_other(directory)
     except Exception as error:  # the libraries raise anything, down to bare Exception from Rust
-        raise UnreadableTokenizer(f"tokenizer in {directory} cannot be loaded: {error}") from error
+        raise UnreadableTokenizer(f"tokenizer in {directory} cannot be loaded: {_problem(error)}") from error
     return TextCodec(tokenizer, model_vocab_size=model_vocab_size)
+
+
+def _problem(error: Exception) -> str:
+    """One line, without transformers' advice to run code of the checkpoint."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of the checkpoint, which is never run: convert it to tokenizer.json"
+    return " ".join(str(error).split())
 
 
 def _check_files(directory: Path) -> None:
