@@ -13,6 +13,7 @@ import grpc
 import pytest
 from playwright.async_api import Browser, expect
 
+from gateway.access.visitors import Doorkeeper
 from gateway.upstream.contract import ChoiceEnd
 from stageline_rpc.v1 import inference_pb2
 from tests.integration.browser import (
@@ -25,6 +26,7 @@ from tests.integration.browser import (
 )
 from tests.unit.gateway.fake_upstream import Served, answer, failure, serve
 from text.tokenizer import TextCodec
+from web.api_keys import KeysFile, new_key, write_keys
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 ANSWER = " a bird sang in the old tree. The sun was warm, and Lily was very happy."
@@ -125,6 +127,28 @@ async def test_without_a_template_the_model_continues_a_text(
         codec = served.gateway.codec
         assert codec is not None
         assert list(served.request.token_ids.ids) == codec.encode("Once upon")
+
+
+async def test_a_key_stays_in_the_tab_and_out_of_urls(browser: Browser, tmp_path: Path) -> None:
+    text, key = new_key(tenant="acme")
+    write_keys(tmp_path / "keys.toml", [key])
+    doorkeeper = Doorkeeper(KeysFile(tmp_path / "keys.toml"), lambda key_id, kind, num_tokens: None)
+    async with (
+        serve(answer(ANSWER), over_tcp=True, doorkeeper=doorkeeper) as served,
+        opened_page(browser, str(served.client.base_url)) as watched,
+    ):
+        page = watched.page
+        await expect(page.locator("#problem")).to_contain_text("no API key", timeout=VISIBLE_MS)
+        await page.locator("#key").fill(text)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#model option")).to_have_count(1, timeout=VISIBLE_MS)
+        await page.locator("#prompt").fill("Once upon a time")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".turn.assistant .text")).to_have_text(ANSWER.strip(), timeout=VISIBLE_MS)
+        assert await page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+        assert await page.evaluate("Object.entries(sessionStorage)") == [["stageline-api-key", text]]
+        assert not [address for address in {*watched.urls, page.url} if text in address]
+        watched.complaints.clear()  # the browser's own message for status 401
 
 
 async def test_failures_are_said_in_one_line_and_the_next_message_works(browser: Browser) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from httpx2 import ASGITransport, AsyncClient
 
 from builtin_model import MODEL_DIRECTORY
+from gateway.access.visitors import Doorkeeper
 from gateway.api.app import make_app
 from gateway.api.call import Gateway
 from gateway.config import GatewayConfig
@@ -275,6 +276,7 @@ async def serve(
     over_tcp: bool = False,
     beside: Served | None = None,
     spans: GatewaySpans | None = None,
+    doorkeeper: Doorkeeper | None = None,
     **settings: object,
 ) -> AsyncIterator[Served]:
     """Serve in this task, or with `over_tcp` over connections; `settings` are those of GatewayConfig.
@@ -288,6 +290,7 @@ async def serve(
         codec=builtin_codec() if has_text else None,
         metrics=GatewayMetrics(),
         spans=spans,
+        doorkeeper=doorkeeper,
     )
     app = make_app(gateway)
     server = HttpServer(app, Address("127.0.0.1", 0), name="a gateway", hint="") if over_tcp else None
