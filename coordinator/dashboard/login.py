@@ -15,7 +15,7 @@ from starlette.responses import Response
 from coordinator.dashboard.credentials import Credentials, unauthorized
 from coordinator.dashboard.sessions import Sessions, User
 from web.api_keys import KeysFile, bearer_of
-from wire.audit import Action, AuditOutcome
+from wire.audit import Action, AuditOutcome, Who
 from wire.peer_secrets import RefusedPeers
 
 COOKIE = "stageline-session"
@@ -38,7 +38,7 @@ class Login:
         """`refused` counts, logs and limits wrong keys and tokens."""
         self._credentials = Credentials(keys, token, refused)
         self._sessions = Sessions(clock)
-        self._audit = refused.audit
+        self._refused, self._audit = refused, refused.audit
         self._is_tls = is_tls
         # Browsers take a name with this prefix over HTTPS only, and from this very host.
         self._cookie = f"__Host-{COOKIE}" if is_tls else COOKIE
@@ -54,7 +54,7 @@ class Login:
         if user is None:
             raise unauthorized("log in at /login, or send Authorization: Bearer KEY")
         if request.method not in _READING:
-            _check_origin(request, is_browser=True)
+            self._check_origin(request, is_browser=True, who=user.name)
         return user
 
     async def begin(self, request: Request) -> Response:
@@ -62,7 +62,7 @@ class Login:
 
         A session is always a new one, whatever cookie the request has; the former one ends.
         """
-        _check_origin(request, is_browser=False)
+        self._check_origin(request, is_browser=False, action=Action.LOGIN)
         text, host = await _key_in(request), host_of(request)
         user = await self._credentials.user_of(text, call="a login", host=host, action=Action.LOGIN)
         self._sessions.end(request.cookies.get(self._cookie, ""))
@@ -79,6 +79,21 @@ class Login:
         response = Response(b"{}", media_type="application/json")
         self._set_cookie(response, "", max_age=0)
         return response
+
+    def _check_origin(
+        self, request: Request, *, is_browser: bool, who: Who | None = None, action: Action = Action.DENIAL
+    ) -> None:
+        """Refuse what another site's page sends. Browsers say with every POST where it comes from."""
+        site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+        is_named = site is not None or origin is not None
+        own = f"{request.url.scheme}://{request.headers.get('Host', '')}"
+        if is_named and site in (None, "same-origin") and origin in (None, own):
+            return
+        if is_named or is_browser:
+            problem = "the request does not come from a page of this dashboard"
+            call = f"{request.method} {request.url.path[:100]}"
+            self._refused.note(call, problem, host=host_of(request), who=who, action=action)
+            raise HTTPException(403, problem)
 
     def _set_cookie(self, response: Response, value: str, *, max_age: int | None = None) -> None:
         response.set_cookie(
@@ -98,17 +113,6 @@ def host_of(request: Request) -> str:
 
 def user_fields(user: User) -> dict[str, Any]:
     return {"name": user.name, "role": "operator" if user.is_operator else "viewer"}
-
-
-def _check_origin(request: Request, *, is_browser: bool) -> None:
-    """Refuse what another site's page sends. Browsers say with every POST where it comes from."""
-    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
-    if site is None and origin is None and not is_browser:
-        return
-    own = f"{request.url.scheme}://{request.headers.get('Host', '')}"
-    is_named = site is not None or origin is not None
-    if not is_named or site not in (None, "same-origin") or origin not in (None, own):
-        raise HTTPException(403, "the request does not come from a page of this dashboard")
 
 
 async def _key_in(request: Request) -> str:

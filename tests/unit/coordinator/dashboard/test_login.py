@@ -479,6 +479,9 @@ async def test_logins_and_deeds_are_audited_without_secrets(
     assert (await http.post(drain, headers={"Authorization": f"Bearer {viewer}"})).status_code == 403
     assert (await post_login(http, user)).status_code == 403
     assert (await post_login(http, "a wrong secret of someone")).status_code == 401
+    other = cookie | {"Origin": "https://evil.example"}
+    assert (await http.post(drain, headers=other)).status_code == 403
+    assert (await post_login(http, viewer, Origin="https://evil.example")).status_code == 403
     assert (await http.post("/logout", headers=cookie)).status_code == 200
     records = dashboard.records()
     who = {role: f"key {id_of(text)} of tenant acme" for role, text in dashboard.keys.items()}
@@ -489,6 +492,8 @@ async def test_logins_and_deeds_are_audited_without_secrets(
         ("access.denied", "refused", who["viewer"]),
         ("dashboard.login", "refused", who["user"]),
         ("dashboard.login", "refused", "host 127.0.0.1"),
+        ("access.denied", "refused", who["operator"]),
+        ("dashboard.login", "refused", "host 127.0.0.1"),
         ("dashboard.logout", "ok", who["operator"]),
     ]
     assert {record["host"] for record in records} == {"127.0.0.1"}
@@ -496,7 +501,7 @@ async def test_logins_and_deeds_are_audited_without_secrets(
     assert records[2]["worker"] == "worker-0"
     assert records[5]["problem"] == "the API key is wrong, or was revoked"
     own = [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
-    assert len([text for text in own if text.startswith("refused ")]) == 3
+    assert len([text for text in own if text.startswith("refused ")]) == 5
     texts = "".join(own) + dashboard.audit_file.read_text()
     for secret in (operator, viewer, user, TOKEN, "a wrong secret", cookie["Cookie"].partition("=")[2]):
         assert secret not in texts
