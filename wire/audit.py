@@ -37,6 +37,7 @@ class Action(StrEnum):
     DRAIN = "worker.drain"
     ENROL = "certificate.enrol"
     RENEW = "certificate.renew"
+    WATCH = "kv_events.watch"
     RELOAD = "files.reload"
     DENIAL = "access.denied"
     LOGIN = "dashboard.login"

@@ -15,7 +15,7 @@ from coordinator.scheduler.kv_events import KvChange, KvEventPublisher, KvSnapsh
 from kvcache import CachedBlock, Removed, Stored
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from wire.audit import Action, AuditLog, AuditOutcome
-from wire.authorization import peer_identity
+from wire.authorization import caller_of, peer_identity
 from wire.channels import when_call_ends
 
 BLOCKS_PER_MESSAGE = 4096
@@ -122,9 +122,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def WatchKvEvents(  # noqa: N802
         self, request: kv_events_pb2.WatchKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kv_events_pb2.WatchKvEventsResponse]:
+        with_token_ids = request.with_token_ids
+        caller = caller_of(context)
+        self._audit.record(Action.WATCH, AuditOutcome.OK, **caller, with_token_ids=with_token_ids)
         subscription = self._kv_events.subscribe()
         when_call_ends(context, subscription.close)
-        with_token_ids = request.with_token_ids
         for message in encode_snapshot(subscription.snapshot, with_token_ids=with_token_ids):
             yield message
         async for change in subscription.changes():

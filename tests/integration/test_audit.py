@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from gateway.server import GatewayServer
 from stage_worker.server import Worker
 from stageline.client.errors import PermissionDenied, WorkerNotFound
 from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc, join_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2_grpc, kv_events_pb2
 from telemetry.logs import LogSettings
 from tests.integration.calls import until
 from tests.integration.cluster import DEADLINE_S, Cluster
@@ -105,6 +107,23 @@ async def test_cancels_and_drains_are_recorded_with_who_did_them(tmp_path: Path)
     (denial,) = records(path, "access.denied")
     assert denial["problem"] == "wrong operator token"
     assert TOKEN not in path.read_text()
+
+
+@pytest.mark.parametrize("with_token_ids", [False, True])
+async def test_whoever_reads_token_ids_is_recorded(with_token_ids: bool, tmp_path: Path) -> None:
+    certificates, path = Certificates(tmp_path), tmp_path / "audit.jsonl"
+    request = kv_events_pb2.WatchKvEventsRequest(with_token_ids=with_token_ids)
+    async with (
+        mock_cluster(1, certificates=certificates, audit_log=path) as cluster,
+        careless_channel(certificates.of("me", Role.OPERATOR), cluster.address) as channel,
+    ):
+        call: Any = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(request)
+        async with asyncio.timeout(DEADLINE_S):
+            await call.read()
+        call.cancel()
+    (watch,) = records(path, "kv_events.watch")
+    assert watch["who"].endswith("/operator/me")
+    assert watch["with_token_ids"] is with_token_ids
 
 
 async def test_a_worker_records_streams_that_it_refuses(tmp_path: Path) -> None:
