@@ -16,7 +16,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 class NotRegularFile(CheckpointError):
-    """A FIFO, directory, device or socket in place of a file; it is never opened."""
+    """A FIFO, directory, device, socket or link to another's file in place of a file; it is never opened."""
 
 
 class FileTooLarge(CheckpointError):

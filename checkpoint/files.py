@@ -40,7 +40,7 @@ def check_directory(directory: Path, *, max_bytes: int) -> None:
     """Check the entries of `directory` before a library reads them: none blocks, no text file is too large.
 
     Raises NotRegularFile for an entry other than a file or directory, FileTooLarge for JSON, a vocabulary or
-    a template above `max_bytes`. Broken links are skipped.
+    a template above `max_bytes`, and like `check_link` for one of these. Broken links are skipped.
     """
     for entry in sorted(directory.iterdir()):
         try:
@@ -51,6 +51,19 @@ def check_directory(directory: Path, *, max_bytes: int) -> None:
             _check_mode(entry, status)
         if entry.suffix in _READ_WHOLE:
             _check_size(entry, status, max_bytes)
+            check_link(entry)
+
+
+def check_link(path: Path) -> None:
+    """Raise NotRegularFile for a link out of the checkpoint to a file of another name: clients get its text.
+
+    Links in Hugging Face's cache lead from NAME/snapshots/REVISION to NAME/blobs.
+    """
+    target, home = path.resolve(), path.parent.resolve()
+    caches = (folder for folder in home.parents if home.is_relative_to(folder / "snapshots"))
+    is_own = target.name == path.name or target.is_relative_to(home)
+    if not is_own and target.parent not in [folder / "blobs" for folder in caches]:
+        raise NotRegularFile(f"{path} is a link to {target}, which is not a file of the checkpoint")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from checkpoint.files import open_regular
+from checkpoint.errors import FileTooLarge
+from checkpoint.files import check_link, open_regular
 
 GENERATION_CONFIG = "generation_config.json"
 VOCABULARIES = (
@@ -42,14 +43,20 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Read the files by name. Raises CheckpointError, also for a FIFO or device in place of a file."""
+    """Read the files by name. Raises CheckpointError, also for a FIFO, device or link to another's file."""
     paths = [directory / name for name in sorted(_NAMES)]
     paths += sorted((directory / _TEMPLATES).glob("*.jinja"))
-    files = {}
+    files: dict[str, bytes] = {}
+    free_bytes = MAX_BYTES
     for path in paths:
         if path.exists():
+            check_link(path)
             with open_regular(path) as file:
-                files[path.relative_to(directory).as_posix()] = file.read()
+                content = file.read(free_bytes + 1)
+            free_bytes -= len(content)
+            if free_bytes < 0:
+                raise FileTooLarge(f"tokenizer files of {directory} exceed {MAX_BYTES} bytes in all")
+            files[path.relative_to(directory).as_posix()] = content
     return files
 
 
@@ -71,6 +78,6 @@ def parse_generation_config(directory: Path) -> dict[str, object]:
     """The checkpoint's generation_config.json, unchecked; empty without one."""
     try:
         values = json.loads((directory / GENERATION_CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -18,8 +18,9 @@ from checkpoint.grammar_tokenizer import GrammarTokenizer
 from stage_worker.model.decoder import DecoderStage
 from tests.checkpoints import make_checkpoint
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
-from text import tokenizer
+from text import tokenizer, tokenizer_files
 from text.tokenizer import UnreadableTokenizer, load_text_codec
+from text.tokenizer_files import parse_generation_config, read_tokenizer_files
 
 DEADLINE_S = 30.0
 NORM = "model.norm.weight"
@@ -204,3 +205,56 @@ def test_tables_for_grammars_are_read_from_a_regular_file_only(text_directory: P
     error = error_of(lambda: GrammarTokenizer.open(text_directory, vocab_size=400, eos_token_ids=(2,)))
     assert isinstance(error, UnusableTokenizer)
     assert str(error) == f"tokenizer.json: {path} is a FIFO, not a regular file"
+
+
+SECRET = "sl-operator-token-of-the-tests"
+LINKED = ("chat_template.jinja", "merges.txt", "special_tokens_map.json", "vocab.json", "tokenizer.model")
+
+
+@pytest.mark.parametrize("file", LINKED)
+def test_a_link_to_a_file_of_others_is_neither_loaded_nor_sent(
+    file: str, text_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    secret = tmp_path_factory.mktemp("elsewhere") / "operator.token"
+    secret.write_text(SECRET)
+    (text_directory / file).symlink_to(secret)
+    loaded = error_of(lambda: load_text_codec(text_directory))
+    assert isinstance(loaded, UnreadableTokenizer)
+    read = error_of(lambda: read_tokenizer_files(text_directory))
+    assert isinstance(read, NotRegularFile)
+    for error in (loaded, read):
+        assert f"{file} is a link to {secret}, which is not a file of the checkpoint" in str(error)
+        assert SECRET not in str(error)
+
+
+def test_links_of_a_cache_and_to_the_same_name_are_read(text_directory: Path, tmp_path: Path) -> None:
+    expected = read_tokenizer_files(text_directory)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    linked = tmp_path / "linked"
+    for folder in (snapshot, blobs, linked):
+        folder.mkdir(parents=True)
+    for name, content in expected.items():
+        (blobs / f"blob of {name}").write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/blob of {name}")
+        (linked / name).symlink_to(text_directory / name)
+    (tmp_path / "model").symlink_to(snapshot)
+    for directory in (snapshot, linked, tmp_path / "model"):
+        assert load_text_codec(directory) is not None
+        assert read_tokenizer_files(directory) == expected
+
+
+def test_tokenizer_files_are_bounded_in_all(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(len(content) for content in read_tokenizer_files(text_directory).values())
+    monkeypatch.setattr(tokenizer_files, "MAX_BYTES", size)
+    read_tokenizer_files(text_directory)
+    monkeypatch.setattr(tokenizer_files, "MAX_BYTES", size - 1)
+    error = error_of(lambda: read_tokenizer_files(text_directory))
+    assert isinstance(error, FileTooLarge)
+    assert str(error) == f"tokenizer files of {text_directory} exceed {size - 1} bytes in all"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "{", "\udcff"])
+def test_a_generation_config_that_is_none_is_empty(text: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text, errors="surrogateescape")
+    assert parse_generation_config(tmp_path) == {}
