@@ -9,7 +9,7 @@ false` lets tokens attend to later tokens).
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -51,7 +51,7 @@ def positive_float(raw: RawConfig, key: str, default: float | None = None) -> fl
     value = raw.get(key)
     if value is None:
         return _default(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise BadConfig(f"config field {key!r} must be a positive number, is {value!r}")
     return float(value)
 

@@ -90,6 +90,7 @@ def _read_header_bytes(stream: BinaryIO, path: Path, size_bytes: int) -> bytes:
 
 
 def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int) -> TensorEntry:
+    _check_unicode(path, name)
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
         raise BadHeader(f"{path}: tensor {name} is described by {info!r}")
     shape = _naturals(path, name, "shape", info["shape"])
@@ -100,6 +101,14 @@ def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.size_bytes:
         raise BadHeader(f"{path}: tensor {name} of {dtype.value} {shape} has data_offsets {offsets}")
     return TensorEntry(file, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
+
+
+def _check_unicode(path: Path, name: str) -> None:
+    """JSON can escape halves of surrogate pairs, which no file name or UTF-8 text has."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise BadHeader(f"{path} has the name {name!r}, which is not Unicode text") from error
 
 
 def _naturals(path: Path, name: str, field: str, value: object) -> tuple[int, ...]:
@@ -172,9 +181,15 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadHeader(f"{path} has no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        _check_unicode(path, name)
+        if not isinstance(file, str) or not _is_beside(file):
             raise BadHeader(f"{path} places tensor {name} in {file!r}, not a safetensors file beside it")
+        _check_unicode(path, file)
     return weight_map
+
+
+def _is_beside(file: str) -> bool:
+    return Path(file).name == file and "\0" not in file and file.endswith(".safetensors")
 
 
 def _nothing_to_read(directory: Path) -> CheckpointNotFound | UnsupportedFormat:
