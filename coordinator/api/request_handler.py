@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
+from google.protobuf.message import DecodeError
+
 from coordinator.api.call_context import CallContext
 from coordinator.api.message_limits import INLINE_BYTES, GenerateDecoder
 from coordinator.api.request_parser import (
@@ -33,7 +35,7 @@ from coordinator.observability.request_traces import RequestTraces
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.sequence import Priority, QueueOrder, queue_order
 from stageline_rpc.v1 import inference_pb2
-from wire.errors import ClusterUnavailable, InvalidRequest, ServingError
+from wire.errors import ClusterUnavailable, InvalidRequest, InvariantBroken, ServingError
 from wire.ids import RequestId, id_text
 from wire.log_context import log_context
 from wire.peer_secrets import new_secret
@@ -82,8 +84,13 @@ def restored(
 ) -> Request:
     """Recreate a journalled request, without its output. Raises InvalidRequest."""
     accepted = journalled.accepted
+    try:
+        message = inference_pb2.GenerateRequest.FromString(accepted.message)
+    except DecodeError as error:
+        raise InvalidRequest(f"its message cannot be decoded: {error}") from error
+    _check_tokens(journalled, model.config.vocab_size)
     request = make_request(
-        inference_pb2.GenerateRequest.FromString(accepted.message),
+        message,
         Resolved(prompt=accepted.prompt, bad_words=accepted.bad_words, grammar=accepted.grammar),
         accepted.request_id,
         model=model,
@@ -94,6 +101,17 @@ def restored(
     )
     request.attach_digest = accepted.attach_digest
     return request
+
+
+def _check_tokens(journalled: JournalledRequest, vocab_size: int) -> None:
+    """Raises InvalidRequest for tokens that no stage can compute."""
+    outputs = [choice.tokens for choice in journalled.progress.choices.values()]
+    tokens = (journalled.accepted.prompt, *journalled.accepted.bad_words, *outputs)
+    largest = max((max(ids, default=0) for ids in tokens), default=0)
+    if not journalled.accepted.prompt:
+        raise InvalidRequest("it has no prompt")
+    if largest >= vocab_size:
+        raise InvalidRequest(f"token id {largest} is outside the vocabulary [0, {vocab_size})")
 
 
 _Result = TypeVar("_Result")
@@ -258,14 +276,14 @@ class RequestHandler:
 
         try:
             request = restored(journalled, self._model, place, self._public)
-        except InvalidRequest as error:
+            ended = restore(request, journalled.progress, journalled.end)
+        except (InvalidRequest, InvariantBroken) as error:
             log.error(
                 "failed to restore request %s: %s",
                 *(id_text(accepted.request_id), error),
                 extra=log_context(request_id=accepted.request_id),
             )
             return False
-        ended = restore(request, journalled.progress, journalled.end)
         if accepted.deadline_at is not None:
             request.deadline_s = accepted.deadline_at + ahead_s
         if ended is None:

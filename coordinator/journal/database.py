@@ -162,15 +162,19 @@ def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
     return connection
 
 
+# The last one is for an error of SQLite with names of a damaged file that are not UTF-8.
+_UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)
+
+
 def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
     try:
         create_private(path)
         connection = connect(path)
-    except (sqlite3.Error, OSError) as error:
+    except _UNREADABLE as error:
         raise _unusable(path, error) from error
     try:
         _prepare(connection, path, identity)
-    except (sqlite3.Error, OSError) as error:
+    except _UNREADABLE as error:
         connection.close()
         raise _unusable(path, error) from error
     except BaseException:
@@ -180,7 +184,7 @@ def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
     return connection
 
 
-def _unusable(path: Path, error: sqlite3.Error | OSError) -> JournalUnusable:
+def _unusable(path: Path, error: Exception) -> JournalUnusable:
     if isinstance(error, OSError):
         return JournalUnusable(f"journal {path} cannot be written: {error.strerror}")
     if isinstance(error, sqlite3.OperationalError):
@@ -226,7 +230,7 @@ def _check(connection: sqlite3.Connection, path: Path, identity: ServedIdentity)
     if verdict != "ok":
         raise damaged(path, verdict.splitlines()[-1])
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-    written = ServedIdentity(meta["fingerprint"], meta["dtype"])
+    written = ServedIdentity(str(meta.get("fingerprint")), str(meta.get("dtype")))
     if written != identity:
         raise JournalUnusable(f"journal {path} is of another model: {written}, not {identity}")
 

@@ -12,25 +12,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coordinator.journal.database import ServedIdentity, connect, damaged, open_database
 from coordinator.journal.records import (
+    INVALID,
     AcceptedRequest,
     End,
     Entry,
     JournalFailed,
     JournalledRequest,
     RequestProgress,
+    count_in,
     decode_progress,
     decode_step,
     decode_tokens,
     encode_progress,
     encode_step,
     encode_tokens,
+    time_in,
 )
 from wire.ids import RequestId
 from wire.sampling import GrammarSpec
+
+_Value = TypeVar("_Value")
+_ID_BYTES = 16
 
 PAGE_BYTES = 4096
 PROBE_BYTES = 256 * 1024
@@ -117,7 +123,7 @@ class JournalContents:
 
 
 def read_journal(connection: sqlite3.Connection) -> JournalContents:
-    """Raises ValueError, KeyError or TypeError for invalid rows."""
+    """Raises one of `INVALID` for invalid rows."""
     requests = replay(connection)
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
@@ -125,10 +131,10 @@ def read_journal(connection: sqlite3.Connection) -> JournalContents:
     first_row = last_row + 1 if first is None else first
     return JournalContents(
         requests=requests,
-        epoch=meta["epoch"],
+        epoch=_counted(meta["epoch"]),
         has_served=bool(meta.get("has_served", 0)),
         first_row=first_row,
-        last_row=last_row,
+        last_row=_counted(last_row),
     )
 
 
@@ -139,7 +145,7 @@ def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
         for number, entry in decode_step(text):
             known = replayed.get(number)
             if known is not None and row > known.compacted_until:
-                known.request.progress.add(entry, at)
+                known.request.progress.add(entry, time_in(at))
     return list(replayed.values())
 
 
@@ -148,9 +154,23 @@ def _requests(connection: sqlite3.Connection) -> Iterator[ReplayedRequest]:
         number, *given, compacted, compacted_until = row
         progress = RequestProgress() if compacted is None else decode_progress(compacted)
         *accepted, ended_at, kind, text = given
-        end = None if ended_at is None else End(ended_at, kind, text)
+        end = None if ended_at is None else End(time_in(ended_at), _of(str, kind), _of(str, text))
         request = JournalledRequest(accepted=_accepted(*accepted), progress=progress, end=end)
-        yield ReplayedRequest(number, compacted_until, request)
+        yield ReplayedRequest(number, _of(int, compacted_until), request)
+
+
+def _of(kind: type[_Value], value: Any) -> _Value:
+    """`value`; SQLite stores values of any type in any column. Raises TypeError."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.100} where {kind.__name__} is expected")
+    return value
+
+
+def _counted(value: Any) -> int:
+    """Raises TypeError, and ValueError for a number that leaves none to count on."""
+    if not 0 <= (number := _of(int, value)) < 2**62:
+        raise ValueError(f"number {number}")
+    return number
 
 
 def _accepted(
@@ -170,20 +190,26 @@ def _accepted(
     words: list[list[Any]] = json.loads(bad_words)
     spec = None
     if grammar is not None and grammar_checksum is not None:
-        spec = GrammarSpec(definition=grammar, tokenizer_checksum=int(grammar_checksum))
+        spec = GrammarSpec(definition=_of(str, grammar), tokenizer_checksum=int(grammar_checksum))
     return AcceptedRequest(
-        request_id=RequestId(request_id),
-        client=client,
-        message=message,
+        request_id=RequestId(_id(request_id)),
+        client=_of(str, client),
+        message=_of(bytes, message),
         prompt=decode_tokens(prompt),
-        bad_words=tuple(tuple(word) for word in words),
+        bad_words=tuple(tuple(count_in(token) for token in word) for word in words),
         grammar=spec,
-        arrived_at=arrived_at,
-        deadline_at=deadline_at,
-        traceparent=traceparent,
-        caller_traceparent=caller_traceparent,
-        attach_digest=attach_digest,
+        arrived_at=time_in(arrived_at),
+        deadline_at=None if deadline_at is None else time_in(deadline_at),
+        traceparent=_of(str, traceparent),
+        caller_traceparent=_of(str, caller_traceparent),
+        attach_digest=_of(bytes, attach_digest),
     )
+
+
+def _id(value: bytes) -> bytes:
+    if len(_of(bytes, value)) != _ID_BYTES:
+        raise ValueError(f"request id of {len(value)} bytes, expected {_ID_BYTES}")
+    return value
 
 
 LOG_ROWS = 4096
@@ -208,7 +234,7 @@ class Journal:
         self._database = open_database(path, identity)
         try:
             left = read_journal(self._database.connection)
-        except (ValueError, KeyError, TypeError, sqlite3.Error) as error:
+        except (*INVALID, sqlite3.Error) as error:
             self._database.close()
             raise damaged(path, repr(error)) from error
         self.epoch = left.epoch

@@ -8,6 +8,7 @@ log-probability, then the top tokens with theirs.
 """
 
 import json
+import math
 import struct
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Sequence
@@ -129,7 +130,7 @@ def encode_step(entries: Iterable[tuple[int, Entry]]) -> str:
 
 
 def decode_step(text: str) -> list[tuple[int, Entry]]:
-    """Reverse of `encode_step`, with empty request ids. Raises ValueError."""
+    """Reverse of `encode_step`, with empty request ids. Raises one of `INVALID`."""
     return [_decoded_entry(item) for item in json.loads(text)]
 
 
@@ -144,13 +145,32 @@ def encode_progress(progress: RequestProgress) -> str:
 
 
 def decode_progress(text: str) -> RequestProgress:
-    """Reverse of `encode_progress`. Raises ValueError."""
+    """Reverse of `encode_progress`. Raises one of `INVALID`."""
     given = json.loads(text)
     return RequestProgress(
         prompt_logprobs=[_decoded_logprobs(packed) for packed in given["prompt"]],
         choices={int(index): _decoded_choice(choice) for index, choice in given["choices"].items()},
-        last_at=given["at"],
+        last_at=time_in(given["at"]),
     )
+
+
+INVALID = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
+"""Errors of decoding what no journal of ours has."""
+_MAX_U32 = 2**32 - 1
+
+
+def count_in(value: Any) -> int:
+    """`value`, an integer of at most 32 bits. Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= _MAX_U32:
+        raise ValueError(f"{value!r} where an integer from 0 to {_MAX_U32} is expected")
+    return value
+
+
+def time_in(value: Any) -> float:
+    """`value`, a finite number. Raises ValueError."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} where a time is expected")
+    return float(value)
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
@@ -191,15 +211,15 @@ def _decoded_entry(given: Any) -> tuple[int, Entry]:
     more = rest[0] if rest else {}
     entry = Entry(
         _EMPTY_ID,
-        choice,
-        token,
+        count_in(choice),
+        None if token is None else count_in(token),
         _decoded_logprobs(more["l"]) if "l" in more else None,
         tuple(_decoded_logprobs(packed) for packed in more.get("p", ())),
         _decoded_reason(more.get("f")),
-        more.get("c", 0),
-        more.get("r", 0),
+        count_in(more.get("c", 0)),
+        count_in(more.get("r", 0)),
     )
-    return number, entry
+    return count_in(number), entry
 
 
 def _choice(choice: ChoiceProgress) -> dict[str, Any]:
@@ -214,11 +234,11 @@ def _choice(choice: ChoiceProgress) -> dict[str, Any]:
 
 def _decoded_choice(given: Any) -> ChoiceProgress:
     return ChoiceProgress(
-        tokens=given["t"],
+        tokens=[count_in(token) for token in given["t"]],
         logprobs=[_decoded_logprobs(packed) for packed in given["l"]],
         finish_reason=_decoded_reason(given["f"]),
-        num_cached_tokens=given["c"],
-        num_restarts=given["r"],
+        num_cached_tokens=count_in(given["c"]),
+        num_restarts=count_in(given["r"]),
     )
 
 
