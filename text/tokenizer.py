@@ -136,10 +136,7 @@ class TextCodec:
 
         Special tokens written in `text` become those tokens, as in transformers. Nothing is truncated.
         """
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
-            "input_ids"
-        ]
-        return ids
+        return _ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Return the ids of `word` at the start of a text and after a space.
@@ -147,7 +144,7 @@ class TextCodec:
         Banned words need both, as in transformers (`add_prefix_space`) and vLLM.
         """
         texts = (word, " " + word.lstrip())
-        ids = (self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
+        ids = (_ids_of(self._tokenizer, text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(tuple(spelling) for spelling in ids if spelling))
 
     def encode_conversation(self, messages: Sequence[ChatMessage], *, tenant: str = "") -> list[int]:
@@ -338,8 +335,7 @@ class PromptTokens:
             self._cached_bytes -= _entry_bytes(oldest, ids)
 
     def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return _ids_of(self._tokenizer, text, add_special_tokens=False)
 
 
 def find_boundaries(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -378,6 +374,17 @@ def _collide(boundary: str, other: str) -> bool:
         return False
     overlaps = any(other.endswith(boundary[:length]) for length in range(1, len(boundary)))
     return overlaps or boundary in other
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Raises TokenizerError where Rust panics, which is no Exception: files that contradict themselves."""
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"the model's tokenizer fails: {error}") from None
+    return ids
 
 
 def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> TextCodec | None:

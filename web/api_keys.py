@@ -184,7 +184,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     try:
         text = read_private(path, max_bytes=MAX_BYTES).decode()
         entries = tomllib.loads(text).get("keys", [])
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise KeysUnusable(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise KeysUnusable(f"{path}: {error.strerror.lower()}" if error.strerror else str(error)) from None

@@ -85,6 +85,14 @@ class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_h
     ) -> health_pb2.HealthCheckResponse:
         return await super().Check(request, _HealthContext(request.service))
 
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: object
+    ) -> health_pb2.HealthListResponse:
+        """All services that Check knows; grpc's servicer does not implement it."""
+        known = self._server_status.items()
+        found = {name: health_pb2.HealthCheckResponse(status=status) for name, status in known}
+        return health_pb2.HealthListResponse(statuses=found)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
