@@ -120,6 +120,9 @@ class HttpProtocol(H11Protocol):
             head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # what its application sends goes nowhere
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

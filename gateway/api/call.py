@@ -255,7 +255,7 @@ def label_of(request: Request) -> str:
 
 def _printable(label: str) -> str:
     """What can be sent back in a header."""
-    label = label[:MAX_LABEL_CHARACTERS]
+    label = label[:MAX_LABEL_CHARACTERS].strip()
     return label if label.isascii() and label.isprintable() else ""
 
 

@@ -80,7 +80,8 @@ def short_name(name: str) -> str:
 def header_name(name: str) -> str:
     """Return a client's name for something as a header shows it."""
     name = short_name(name)
-    return name if name.isascii() and name.isprintable() else ascii(name)
+    is_plain = name.isascii() and name.isprintable() and name == name.strip() != ""
+    return name if is_plain else ascii(name)
 
 
 def check_fields(
