@@ -4,6 +4,7 @@
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Growth of memory under load: make churn MINUTES=30
+# Broken input of every kind: make fuzz SEED=3 CASES=10000
 # Some clients of other projects only: make test-clients CLIENTS="openai node"
 
 PYTHON ?= python3
@@ -16,6 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
 MINUTES ?= 30
+CASES ?= 100000
 # More test processes than cores: many tests wait for timers and for processes that start.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q --durations=30
@@ -29,7 +31,7 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -52,6 +54,9 @@ test-gpu: venv
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
+
+fuzz: venv
+	@$(BIN)/python -m tests.fuzz --cases $(CASES) $(SEED:%=--seed %)
 
 nightly: venv
 	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
