@@ -12,7 +12,7 @@ import secrets
 import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wire.errors import StepFault, StepFaultKind
 
@@ -44,7 +44,7 @@ class PayloadOffer:
 
     host: str
     port: int
-    ticket: bytes
+    ticket: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class PayloadKey:
     """What both ends of a hop know: the epoch, the hop's secret, and the ticket of the connection."""
 
     epoch: int
-    secret: bytes
-    ticket: bytes
+    secret: bytes = field(repr=False)
+    ticket: bytes = field(repr=False)
 
     def greeting(self) -> bytes:
         """The sender's first bytes."""

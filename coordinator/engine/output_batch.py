@@ -32,6 +32,9 @@ class Accepted(NamedTuple):
     secret: str
     client_state: bytes
 
+    def __repr__(self) -> str:
+        return f"Accepted({self.number})"
+
 
 class LogprobRows(NamedTuple):
     """Log-probabilities of tokens, for a choice of a request."""
@@ -173,7 +176,7 @@ class NumberedOpening:
 
     batch: "OutputBatch"
     number: int
-    secret: str = ""
+    secret: str = field(default="", repr=False)
     includes_state: bool = False
 
     def __call__(self, request: Request, positions: Positions) -> OutputStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -25,7 +25,7 @@ class ResponseId:
     """The id of a response that any gateway finds: that of its request, and the secret to attach to it."""
 
     request_id: RequestId
-    secret: str
+    secret: str = field(repr=False)
 
     def __str__(self) -> str:
         return f"resp_{self.request_id.hex()}{self.secret}"
