@@ -6,8 +6,6 @@ import asyncio
 import statistics
 import time
 
-import psutil
-
 from bench.harness.cluster import BenchCluster
 from bench.harness.figure import Figure
 from bench.harness.group import Setting
@@ -59,9 +57,9 @@ async def _steps_per_s(environment: dict[str, str] | None, *, quick: bool) -> tu
         clients = [asyncio.create_task(_ask_again(cluster)) for _ in range(NUM_STREAMS)]
         try:
             await asyncio.sleep(SETTLE_S)
-            begin_s, begin_cpu_s = time.monotonic(), _cpu_s(cluster)
+            begin_s, begin_cpu_s = time.monotonic(), cluster.cpu_s()
             await asyncio.sleep(WINDOW_S / 2 if quick else WINDOW_S)
-            end_s, end_cpu_s = time.monotonic(), _cpu_s(cluster)
+            end_s, end_cpu_s = time.monotonic(), cluster.cpu_s()
         finally:
             for client in clients:
                 client.cancel()
@@ -73,9 +71,3 @@ async def _steps_per_s(environment: dict[str, str] | None, *, quick: bool) -> tu
 async def _ask_again(cluster: BenchCluster) -> None:
     while True:
         await cluster.generate(PROMPT_TOKENS, MAX_TOKENS)
-
-
-def _cpu_s(cluster: BenchCluster) -> float:
-    processes = (cluster.processes.coordinator, *cluster.processes.workers)
-    times = [psutil.Process(process.pid).cpu_times() for process in processes]
-    return sum(cpu_times.user + cpu_times.system for cpu_times in times)

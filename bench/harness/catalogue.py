@@ -137,6 +137,14 @@ GROUPS = (
         is_default=False,
     ),
     Group(
+        name="tls",
+        about="tokens/s of decode and prefill, and bare hops of 1 MiB, with TLS : plain",
+        module="bench.figures.tls",
+        about_s=110,
+        is_default=False,
+        timeout_s=400.0,
+    ),
+    Group(
         name="big-frames",
         about="16 MiB of hidden states per hop : raw TCP; event loop of the receiving stage",
         module="bench.figures.big_frames",

@@ -18,10 +18,13 @@ from typing import Self
 import psutil
 
 from bench.harness import loop_probe
+from bench.harness.certified import BenchAuthority
 from bench.harness.loop_probe import LoopLag, read_lags
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
 from bench.harness.streams import Stream
+from certificates.identity import Role
 from deploy import LocalCluster, LocalClusterConfig
+from deploy.local_config import worker_name
 from stageline.client.client import Client
 from stageline.client.request import Detach
 from stageline_rpc.v1 import cluster_pb2
@@ -50,8 +53,10 @@ class BenchCluster:
         vocab_size: int,
         words: Sequence[str] = (),
         probes_loop: bool = False,
+        has_tls: bool = False,
     ) -> None:
         """`probes_loop`: the coordinator logs how late its event loop is, for `lags`."""
+        self._has_tls = has_tls
         self._config = config
         self._vocab_size = vocab_size
         self._words = words
@@ -73,9 +78,13 @@ class BenchCluster:
             if self._probes_loop:
                 environment[loop_probe.FILE_VARIABLE] = str(self._lags_file)
             config = replace(self._config, environment=environment, command=_TRACED_COMMAND)
+            if self._has_tls:
+                authority = BenchAuthority(folder)
+                config = _certified(config, authority)
             self.processes = await stack.enter_async_context(LocalCluster(config))
-            await self.processes.wait_until_serving(timeout_s=START_TIMEOUT_S)
-            self.client = await stack.enter_async_context(Client(self.processes.address))
+            own = authority.issue(Role.OPERATOR, "bench") if self._has_tls else None
+            self.client = await stack.enter_async_context(Client(self.processes.address, tls_dir=own))
+            await self.processes.while_running(self._until_serving())
             self._exit = stack.pop_all()
         return self
 
@@ -86,6 +95,11 @@ class BenchCluster:
         traceback: TracebackType | None,
     ) -> None:
         await self._exit.__aexit__(exception_type, exception, traceback)
+
+    async def _until_serving(self) -> None:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while (await self.status()).state != cluster_pb2.CLUSTER_STATE_SERVING:
+                await asyncio.sleep(IDLE_POLL_S)
 
     def steps(self, begin_s: float = 0.0) -> list[LoggedStep]:
         """Steps sent since `begin_s` and answered."""
@@ -141,6 +155,28 @@ class BenchCluster:
     async def status(self) -> cluster_pb2.GetStatusResponse:
         return await self.client.status()
 
+    def cpu_s(self) -> float:
+        """Processor time of all processes so far."""
+        processes = (self.processes.coordinator, *self.processes.workers)
+        times = [psutil.Process(process.pid).cpu_times() for process in processes]
+        return sum(cpu_times.user + cpu_times.system for cpu_times in times)
+
     def resident_bytes(self) -> list[int]:
         """Resident memory of each worker."""
         return [psutil.Process(worker.pid).memory_info().rss for worker in self.processes.workers]
+
+
+def _certified(config: LocalClusterConfig, authority: BenchAuthority) -> LocalClusterConfig:
+    """Give each process a certificate of its own."""
+    head = ("--tls-dir", str(authority.issue(Role.COORDINATOR, "head")))
+    workers = range(config.num_workers)
+    directories = [authority.issue(Role.WORKER, worker_name(worker)) for worker in workers]
+    before = config.worker_arguments or ((),) * config.num_workers
+    return replace(
+        config,
+        coordinator_arguments=(*config.coordinator_arguments, *head),
+        worker_arguments=tuple(
+            (*arguments, "--tls-dir", str(directory))
+            for arguments, directory in zip(before, directories, strict=True)
+        ),
+    )

@@ -15,7 +15,7 @@ KV_TOKENS = 16384
 MEMORY_BYTES = 2 << 30
 
 
-def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
+def real_cluster(setting: Setting, *, num_workers: int = 2, has_tls: bool = False) -> BenchCluster:
     """A cluster, not started."""
     config = LocalClusterConfig(
         num_workers=num_workers,
@@ -27,7 +27,7 @@ def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
             *setting.coordinator_arguments,
         ),
     )
-    return BenchCluster(config, vocab_size=LLAMA_88M.vocab)
+    return BenchCluster(config, vocab_size=LLAMA_88M.vocab, has_tls=has_tls)
 
 
 async def warm_up(cluster: BenchCluster) -> None:

@@ -9,7 +9,7 @@ from bench.harness.catalogue import GROUPS
 from bench.harness.group import OtherEngine, Setting
 from bench.harness.run import run_groups
 
-MOCK_GROUPS = {"hop": 6, "clients": 2, "stage-step": 2, "lag": 3, "big-frames": 2, "tenants": 2}
+MOCK_GROUPS = {"hop": 6, "clients": 2, "stage-step": 2, "lag": 3, "big-frames": 2, "tenants": 2, "tls": 9}
 REAL_GROUPS = {"burst": 4, "arrivals": 5}
 """Numbers of figures; real stages take minutes beside other tests."""
 
