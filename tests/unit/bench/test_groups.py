@@ -9,9 +9,9 @@ from bench.harness.catalogue import GROUPS
 from bench.harness.group import OtherEngine, Setting
 from bench.harness.run import run_groups
 
-MOCK_GROUPS = {"hop": 6, "clients": 2, "stage-step": 2, "lag": 3, "big-frames": 2, "tenants": 2, "tls": 9}
+QUICK_GROUPS = {"hop": 6, "clients": 2, "stage-step": 2, "lag": 3, "big-frames": 2, "tenants": 2, "tls": 9}
 REAL_GROUPS = {"burst": 4, "arrivals": 5}
-"""Numbers of figures; real stages take minutes beside other tests."""
+"""Numbers of figures; those with much load on real stages take minutes beside other tests."""
 
 
 def setting(folder: Path, *, openai_url: str | None = None) -> Setting:
@@ -27,7 +27,7 @@ def setting(folder: Path, *, openai_url: str | None = None) -> Setting:
 @pytest.mark.parametrize(
     ("name", "num_figures"),
     [
-        *(pytest.param(*group, marks=pytest.mark.bench) for group in MOCK_GROUPS.items()),
+        *(pytest.param(*group, marks=pytest.mark.bench) for group in QUICK_GROUPS.items()),
         *(pytest.param(*group, marks=pytest.mark.nightly) for group in REAL_GROUPS.items()),
     ],
 )
