@@ -155,7 +155,7 @@ class JoinTokenStore:
         content = files.read_key_file(self._path)
         try:
             records = [_decode(entry) for entry in json.loads(content)["tokens"]]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
             raise files.UnusableTlsFiles(f"{self._path} is not a file of join tokens, or damaged") from None
         return {record.token_id: record for record in records}
 

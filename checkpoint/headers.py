@@ -92,7 +92,7 @@ def _read_header_bytes(stream: BinaryIO, path: Path, size_bytes: int) -> bytes:
 def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int) -> TensorEntry:
     _check_unicode(path, name)
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
-        raise BadHeader(f"{path}: tensor {name} is described by {info!r}")
+        raise BadHeader(f"{path}: tensor {name} is described by {info!r:.200}")
     shape = _naturals(path, name, "shape", info["shape"])
     offsets = _naturals(path, name, "data_offsets", info["data_offsets"])
     dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None

@@ -377,11 +377,11 @@ def _collide(boundary: str, other: str) -> bool:
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Raises TokenizerError where Rust panics, which is no Exception: files that contradict themselves."""
+    """Raises TokenizerError where Rust panics: files that contradict themselves."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not _is_panic(error):
             raise
         raise TokenizerError(f"the model's tokenizer fails: {error}") from None
     return ids
@@ -398,13 +398,34 @@ def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> 
         return None
     try:
         _check_files(directory)
+        if has_json:
+            _check_merges(directory / TOKENIZER_JSON)
         tokenizer = _load_json(directory) if has_json else _load_other(directory)
-    except Exception as error:  # the libraries raise anything, down to bare Exception from Rust
+    except BaseException as error:  # the libraries raise anything, down to bare Exception from Rust
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise UnreadableTokenizer(f"tokenizer in {directory} cannot be loaded: {_problem(error)}") from error
     return TextCodec(tokenizer, model_vocab_size=model_vocab_size)
 
 
-def _problem(error: Exception) -> str:
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust panicked, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_merges(path: Path) -> None:
+    """Refuse what ends the process in Rust: a prefix is cut off merges that do not have it."""
+    model = json.loads(path.read_bytes()).get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    if not prefix or not isinstance(prefix, str):
+        return
+    for merge in model.get("merges") or ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not str(parts[-1]).startswith(prefix):
+            raise ValueError(f"merge {parts!r:.100} lacks continuing_subword_prefix {prefix!r:.100}")
+
+
+def _problem(error: BaseException) -> str:
     """One line, without transformers' advice to run code of the checkpoint."""
     if "trust_remote_code" in str(error):
         return "it needs code of the checkpoint, which is never run: convert it to tokenizer.json"

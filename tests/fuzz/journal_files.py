@@ -22,7 +22,14 @@ from coordinator.config import CoordinatorConfig
 from coordinator.engine.durability import restore
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import AcceptedRequest, End, Entry, JournalUnusable, RequestProgress
+from coordinator.journal.records import (
+    AcceptedRequest,
+    End,
+    Entry,
+    JournalFailed,
+    JournalUnusable,
+    RequestProgress,
+)
 from coordinator.model import ServedModel, open_model
 from coordinator.scheduler.sequence import FinishReason, Priority, QueueOrder
 from stageline_rpc.v1 import inference_pb2
@@ -133,11 +140,10 @@ def _set_cell(connection: sqlite3.Connection, table: str, column: str, row: int,
         cast = "CAST(? AS TEXT)" if value.get("text") else "?"
         value = bytes.fromhex(value["hex"])
     key = "key" if table == "meta" else "number"
-    keys = [found for (found,) in connection.execute(f"SELECT {key} FROM {table} ORDER BY {key}")]
     try:
-        connection.execute(
-            f"UPDATE {table} SET {column} = {cast} WHERE {key} = ?", (value, keys[row % len(keys)])
-        )
+        keys = [found for (found,) in connection.execute(f"SELECT {key} FROM {table} ORDER BY {key}")]
+        statement = f"UPDATE {table} SET {column} = {cast} WHERE {key} = ?"
+        connection.execute(statement, (value, keys[row % len(keys)]))
     except (sqlite3.Error, OverflowError, UnicodeEncodeError):
         connection.rollback()
 
@@ -154,6 +160,8 @@ def _outcome(path: Path, model: ServedModel) -> str:
         journal.set_epoch(journal.epoch + 1)
         journal.accept(_accepted(9))
         journal.add_step([Entry(RequestId(bytes([9] * 16)), 0, 1)], at=1.0)
+    except JournalFailed:
+        return "JournalFailed"
     finally:
         journal.close()
     return f"ok, {num_restored} restored"
