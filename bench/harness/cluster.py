@@ -19,6 +19,7 @@ import psutil
 
 from bench.harness import loop_probe
 from bench.harness.certified import BenchAuthority
+from bench.harness.figure import NotMeasured
 from bench.harness.loop_probe import LoopLag, read_lags
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
 from bench.harness.streams import Stream
@@ -84,7 +85,10 @@ class BenchCluster:
             self.processes = await stack.enter_async_context(LocalCluster(config))
             own = authority.issue(Role.OPERATOR, "bench") if self._has_tls else None
             self.client = await stack.enter_async_context(Client(self.processes.address, tls_dir=own))
-            await self.processes.while_running(self._until_serving())
+            if self._has_tls:
+                await self.processes.while_running(self._until_serving())
+            else:
+                await self.processes.wait_until_serving(timeout_s=START_TIMEOUT_S)
             self._exit = stack.pop_all()
         return self
 
@@ -97,9 +101,12 @@ class BenchCluster:
         await self._exit.__aexit__(exception_type, exception, traceback)
 
     async def _until_serving(self) -> None:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while (await self.status()).state != cluster_pb2.CLUSTER_STATE_SERVING:
-                await asyncio.sleep(IDLE_POLL_S)
+        """With certificates, which the cluster's own wait does not have."""
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while (status := await self.status()).state != cluster_pb2.CLUSTER_STATE_SERVING:
+            if time.monotonic() > end_s:
+                raise NotMeasured(f"not serving after {START_TIMEOUT_S:g} s: {status.detail}")
+            await asyncio.sleep(IDLE_POLL_S)
 
     def steps(self, begin_s: float = 0.0) -> list[LoggedStep]:
         """Steps sent since `begin_s` and answered."""
