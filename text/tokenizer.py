@@ -377,11 +377,11 @@ def _collide(boundary: str, other: str) -> bool:
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Raises TokenizerError where Rust panics: files that contradict themselves."""
+    """Raises TokenizerError for files that contradict themselves, where Rust fails or panics."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except BaseException as error:
-        if not _is_panic(error):
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         raise TokenizerError(f"the model's tokenizer fails: {error}") from None
     return ids
