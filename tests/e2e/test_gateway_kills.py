@@ -164,12 +164,8 @@ async def kill(cluster: LocalCluster, name: str) -> None:
     await cluster.restart(name)
 
 
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "name", ["worker-1", pytest.param("worker-0", marks=FULL), pytest.param("coordinator", marks=FULL)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["worker-1", "worker-0", "coordinator"])
 async def test_streams_go_on_when_a_process_is_killed(served: Served, name: str) -> None:
     await served.wait(is_serving)
     async with served.http() as http:

@@ -38,6 +38,7 @@ async def test_a_hostile_body_is_refused_with_a_short_error(hostile: HostileBody
         await post(served, hostile)
 
 
+@pytest.mark.full
 async def test_hostile_bodies_leave_nothing_in_memory() -> None:
     left = []
     async with serve() as served:
