@@ -25,11 +25,14 @@ def read_private(path: Path, *, max_bytes: int) -> bytes:
 def read_regular(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
     """Read a file that is no pipe, device or directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is not a regular file")
-        content = file.read(max_bytes + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > max_bytes:
         raise OSError(f"{path} is too large, the limit is {max_bytes} bytes")
     return content, status

@@ -9,7 +9,8 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import BinaryIO
@@ -146,7 +147,12 @@ class TensorHasher:
         """
         return next(self._slices, None) is None
 
-    def _hash_all(self) -> Iterator[int]:
+    def close(self) -> None:
+        """Close the file that is being hashed; another thread that hashes a slice of it keeps it open."""
+        with suppress(ValueError):
+            self._slices.close()
+
+    def _hash_all(self) -> Generator[int, None, None]:
         for file, names in sorted(self._names_by_file.items()):
             path = self._checkpoint.directory / file
             with open_regular(path) as stream:
@@ -190,15 +196,16 @@ async def hash_when_idle(
     """
     loop = asyncio.get_running_loop()
     seen, since_s = activity(), loop.time()
-    while True:
-        now = activity()
-        if now is None or now != seen:
-            seen, since_s = now, loop.time()
-        is_urgent = now is Urgency.AT_ONCE
-        if not is_urgent and (now is None or loop.time() - since_s < idle_s):
-            await asyncio.sleep(min(idle_s, MAX_PAUSE_S))
-            continue
-        began_s = loop.time()
-        if await loop.run_in_executor(None, hasher.advance):
-            return hasher.hashes
-        await asyncio.sleep(0.0 if is_urgent else loop.time() - began_s)
+    with closing(hasher):
+        while True:
+            now = activity()
+            if now is None or now != seen:
+                seen, since_s = now, loop.time()
+            is_urgent = now is Urgency.AT_ONCE
+            if not is_urgent and (now is None or loop.time() - since_s < idle_s):
+                await asyncio.sleep(min(idle_s, MAX_PAUSE_S))
+                continue
+            began_s = loop.time()
+            if await loop.run_in_executor(None, hasher.advance):
+                return hasher.hashes
+            await asyncio.sleep(0.0 if is_urgent else loop.time() - began_s)

@@ -68,11 +68,18 @@ class Attacker:
             for _ in range(num)
         ]
         await asyncio.wait(loops, timeout=seconds)
+        while missing := self._missing():
+            print("waiting for", *missing, file=sys.stderr)
+            await asyncio.wait(loops, timeout=1.0)
         for task in loops:
             if task.done():
                 task.result()  # an attack that cannot be made
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+
+    def _missing(self) -> list[str]:
+        """Attacks that have not ended once."""
+        return [name for name in self.all() if not any(end.startswith(name) for end in self.refused)]
 
     async def _repeat(self, name: str, attack: Callable[[], Awaitable[str]]) -> None:
         while True:
@@ -130,7 +137,7 @@ class Attacker:
             stub = health_pb2_grpc.HealthStub(channel)
             calls = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(500)]
             await asyncio.gather(*(call.read() for call in calls))
-            await asyncio.sleep(100 * PAUSE_S)
+            await asyncio.sleep(20 * PAUSE_S)
         return "OK"
 
     async def _export(self) -> str:

@@ -148,7 +148,7 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         await cluster.generate_all(mixed_cases(3, max_tokens=5))
-        await expect(page.locator("#rows tr")).to_have_count(3, timeout=VISIBLE_MS)
+        await expect(page.locator("#rows tr", has_text="finished")).to_have_count(3, timeout=VISIBLE_MS)
         for _ in range(30):
             await page.keyboard.press("Tab")
             if await page.evaluate("document.activeElement.tagName") == "TR":

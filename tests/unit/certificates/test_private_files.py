@@ -40,7 +40,7 @@ def test_a_large_file_and_a_directory_are_refused(secret: Path) -> None:
     secret.chmod(0o600)
     with pytest.raises(OSError, match="is too large, the limit is 2 bytes"):
         read_private(secret, max_bytes=2)
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(OSError, match="is not a regular file"):
         read_private(secret.parent, max_bytes=2)
 
 
