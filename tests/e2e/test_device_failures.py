@@ -47,6 +47,7 @@ async def test_poisoned_devices_under_load_change_no_token(tmp_path: Path) -> No
     assert re.search(r"worker worker-\d is lost: its device failed", logs)
 
 
+@pytest.mark.full
 async def test_a_hung_step_stops_its_process_and_the_other_workers_continue(tmp_path: Path) -> None:
     config = LocalClusterConfig(
         num_workers=2,

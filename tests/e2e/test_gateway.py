@@ -7,6 +7,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from httpx2 import AsyncClient, ConnectError
 
 from deploy import LocalCluster, LocalClusterConfig
@@ -56,6 +57,7 @@ async def test_requests_through_a_gateway_and_its_drain(tmp_path: Path) -> None:
         assert "Traceback" not in gateway.read_log()
 
 
+@pytest.mark.full
 async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> None:
     config = LocalClusterConfig(
         num_workers=1, mocks=("step=20ms",), environment=ENVIRONMENT, log_directory=tmp_path,
@@ -165,6 +167,7 @@ async def _is_healthy(http: AsyncClient) -> bool:
         return False
 
 
+@pytest.mark.full
 async def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     for arguments, text in (
         (("--listen", "nowhere"), "address 'nowhere' is not HOST:PORT"),

@@ -7,6 +7,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import pytest
+
 from stageline import Client, ServerError
 from tests.e2e.clusters import VOCAB_SIZE
 from tests.e2e.recovery_setup import DEADLINE_S, is_idle, mock_config
@@ -25,6 +27,7 @@ CASES = [
 EXPECTED = [list(mock_tokens(case.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for case in CASES]
 
 
+@pytest.mark.full
 async def test_a_request_that_kills_its_workers_fails_alone(
     tmp_path: Path,
 ) -> None:

@@ -61,6 +61,7 @@ async def test_top_shows_the_pipeline_until_a_key_is_pressed(tmp_path: Path) -> 
         assert "no coordinator at 127.0.0.1:1" in unreachable.the_error()
 
 
+@pytest.mark.full
 async def test_the_dashboard_is_served_at_the_logged_address(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     write_secret(token_file, TOKEN)

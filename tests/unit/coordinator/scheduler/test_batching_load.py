@@ -59,6 +59,7 @@ def test_after_a_burst_decodes_fill_the_pipeline_evenly(num_stages: int) -> None
     assert num_requests // (num_stages + 1) <= min(settled) <= -(-num_requests // num_stages)
 
 
+@pytest.mark.full
 @settings(max_examples=examples(0.2), deadline=None)
 @given(
     num_stages=st.integers(1, 6),
