@@ -69,7 +69,7 @@ class CallContext:
 
 
 class CallContexts:
-    """Identifies clients by their tenant, else the value of a metadata key, else their address."""
+    """Identifies clients by tenant, else the value of a metadata key, else operator, else their address."""
 
     def __init__(self, client_key: str | None, clock: Callable[[], float]) -> None:
         self._client_key = client_key
@@ -85,7 +85,7 @@ class CallContexts:
             host=host,
             identity=identity,
             tenant=tenant,
-            client=tenant or self._named(untyped.invocation_metadata()) or host,
+            client=tenant or self._named(untyped.invocation_metadata()) or _operator(identity) or host,
             deadline_s=self._clock() + remaining_s if has_deadline else None,
             span=_span_of(untyped.invocation_metadata()),
         )
@@ -111,6 +111,13 @@ class CallContexts:
         if self._client_key is None:
             return None
         return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+def _operator(identity: Identity | None) -> str:
+    """An operator, who has no tenant unless it names one; empty for others."""
+    if identity is None or identity.role is not Role.OPERATOR:
+        return ""
+    return f"{identity.role.value}/{identity.name}"
 
 
 class SecretCheck:

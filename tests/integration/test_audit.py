@@ -68,7 +68,7 @@ async def test_a_coordinator_records_who_did_what(tmp_path: Path) -> None:
         record = ended[id_text(case.request_id)]
         assert (record["prompt_tokens"], record["completion_tokens"]) == (len(case.prompt), 8)
         assert (record["outcome"], record["status"]) == ("ok", "finished")
-        assert record["who"] == "client 127.0.0.1"
+        assert record["who"] == "client operator/operator"
     assert {record["outcome"] for record in records(path, "files.reload")} == {"ok"}
 
 
