@@ -116,7 +116,8 @@ def new_server(
 ) -> grpc.aio.Server:
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-    `authorization` sees a call before anything looks at its message. `limits` default to those of PeerLimits.
+    `authorization` and `limits` (default: those of PeerLimits) see a call before its servicer; a request that
+    is a single message has been read by then.
     """
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
     interceptors = (*authorization, ErrorInterceptor(limits or PeerLimits()), *interceptors)

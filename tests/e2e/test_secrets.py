@@ -124,7 +124,7 @@ async def _use(scene: Scene, address: str, dashboard: str, gateway: str) -> dict
     guessed = scene.secret_file("guess")
     at = ("--coordinator", address, *tls)
     refused = await run_stageline("cancel", request_id, "--secret-file", guessed, *at)
-    assert "error[PERMISSION_DENIED]" in refused.stderr or refused.code != 0
+    assert (refused.code, "error[ATTACH_SECRET_MISMATCH]" in refused.stderr) == (1, True), refused.stderr
     read = await run_stageline("attach", request_id, "--secret-file", attach, "--from-token", "1", *at)
     assert read.code == 0, read.stderr
     trusted = ssl.create_default_context(cafile=scene.certificates.of("me", Role.CLIENT) / "ca.crt")
@@ -137,7 +137,9 @@ async def _use(scene: Scene, address: str, dashboard: str, gateway: str) -> dict
             answer = await http.post(f"https://{gateway}/v1/completions", json=body, headers=bearer)
             assert answer.status_code == status, answer.text
             pages[f"answer {status} of the gateway"] = answer.content
-            pages[f"login {status}"] = (await http.post(f"{dashboard}login", json={"key": WRONG})).content
+        guess = await http.post(f"{dashboard}login", json={"key": WRONG})
+        assert guess.status_code == 401, guess.text
+        pages["login"] = guess.content
         for path in ("api/status", "api/traces", "api/activity", "metrics"):
             found = await http.get(dashboard + path, headers=operator)
             assert found.status_code == 200, (path, found.text)
