@@ -98,12 +98,24 @@ logprobs = st.builds(
 
 
 def entries_of(request_id: RequestId) -> st.SearchStrategy[Entry]:
+    """Of a request whose tokens have log-probabilities, all of them or none, as its id says.
+
+    The id is of this run, so what is drawn does not depend on it.
+    """
+    has_scores = sum(request_id) % 2 == 1
+    token = st.none() | st.tuples(_tokens, logprobs)
+    return token.flatmap(lambda drawn: _entries(request_id, drawn, has_scores))
+
+
+def _entries(
+    request_id: RequestId, token: tuple[int, TokenLogprobs] | None, has_scores: bool
+) -> st.SearchStrategy[Entry]:
     return st.builds(
         Entry,
         request_id=st.just(request_id),
         choice=st.integers(0, 2),
-        token=st.none() | _tokens,
-        logprobs=st.none() | logprobs,
+        token=st.just(token and token[0]),
+        logprobs=st.just(token[1] if token and has_scores else None),
         prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
         finish_reason=st.none() | st.sampled_from(FinishReason),
         num_cached_tokens=st.integers(0, 100),
