@@ -73,12 +73,13 @@ from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
 from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
-from wire.channels import add_reflection, new_server, raise_file_limit
+from wire.channels import new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
 from wire.peer_secrets import new_secret
+from wire.reflection import add_reflection
 from wire.transport import open_transport
 
 if TYPE_CHECKING:

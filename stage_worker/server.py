@@ -39,14 +39,17 @@ from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.audit import open_audit
 from wire.authorization import authorization
-from wire.channels import PROTOCOL_VERSION, add_reflection, new_server, raise_file_limit
+from wire.channels import PROTOCOL_VERSION, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
+from wire.payloads import MIN_PAYLOAD_BYTES
+from wire.peer_limits import PeerLimits
 from wire.peer_secrets import RefusedPeers
+from wire.reflection import add_reflection
 from wire.status_codec import encode_certificate
 from wire.transport import is_loopback, open_transport
 
@@ -57,6 +60,10 @@ log = logging.getLogger(__name__)
 
 
 STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+_MAX_CALLS_PER_HOST = 256
+"""Of the coordinator, the stage before, and whoever asks for its health."""
+_STREAM_WINDOW_BYTES = MIN_PAYLOAD_BYTES + 64 * 1024
+"""Hidden states in a frame do not wait for the receiver's window; larger ones have their own connection."""
 _WILDCARDS = ("0.0.0.0", "::")
 _PAYLOAD_PORT_HINT = "choose another address with --payload-listen HOST:PORT"
 
@@ -78,7 +85,9 @@ class Worker:
         self.metrics.watch_certificate(self._transport.certificate_life)
         self._refused = RefusedPeers(time.monotonic, audit=self._audit)
         self._server = new_server(
-            authorization=authorization(self._transport, config.transport.deny_list, self._refused)
+            authorization=authorization(self._transport, config.transport.deny_list, self._refused),
+            limits=PeerLimits(max_calls_per_host=_MAX_CALLS_PER_HOST),
+            stream_window_bytes=_STREAM_WINDOW_BYTES,
         )
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None

@@ -1,6 +1,5 @@
 """The Stage service: accepts the hop stream of the previous stage, and computes references."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,8 +10,9 @@ from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.addresses import peer_host
-from wire.authorization import peer_identity
 from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, StaleStream
+from wire.message_reads import receive_within
+from wire.peer_identity import peer_identity
 from wire.reference import encode_reference
 from wire.stage_calls import Messages, forward_handler, reference_handler
 
@@ -54,8 +54,7 @@ class StageService:
 
 async def _hello(messages: Messages) -> forward_pb2.HopHello:
     try:
-        async with asyncio.timeout(WORKER_POLICY.hello_timeout_s):
-            message = await anext(messages, b"")
+        message = await receive_within(lambda: anext(messages, b""), WORKER_POLICY.hello_timeout_s)
         _check_size(message)
         first = forward_pb2.ForwardRequest.FromString(message)
     except TimeoutError:

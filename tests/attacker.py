@@ -1,4 +1,4 @@
-"""An attacker without certificate and key, as a process: `python -m tests.attacker GRPC HTTP SECONDS`.
+"""An attacker without certificate and key, as a process: `python -m tests.attacker GRPC HTTP WORKER SECONDS`.
 
 All attacks run at once until the time is over; then it prints as JSON how often each was refused, by what it
 was told.
@@ -12,13 +12,15 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
+from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.unfinished_calls import UnfinishedCalls
 
 PAUSE_S = 0.05
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 << 20)]
@@ -29,13 +31,20 @@ BOMBS = {
 }
 MANY_HEADERS = b"".join(b"X-%d: y\r\n" % index for index in range(200))
 COMPRESSED = b"Content-Encoding: gzip\r\n"
+JOIN = "/stageline.internal.v1.MembershipService/Join"
+GENERATE = "/stageline.v1.Inference/Generate"
+REFERENCE = "/stageline.internal.v1.StageService/ComputeReference"
+LARGE = bytes((16 << 20) - 1)
+"""A message, and a body, of which the last byte is not sent."""
+UNFINISHED_CALLS = 10
+"""Of one connection."""
 
 
 class Attacker:
-    """Attacks on one coordinator and one gateway."""
+    """Attacks on one coordinator, one gateway and one worker."""
 
-    def __init__(self, coordinator: str, gateway: str) -> None:
-        self._coordinator, self._gateway = coordinator, gateway
+    def __init__(self, coordinator: str, gateway: str, worker: str) -> None:
+        self._coordinator, self._gateway, self._worker = coordinator, gateway, worker
         self.refused = Counter[str]()
 
     def all(self) -> dict[str, tuple[int, Callable[[], Awaitable[str]]]]:
@@ -57,8 +66,11 @@ class Attacker:
             "compressed message": (2, partial(self._generate, bytes(1 << 25), grpc.Compression.Gzip)),
             "large message": (2, partial(self._generate, bytes(1 << 23))),
             "watches": (4, self._watch),
-            "telemetry": (4, self._export),
+            "telemetry": (1, self._export),
             "join": (4, self._join),
+            "unfinished message": (2, partial(self._unfinished, self._coordinator, GENERATE)),
+            "unfinished message to a worker": (2, partial(self._unfinished, self._worker, REFERENCE)),
+            "unfinished body": (20, partial(self._post, LARGE, num_missing=1)),
         }
 
     async def run(self, seconds: float) -> None:
@@ -109,15 +121,24 @@ class Attacker:
             writer.close()
         return answer.split()[1].decode() if answer.startswith(b"HTTP/1.1") else "closed"
 
-    async def _post(self, body: bytes) -> str:
+    async def _post(self, body: bytes, num_missing: int = 0) -> str:
         host, port = self._gateway.rsplit(":", 1)
-        head = self._head(b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body))
+        size = len(body) + num_missing
+        head = self._head(b"Content-Type: application/json\r\nContent-Length: %d\r\n" % size)
         return await self._raw(host, int(port), head + body)
 
     # gRPC
 
     def _channel(self, compression: grpc.Compression | None = None) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(self._coordinator, options=OPTIONS, compression=compression)
+
+    async def _unfinished(self, address: str, method: str) -> str:
+        async with UnfinishedCalls(address) as calls:
+            for _ in range(UNFINISHED_CALLS):
+                calls.open(method, LARGE)
+            await calls.until(lambda: bool(calls.ended))
+            await asyncio.sleep(40 * PAUSE_S)  # the others keep what they have
+            return next((text for _, text in calls.ended.values()), "closed").split(",")[0]
 
     async def _model(self, metadata: list[tuple[str, str]]) -> str:
         async with self._channel() as channel:
@@ -141,24 +162,25 @@ class Attacker:
         return "OK"
 
     async def _export(self) -> str:
+        """Twice what a worker may send at once."""
         request = trace_service_pb2.ExportTraceServiceRequest()
         request.resource_spans.add().resource.attributes.add(key="x").value.string_value = "x" * 4_000_000
         async with self._channel() as channel:
-            await trace_service_pb2_grpc.TraceServiceStub(channel).Export(request)
+            stub = trace_service_pb2_grpc.TraceServiceStub(channel)
+            await asyncio.gather(*(stub.Export(request) for _ in range(32)))
         return "OK"
 
     async def _join(self) -> str:
         hello = join_pb2.WorkerHello(name="x" * 300_000, address="127.0.0.1:1", incarnation=bytes(16))
         async with self._channel() as channel:
-            call = join_pb2_grpc.MembershipServiceStub(channel).Join(
-                iter([join_pb2.JoinRequest(hello=hello)])
-            )
-            await call.read()
+            # With its one message at the begin: a later write could meet the refusal.
+            join: Any = channel.unary_stream(JOIN)
+            await join(join_pb2.JoinRequest(hello=hello).SerializeToString()).read()
         return "OK"
 
 
-async def _main(coordinator: str, gateway: str, seconds: str) -> None:
-    attacker = Attacker(coordinator, gateway)
+async def _main(coordinator: str, gateway: str, worker: str, seconds: str) -> None:
+    attacker = Attacker(coordinator, gateway, worker)
     await attacker.run(float(seconds))
     print(json.dumps(attacker.refused))
 

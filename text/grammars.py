@@ -49,13 +49,15 @@ _FOREIGN = {
     "disallow": "draft 3",
 }
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_MAX_DIGITS = 4300
+"""What Python converts by default."""
 _VALUES = frozenset({"enum", "const", "default", "example", "examples", "required", "x-guidance"})
 
 
 def parse_schema(text: str) -> object:
     """Parse `text` as JSON. Raises ValueError for invalid or too deeply nested JSON and duplicate keys."""
     try:
-        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_int=_parse_int)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -69,6 +71,12 @@ def check_keywords(schema: object) -> None:
         for keyword, value in part.items():
             if reason := _why_ignored(keyword, value, draft):
                 raise ValueError(f"keyword {json.dumps(keyword)} would have no effect: {reason}")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"has a number of {len(digits)} digits, the limit is {_MAX_DIGITS}")
+    return int(digits)
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

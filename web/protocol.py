@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, HttpConnections, refusal_body
 from web.direct_chunks import EXTENSION, DirectChunks
 from web.headers import keep_out_of_caches
+from wire.addresses import counted_host
 
 PEER_CERTIFICATE = "stageline.peer_certificate"
 """Key of the certificate that the client proved, in DER form; None for a client without one."""
@@ -39,7 +40,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._host = self.client[0] if self.client else ""
+        self._host = counted_host(self.client[0]) if self.client else ""
         if (problem := self._counted.enter(self._host)) is not None:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, problem)
             return

@@ -1,8 +1,10 @@
 """HOST:PORT addresses and peer hosts; IPv6 hosts are written in brackets."""
 
+import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,6 +21,20 @@ def host_of(peer: str) -> str:
     """Return the host of a gRPC peer: 10.0.0.1 for "ipv4:10.0.0.1:4711"; other kinds unchanged."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
+
+
+@lru_cache(maxsize=4096)
+def counted_host(host: str) -> str:
+    """The hosts that a limit counts as one: of IPv6 the /64, whose addresses one host may all have."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address) or address.is_loopback:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"

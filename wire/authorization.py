@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 
-from certificates.identity import Identity, Role, parse_identity
+from certificates.identity import Identity, Role
 from wire.addresses import peer_host
 from wire.audit import NO_AUDIT, AuditCaller, AuditLog
 from wire.errors import AccessDenied, CertificateRefused, ServingError
 from wire.interceptors import abort_call
+from wire.peer_identity import auth_context, identity_in, peer_identity
 from wire.peer_secrets import RefusedPeers
 from wire.transport import Transport
 
@@ -62,11 +63,6 @@ from the stage before it only, and Attach and Cancel need the secret of the requ
 """
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def peer_identity(context: Context) -> Identity | None:
-    """The identity that the caller's certificate proves; None in plain text. Raises CertificateRefused."""
-    return _identity(_auth(context))
 
 
 def caller_of(context: Context) -> AuditCaller:
@@ -151,8 +147,8 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
             await abort_call(context, error, method)
 
     def _caller(self, context: Context) -> Identity:
-        auth = _auth(context)
-        caller = _identity(auth)
+        auth = auth_context(context)
+        caller = identity_in(auth)
         if caller is None or auth.get("ssl_tls_version") != [b"TLSv1.3"]:
             raise CertificateRefused("the connection has no certificate, or not TLS 1.3")
         if (caller.trust_domain, caller.cluster) != (self._own.trust_domain, self._own.cluster):
@@ -183,29 +179,6 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
                 await result
 
         return guarded
-
-
-def _auth(context: Context) -> Mapping[str, list[bytes]]:
-    untyped: Any = context  # the stubs lack it
-    found: Mapping[str, list[bytes]] = untyped.auth_context()
-    return found
-
-
-def _identity(auth: Mapping[str, list[bytes]]) -> Identity | None:
-    if auth.get("transport_security_type") != [b"ssl"]:
-        return None
-    uris = auth.get("peer_uri", [])
-    if len(uris) != 1:
-        raise CertificateRefused(f"the certificate has {len(uris)} URIs, must be 1 SPIFFE id")
-    try:
-        return _parsed(uris[0])
-    except ValueError as error:
-        raise CertificateRefused(f"the certificate's {error}") from None
-
-
-@lru_cache(maxsize=1024)
-def _parsed(uri: bytes) -> Identity:
-    return parse_identity(uri.decode("ascii", "backslashreplace"))
 
 
 @lru_cache(maxsize=1024)

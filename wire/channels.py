@@ -1,17 +1,18 @@
 """gRPC channels and servers with options for long-lived streams, metadata keys, and early writes."""
 
 import asyncio
+import logging
 import resource
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import coroutine as generator_coroutine
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import FileDescriptor
-from grpc_reflection.v1alpha import reflection
 
 from wire.interceptors import ErrorInterceptor
 from wire.peer_limits import PeerLimits
+
+log = logging.getLogger(__name__)
 
 RESERVED = 256
 """File descriptors kept free of client connections: for hops, files, the journal and the dashboard."""
@@ -54,11 +55,13 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
     untyped.add_done_callback(lambda _: callback())
 
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_PENDING_CALLS = 32_768
 MAX_STREAMS_PER_CONNECTION = 4096
 """Open calls; a client's further ones wait there."""
+STREAM_WINDOW_BYTES = 64 * 1024
+"""What a client may send of a message before the server reads it; then it may send the whole message."""
 MAX_METADATA_BYTES = 8192
 MAX_CONNECTIONS = 8192
 """Of a server; fewer where the process may not open that many files."""
@@ -101,6 +104,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Bytes of a call's metadata, 32 more for each entry; above it gRPC refuses with RESOURCE_EXHAUSTED.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
+    # Probing would let each call send 16 MiB that nothing reads; see STREAM_WINDOW_BYTES.
+    ("grpc.http2.bdp_probe", 0),
     # No compressed messages: gRPC unpacks them before it looks at their size.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     # A second process on the same port must fail to bind instead of sharing the connections.
@@ -113,22 +118,37 @@ def new_server(
     authorization: Sequence[grpc.aio.ServerInterceptor] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     limits: PeerLimits | None = None,
+    stream_window_bytes: int = STREAM_WINDOW_BYTES,
 ) -> grpc.aio.Server:
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-    `authorization` and `limits` (default: those of PeerLimits) see a call before its servicer; a request that
-    is a single message has been read by then.
+    `authorization` and `limits` (default: those of PeerLimits) see a call before its message is read.
     """
-    options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
+    options = (
+        *SERVER_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.http2.lookahead_bytes", stream_window_bytes),
+    )
+    _quiet_grpc()
     interceptors = (*authorization, ErrorInterceptor(limits or PeerLimits()), *interceptors)
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
-def add_reflection(server: grpc.aio.Server, files: Iterable[FileDescriptor]) -> None:
-    """Describe the services of these files, and reflection itself, to clients that ask."""
-    services: list[Any] = [service for file in files for service in file.services_by_name.values()]
-    names = (*(service.full_name for service in services), reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+class _OwnErrorsOnly(logging.Filter):
+    """Puts what clients cause at debug: calls that end while the server writes to them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, grpc.aio.InternalError) or isinstance(error, grpc.aio.UsageError):
+            return True
+        log.debug("gRPC: %s", record.getMessage())
+        return False
+
+
+def _quiet_grpc() -> None:
+    logger = logging.getLogger("grpc._cython.cygrpc")
+    if not any(isinstance(known, _OwnErrorsOnly) for known in logger.filters):
+        logger.addFilter(_OwnErrorsOnly())
 
 
 class StartedWrite:

@@ -86,7 +86,7 @@ class JoinTokenRefused(ServingError):
 
 
 class Overloaded(ServingError):
-    """The queue is full, a client has too many requests, or too many streams wait on a stage.
+    """The queue is full, or a caller or stage has too many requests, calls, streams or incomplete messages.
 
     `retry_after_s` is the retry hint, sent as google.rpc.RetryInfo.
     """

@@ -105,11 +105,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps ServingError to status codes; other exceptions are logged and sent as INTERNAL.
 
     The text of such an INTERNAL is fixed, where grpc.aio alone would send the text of the exception.
-    Calls beyond `limits` are refused before the servicer sees them.
+    Calls beyond `limits` are refused before the servicer sees them, and before their message is read: a
+    method with a single request is served as one with a stream of requests, which has to have one.
     """
 
     def __init__(self, limits: PeerLimits | None = None) -> None:
-        self._limits = limits
+        self._limits = limits or PeerLimits()
 
     async def intercept_service(
         self,
@@ -120,48 +121,56 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         name = str(handler_call_details.method)
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(self._guard_unary(_reject_method(name), name))
-        if not handler.request_streaming:
-            handler = handler._replace(
-                request_deserializer=_rejecting_deserializer(handler.request_deserializer)
-            )
-        if handler.unary_unary is not None:
-            return handler._replace(unary_unary=self._guard_unary(handler.unary_unary, name))
         if handler.stream_unary is not None:
             return handler._replace(stream_unary=self._guard_unary(handler.stream_unary, name))
-        if handler.unary_stream is not None:
-            return handler._replace(unary_stream=self._guard_responses(handler.unary_stream, name))
-        return handler._replace(stream_stream=self._guard_responses(handler.stream_stream, name))
+        if handler.stream_stream is not None:
+            return handler._replace(stream_stream=self._guard_responses(handler.stream_stream, name))
+        opened = handler._replace(
+            request_streaming=True,
+            request_deserializer=_rejecting_deserializer(handler.request_deserializer),
+            unary_unary=None,
+            unary_stream=None,
+        )
+        if handler.unary_unary is not None:
+            return opened._replace(stream_unary=self._guard_unary(handler.unary_unary, name, is_single=True))
+        guarded = self._guard_responses(handler.unary_stream, name, is_single=True)
+        return opened._replace(stream_stream=guarded)
 
-    def _enter(self, context: Context) -> None:
-        if self._limits is not None:
-            self._limits.enter(context)
+    async def _enter(self, requests: Any, context: Context, name: str, *, is_single: bool) -> Any:
+        """Count the call, and read its request if that is a single message; return what the servicer gets."""
+        self._limits.enter(context, name, is_stream=not is_single)
+        if not is_single:
+            return requests
+        return await self._limits.read_message(context, _raise_rejection)
 
     def _guard_unary(
-        self, behaviour: Callable[[Any, Context], Awaitable[Any]], name: str
+        self, behaviour: Callable[[Any, Context], Awaitable[Any]], name: str, *, is_single: bool = False
     ) -> Callable[..., Any]:
-        async def guarded(request: Any, context: Context) -> Any:
+        async def guarded(requests: Any, context: Context) -> Any:
+            request = None
             try:
-                self._enter(context)
-                _raise_if_rejected(request)
+                request = await self._enter(requests, context, name, is_single=is_single)
                 return await behaviour(request, context)
             except Exception as error:
                 await abort_call(context, error, name, request)
 
         return guarded
 
-    def _guard_responses(self, behaviour: Callable[[Any, Context], Any], name: str) -> Callable[..., Any]:
+    def _guard_responses(
+        self, behaviour: Callable[[Any, Context], Any], name: str, *, is_single: bool = False
+    ) -> Callable[..., Any]:
         """Wrap a servicer that yields responses or, like grpc's health service, writes them itself."""
-        if inspect.isasyncgenfunction(behaviour):
-            return self._guard_stream(behaviour, name)
-        return self._guard_unary(behaviour, name)
+        guard: Any = self._guard_stream if inspect.isasyncgenfunction(behaviour) else self._guard_unary
+        guarded: Callable[..., Any] = guard(behaviour, name, is_single=is_single)
+        return guarded
 
     def _guard_stream(
-        self, behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str
+        self, behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str, *, is_single: bool
     ) -> Callable[..., Any]:
-        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def guarded(requests: Any, context: Context) -> AsyncIterator[Any]:
+            request = None
             try:
-                self._enter(context)
-                _raise_if_rejected(request)
+                request = await self._enter(requests, context, name, is_single=is_single)
                 async for response in behaviour(request, context):
                     yield response
             except Exception as error:
@@ -178,6 +187,11 @@ class _RejectedRequest:
 
     def __init__(self, error: ServingError) -> None:
         self.error = error
+
+
+def _raise_rejection(request: Any) -> None:
+    if isinstance(request, _RejectedRequest):
+        raise request.error
 
 
 def _rejecting_deserializer(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -197,11 +211,6 @@ def _reject_method(name: str) -> Callable[..., Any]:
         raise MethodNotFound(f"method {name[:_SHOWN_METHOD]!r} not found")
 
     return refuse
-
-
-def _raise_if_rejected(request: Any) -> None:
-    if isinstance(request, _RejectedRequest):
-        raise request.error
 
 
 async def abort_call(context: Context, error: Exception, name: str, request: Any = None) -> None:

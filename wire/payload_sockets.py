@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from wire.addresses import Address
+from wire.addresses import Address, counted_host
 from wire.errors import StepFault
 from wire.payloads import (
     GREETING_BYTES,
@@ -381,6 +381,7 @@ class _Greetings:
 
     def add(self, connection: _Connection, host: str) -> str:
         """Return why the connection is one too many, or "" after recording it."""
+        host = counted_host(host)
         with self._lock:
             if self._by_host[host] >= MAX_PER_HOST:
                 return (
@@ -393,6 +394,7 @@ class _Greetings:
             return ""
 
     def remove(self, connection: _Connection, host: str) -> None:
+        host = counted_host(host)
         with self._lock:
             self._connections.discard(connection)
             self._by_host[host] -= 1

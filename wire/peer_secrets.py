@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import ceil
 
 from certificates.identity import Identity, Role
+from wire.addresses import counted_host
 from wire.audit import NO_AUDIT, Action, AuditLog, AuditOutcome, Who
 from wire.errors import AccessDenied, Overloaded, SecretMismatch, StaleStream
 
@@ -30,6 +31,7 @@ class RefusedTries:
 
     def note(self, host: str, now_s: float) -> int:
         """Record a rejected attempt; return the number within the window, at most MAX_TRIES + 1."""
+        host = counted_host(host)
         times = self._refused.setdefault(host, deque(maxlen=MAX_TRIES + 1))
         self._refused.move_to_end(host)
         times.append(now_s)
@@ -39,7 +41,8 @@ class RefusedTries:
 
     def wait_s(self, host: str, now_s: float) -> float:
         """Time until fewer than MAX_TRIES attempts are within the window; 0 if it is so."""
-        recent = [time_s for time_s in self._refused.get(host, ()) if now_s - time_s < WINDOW_S]
+        times = self._refused.get(counted_host(host), ())
+        recent = [time_s for time_s in times if now_s - time_s < WINDOW_S]
         return WINDOW_S - (now_s - recent[-MAX_TRIES]) if len(recent) >= MAX_TRIES else 0.0
 
 

@@ -17,10 +17,11 @@ from coordinator.engine.engine import Engine
 from stageline_rpc.internal.v1 import serve_pb2
 from wire.addresses import peer_host
 from wire.audit import AuditCaller
-from wire.authorization import caller_of, peer_identity
+from wire.authorization import caller_of
 from wire.channels import AUTHORIZATION_KEY, TENANT_KEY
 from wire.errors import AccessDenied, AttachSecretMismatch, TokenMismatch, TokenMissing
 from wire.ids import RequestId
+from wire.peer_identity import peer_identity
 from wire.peer_secrets import RefusedPeers
 from wire.trace_context import parse_traceparent
 from wire.user_files import token_path, write_secret

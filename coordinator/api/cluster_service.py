@@ -15,8 +15,9 @@ from coordinator.scheduler.kv_events import KvChange, KvEventPublisher, KvSnapsh
 from kvcache import CachedBlock, Removed, Stored
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from wire.audit import Action, AuditLog, AuditOutcome
-from wire.authorization import caller_of, peer_identity
+from wire.authorization import caller_of
 from wire.channels import when_call_ends
+from wire.peer_identity import peer_identity
 
 BLOCKS_PER_MESSAGE = 4096
 """About 130 KB of a snapshot, far below gRPC's default message limit."""

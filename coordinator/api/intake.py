@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from wire.addresses import peer_host
-from wire.authorization import peer_identity
 from wire.errors import Overloaded
+from wire.peer_identity import peer_identity
 
 BYTES_PER_S = 8 * 1024 * 1024
 """A busy worker exports some 100 KB/s. Without certificates, all workers of a host are one sender."""

@@ -12,10 +12,11 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.messages import decode_hello
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2, join_pb2, join_pb2_grpc
 from wire.addresses import peer_host
-from wire.authorization import peer_identity
 from wire.channels import when_call_ends
 from wire.errors import AccessDenied, InvalidRequest, StaleStream, StepFault
 from wire.frames import decode_result_frame
+from wire.message_reads import receive_within
+from wire.peer_identity import peer_identity
 from wire.peer_secrets import RefusedPeers
 from wire.step_codec import decode_fault
 
@@ -104,7 +105,6 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
 async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:
     """Return a stream's first message, or `nothing` if it ends. Raises InvalidRequest after `timeout_s`."""
     try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(aiter(messages), nothing)
+        return await receive_within(lambda: anext(aiter(messages), nothing), timeout_s)
     except TimeoutError:
         raise InvalidRequest(f"no hello within {timeout_s:g} s") from None

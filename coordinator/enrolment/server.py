@@ -22,7 +22,7 @@ from coordinator.enrolment.enroller import Enrolled, Enroller
 from web.connection_limits import FOR_OPERATORS
 from web.protocol import PEER_CERTIFICATE
 from web.server import HttpServer
-from wire.addresses import Address, parse_address
+from wire.addresses import Address, counted_host, parse_address
 from wire.errors import (
     AccessDenied,
     CertificateRefused,
@@ -146,7 +146,7 @@ class HostRate:
 
     def check(self, host: str) -> None:
         """Count a request. Raises Overloaded above the limit."""
-        now_s = self._clock()
+        host, now_s = counted_host(host), self._clock()
         times = self._times.setdefault(host, deque(maxlen=MAX_TRIES))
         self._times.move_to_end(host)
         if len(self._times) > MAX_HOSTS:

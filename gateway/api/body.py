@@ -1,5 +1,6 @@
 """Bodies of requests: size, type and JSON."""
 
+import asyncio
 import re
 import reprlib
 from collections.abc import Collection, Sequence
@@ -8,6 +9,7 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from gateway.api.body_budget import HeldBody, slow_body
 from gateway.api.errors import ApiError, http_error, invalid
 
 _TYPE_NAMES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
@@ -30,8 +32,8 @@ class RequestBody(BaseModel):
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Raises ApiError for a wrong content type and for more than `max_bytes`."""
+async def read_body(request: Request, *, max_bytes: int, held: HeldBody) -> bytes:
+    """Raises ApiError for a wrong content type, more than `max_bytes`, and more than `held` may have."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise http_error(415, f"content-type is {content_type[:_MAX_SHOWN]!r}, must be application/json")
@@ -39,13 +41,19 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            parts.append(part)
+        async with asyncio.timeout(None) as patience:
+            held.read_within(patience)
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                held.add(len(part))
+                parts.append(part)
     except ClientDisconnect:
         raise http_error(400, "the connection ended before the body") from None
+    except TimeoutError:
+        raise slow_body() from None
+    held.read_within(None)
     return b"".join(parts)
 
 

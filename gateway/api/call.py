@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from gateway.access.visitors import ANYONE, Doorkeeper, Visitor
 from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
+from gateway.api.body_budget import BodyBudget
 from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unavailable, unknown_model
 from gateway.api.fields import check_fields, header_name, short_name
 from gateway.api.logprobs import LogprobWriter
@@ -30,6 +31,7 @@ from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec
+from wire.addresses import counted_host
 from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import AttachSecretMismatch, RequestExists, reason_of
 from wire.ids import RequestId, id_text, new_request_id, parse_request_id
@@ -70,6 +72,7 @@ class Gateway:
     audit: AuditLog = NO_AUDIT
     logprobs: LogprobWriter = field(init=False)
     parsers: ParserChoice = field(init=False)
+    bodies: BodyBudget = field(init=False)
     text: TextThread = field(default_factory=TextThread)
     intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "intake"))
     started: int = field(default_factory=lambda: int(time.time()))
@@ -81,6 +84,7 @@ class Gateway:
     def __post_init__(self) -> None:
         """Raises ValueError for a parser that the model's tokenizer cannot serve."""
         self.logprobs = LogprobWriter(self.codec)
+        self.bodies = BodyBudget(self.config.max_body_bytes)
         codec = self.codec
         names = (self.config.tool_parser, self.config.reasoning_parser)
         self.parsers = choose_parsers(
@@ -226,11 +230,7 @@ def json_response(body: Mapping[str, Any]) -> Response:
 
 async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> tuple[_Body, Sequence[str]]:
     """Read the body; return its fields, and the names of those without effect. Raises ApiError."""
-    body = await read_body(request, max_bytes=gateway.config.max_body_bytes)
-    if len(body) <= INLINE_BYTES:
-        fields = parse_body(kind, body)
-    else:
-        fields = await gateway.beside_loop(lambda: _parse_large(gateway, kind, body))
+    fields = await _read_fields(gateway, request, kind)
     if fields.model and fields.model not in gateway.names:
         raise unknown_model(short_name(fields.model), gateway.names[0])
     gateway.visitor.check_model(fields.model or gateway.names[0])
@@ -239,6 +239,15 @@ async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> 
     )
     gateway.metrics.count_ignored(len(ignored))
     return fields, ignored
+
+
+async def _read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> _Body:
+    host = counted_host(request.client.host) if request.client else ""
+    with gateway.bodies.body_of(host) as held:
+        body = await read_body(request, max_bytes=gateway.config.max_body_bytes, held=held)
+        if len(body) <= INLINE_BYTES:
+            return parse_body(kind, body)
+        return await gateway.beside_loop(lambda: _parse_large(gateway, kind, body))
 
 
 def _parse_large(gateway: Gateway, kind: type[_Body], body: bytes) -> _Body:

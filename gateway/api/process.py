@@ -21,7 +21,7 @@ async def ready(gateway: Gateway, request: Request) -> Response:
     if gateway.is_draining:
         raise unavailable("the gateway is draining")
     if not gateway.upstream.is_ready:
-        raise unavailable(f"the coordinator {gateway.config.coordinator} is not connected")
+        raise unavailable(gateway.upstream.problem)
     return json_response({"status": "ready"})
 
 

@@ -146,6 +146,10 @@ class Upstream(Protocol):
     def is_ready(self) -> bool:
         """Whether the coordinator is connected."""
 
+    @property
+    def problem(self) -> str:
+        """Why the coordinator is not connected."""
+
     async def submit(
         self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str, owner: RequestOwner
     ) -> TokenStream:

@@ -27,6 +27,11 @@ from wire.transport import PLAIN, RenewedChannel, Transport
 
 log = logging.getLogger(__name__)
 
+_REFUSALS = (
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 ALWAYS = "parentbased_always_on"
 """Sampler before the coordinator's is known."""
 
@@ -93,6 +98,7 @@ class CoordinatorLink:
         self._call: ServeCall | None = None
         self._away_since_s: float | None = None
         self._is_lost = False
+        self._refusal = ""
         self._tasks: list[asyncio.Task[None]] = []
         self.other_model = asyncio.Event()
 
@@ -115,6 +121,11 @@ class CoordinatorLink:
     def is_ready(self) -> bool:
         """Whether the coordinator is connected."""
         return self._call is not None
+
+    @property
+    def problem(self) -> str:
+        """Why the coordinator is not connected."""
+        return self._refusal or f"the coordinator {self._address} is not connected"
 
     @property
     def tokenizer_directory(self) -> Path | None:
@@ -241,6 +252,8 @@ class CoordinatorLink:
     async def _open(self, request: NumberedRequest) -> RequestStream:
         if self.other_model.is_set():
             raise self._other_model_failure()
+        if self._refusal:
+            raise self._refused()
         stream = RequestStream(request)
         self._requests[request] = None
         request.on_end = self._forget
@@ -252,6 +265,9 @@ class CoordinatorLink:
             request.drop()
             raise
         return stream
+
+    def _refused(self) -> UpstreamFailure:
+        return _failure(ClusterUnavailable(self._refusal), retry_after_s=self._policy.max_retry_s)
 
     def _forget(self, request: NumberedRequest) -> None:
         self._requests.pop(request, None)
@@ -326,8 +342,10 @@ class CoordinatorLink:
             try:
                 await call.run()
                 reason = "the stream ended"
+                self._refusal = ""
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                self._note_refusal(error)
             if self._call is not None:
                 self._call, self._away_since_s, self._is_lost = None, loop.time(), True
                 pause_s = self._policy.retry_s
@@ -339,13 +357,27 @@ class CoordinatorLink:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
 
+    def _note_refusal(self, error: grpc.aio.AioRpcError) -> None:
+        """Fail requests that were never sent if the coordinator answers, but refuses the stream."""
+        if error.code() not in _REFUSALS or self._call is not None:
+            self._refusal = ""
+            return
+        former, details = self._refusal, f"{error.code().name}: {error.details()}"
+        self._refusal = f"coordinator {self._address} refuses this gateway: {details}"
+        if self._refusal != former:
+            self._is_lost = True
+            log.warning("%s; requests fail until it accepts a stream", self._refusal)
+        for request in list(self._requests):
+            if not request.was_connected:
+                request.fail(self._refused())
+
     def _opened(self, call: ServeCall, fingerprint: str) -> None:
         """Raises OtherModel."""
         self._check_model(fingerprint)
         if self._is_lost:
             self._is_lost = False
             log.info("connected to coordinator %s again", self._address)
-        self._call, self._away_since_s = call, None
+        self._call, self._away_since_s, self._refusal = call, None, ""
         for request in list(self._requests):
             call.begin(request)
 

@@ -53,7 +53,7 @@ class NumberedRequest:
         With `observes` it is read beside its reader. `deadline_s` is a time of the event loop.
         """
         self.request_id, self.secret = request_id, secret
-        self.is_accepted = False
+        self.is_accepted = self.was_connected = False
         self.created_s = asyncio.get_running_loop().time()
         self.found = Found()
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
@@ -107,6 +107,7 @@ class NumberedRequest:
     def connect(self, call: ServeCall, number: int) -> None:
         """The first command is on its way under `number`."""
         self._call, self._number, self._num_taken = call, number, 0
+        self.was_connected = True
 
     def disconnect(self) -> None:
         """The call broke; another one follows."""

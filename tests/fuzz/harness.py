@@ -40,6 +40,10 @@ class Broken(AssertionError):
     """A case ended in something that is neither success nor a typed error; the text says in what."""
 
 
+def _ignore(what: object) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A surface that takes cases.
@@ -63,13 +67,19 @@ class Surface:
     opened: Callable[[], AbstractContextManager[Opened]]
 
     def case(self, seed: int, number: int) -> bytes:
-        """The bytes of a case."""
+        """The bytes of a case; those below 0 once failed, whatever the seed."""
+        if number < 0:
+            return self.corpus[number].read_bytes()
         return self.make(Random(f"{self.name} {seed} {number}"))
 
     @property
     def corpus(self) -> list[Path]:
         """What once failed."""
         return sorted((CORPUS / self.name).glob("*.case"))
+
+    def numbers(self, num_cases: int) -> range:
+        """All of the corpus, and so many new cases."""
+        return range(-len(self.corpus), num_cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +108,25 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     repeated: Counter[str] = field(default_factory=Counter)
+    on_finding: Callable[[Finding], None] = _ignore
 
     def add(self, finding: Finding) -> None:
         """Keep the first finding of each signature."""
         self.repeated[finding.signature] += 1
         if self.repeated[finding.signature] == 1:
             self.findings.append(finding)
+            self.on_finding(finding)
 
-    def merge(self, other: Tally) -> None:
+    def without_findings(self) -> Tally:
+        """The numbers alone."""
+        return Tally(self.surface, self.num_cases, self.seconds, self.grown_bytes, self.outcomes)
+
+    def count(self, other: Tally) -> None:
+        """Count the cases of another tally, without its findings."""
         self.num_cases += other.num_cases
         self.seconds += other.seconds
         self.grown_bytes = max(self.grown_bytes, other.grown_bytes)
         self.outcomes += other.outcomes
-        for finding in other.findings:
-            self.add(finding)
 
     def line(self) -> str:
         rate = self.num_cases / self.seconds if self.seconds else 0.0
@@ -143,10 +158,11 @@ def run_cases(
     opened: Opened,
     seed: int,
     numbers: Sequence[int],
-    on_case: Callable[[int], None] = lambda number: None,
+    on_case: Callable[[int], None] = _ignore,
+    on_finding: Callable[[Finding], None] = _ignore,
 ) -> Tally:
-    """Examine the cases; `on_case` is called before each."""
-    tally, memory = Tally(surface.name), Memory(opened.pids)
+    """Examine the cases; `on_case` is called before each, and `on_finding` at once."""
+    tally, memory = Tally(surface.name, on_finding=on_finding), Memory(opened.pids)
     warm = int(len(numbers) * WARM_UP)
     began_s = time.monotonic()
     for index, number in enumerate(numbers):
@@ -167,15 +183,6 @@ def run_cases(
         tally.add(Finding(surface.name, seed, numbers[-1], text, "growth"))
     tally.seconds = time.monotonic() - began_s
     return tally
-
-
-def run_corpus(surface: Surface, opened: Opened) -> list[Finding]:
-    """Examine what once failed."""
-    tally = Tally(surface.name)
-    for number, path in enumerate(surface.corpus):
-        _run_case(f"{surface.name}/{path.name}", opened, 0, number, path.read_bytes(), tally)
-    _guard(surface.name, 0, 0, opened.check, tally)
-    return tally.findings
 
 
 def _run_case(name: str, opened: Opened, seed: int, number: int, data: bytes, tally: Tally) -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
 
+from certificates.identity import Role
 from stageline.client.errors import StatusDetails
+from stageline_rpc.v1 import inference_pb2_grpc
+from tests.integration.test_mock_cluster import mock_cluster
+from tests.issued import Certificates
 from wire import channels
 from wire.channels import new_server
-from wire.peer_limits import PeerLimits
-from wire.transport import PLAIN
+from wire.peer_limits import MAX_OTHER_STREAMS_PER_CALLER, MAX_USER_STREAMS_PER_CALLER, PeerLimits
+from wire.reflection import ReflectionServicer
+from wire.transport import PLAIN, client_transport
 
 DEADLINE_S = 120.0
 METHOD = "/test.Test/Echo"
@@ -27,9 +39,9 @@ async def _echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[b
 
 
 @asynccontextmanager
-async def echo_server(limits: PeerLimits | None = None) -> AsyncIterator[str]:
+async def echo_server(limits: PeerLimits | None = None, handler: Any = None) -> AsyncIterator[str]:
     server = new_server(limits=limits)
-    handler: Any = grpc.stream_stream_rpc_method_handler(_echo)  # type: ignore[arg-type]
+    handler = handler or grpc.stream_stream_rpc_method_handler(_echo)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": handler}),))
     port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
@@ -103,16 +115,120 @@ async def test_a_host_has_a_bounded_number_of_connections_with_calls() -> None:
         await open_stream(third)
 
 
-async def test_a_host_and_a_server_have_a_bounded_number_of_calls() -> None:
+async def test_a_host_and_a_server_have_a_bounded_number_of_calls_and_streams() -> None:
     for limits, many in (
         (PeerLimits(max_calls_per_host=3), "host 127.0.0.1 has 3 calls, the limit is 3"),
         (PeerLimits(max_calls=3), "the server has 3 calls, the limit is 3"),
+        (PeerLimits(max_other_streams_per_caller=3), "host 127.0.0.1 has 3 streams, the limit is 3"),
+        (PeerLimits(max_streams=3), "the server has 3 streams, the limit is 3"),
     ):
         async with echo_server(limits) as address, PLAIN.channel(address) as channel:
             streams = [await open_stream(channel) for _ in range(3)]
             assert await refusal(channel) == (Code.RESOURCE_EXHAUSTED, "OVERLOADED", many)
             await end(streams[0])
             await open_stream(channel)
+
+
+async def test_streams_of_reflection_and_of_unknown_methods_take_no_places_of_serve() -> None:
+    async with mock_cluster(1) as cluster, PLAIN.channel(cluster.address) as channel:
+        reflecting = [await reflection_stream(channel) for _ in range(MAX_OTHER_STREAMS_PER_CALLER)]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"host 127.0.0.1 has 16 streams, the limit is 16"):
+            await reflection_stream(channel)
+        serving = [await serve_stream(channel) for _ in range(MAX_USER_STREAMS_PER_CALLER)]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"host 127.0.0.1 has 16 Serve streams"):
+            await serve_stream(channel)
+        for stream in reflecting + serving:
+            stream.cancel()
+
+
+async def test_a_client_with_a_certificate_takes_no_places_of_gateways(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    client = client_transport(certificates.of("c", Role.CLIENT))
+    gateway = client_transport(certificates.of("g", Role.GATEWAY))
+    async with (
+        mock_cluster(1, certificates=certificates) as cluster,
+        client.channel(cluster.address) as first,
+        gateway.channel(cluster.address) as second,
+    ):
+        serving = [await serve_stream(first) for _ in range(MAX_USER_STREAMS_PER_CALLER)]
+        with pytest.raises(grpc.aio.AioRpcError, match="client c has 16 Serve streams, the limit is 16"):
+            await serve_stream(first)
+        serving.append(await serve_stream(second))
+        for stream in serving:
+            stream.cancel()
+
+
+async def serve_stream(channel: grpc.aio.Channel) -> Any:
+    """Raises AioRpcError."""
+    untyped: Any = inference_pb2_grpc.InferenceStub(channel)
+    call = untyped.Serve()
+    async with asyncio.timeout(DEADLINE_S):
+        await call.initial_metadata()
+        if call.done():
+            await call.read()
+    return call
+
+
+async def reflection_stream(channel: grpc.aio.Channel) -> Any:
+    """Raises AioRpcError."""
+    untyped: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = untyped.ServerReflectionInfo()
+    async with asyncio.timeout(DEADLINE_S):
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        assert (await call.read()).list_services_response.service
+    return call
+
+
+async def test_a_reflection_stream_ends_after_its_time() -> None:
+    server = new_server()
+    servicer = ReflectionServicer((reflection.SERVICE_NAME,), max_stream_s=0.2)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    port = PLAIN.bind(server, "127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(DEADLINE_S), PLAIN.channel(f"127.0.0.1:{port}") as channel:
+        stream = await reflection_stream(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"a reflection stream may last 0.2 s") as refused:
+            await stream.read()
+        assert refused.value.code() is Code.RESOURCE_EXHAUSTED
+        done = await reflection_stream(channel)
+        await end(done)
+    await server.stop(None)
+
+
+async def test_calls_that_clients_reset_are_no_errors_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def respond(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield bytes(10_000)
+
+    def is_found() -> bool:
+        return any("ExecuteBatchError" in record.getMessage() for record in caplog.records)
+
+    handler: Any = grpc.unary_stream_rpc_method_handler(respond)  # type: ignore[arg-type]
+    async with asyncio.timeout(DEADLINE_S), echo_server(handler=handler) as address:
+        with caplog.at_level(logging.DEBUG, logger="wire"):
+            while not is_found():
+                await reset_calls(address)
+    assert {record.levelno for record in caplog.records} <= {logging.DEBUG, logging.INFO}
+
+
+async def reset_calls(address: str) -> None:
+    """Open calls that end at once, before the server writes to them."""
+    host, port = address.rsplit(":", 1)
+    _, writer = await asyncio.open_connection(host, int(port))
+    http = H2Connection(H2Configuration(client_side=True))
+    http.initiate_connection()
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", METHOD), (":authority", "test")]
+    headers += [("content-type", "application/grpc"), ("te", "trailers")]
+    for _ in range(20):
+        stream = http.get_next_available_stream_id()
+        http.send_headers(stream, headers)
+        http.send_data(stream, b"\0\0\0\0\1x", end_stream=True)
+        writer.write(http.data_to_send())
+        await asyncio.sleep(random.uniform(0, 0.004))
+        http.reset_stream(stream, ErrorCodes.CANCEL)
+        writer.write(http.data_to_send())
+    writer.transport.abort()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
 async def end(stream: Any) -> None:

@@ -15,7 +15,7 @@ from builtin_model import MODEL_DIRECTORY
 from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
 from gateway.upstream.link import DEFAULT_POLICY, CoordinatorLink
 from gateway.upstream.numbered_request import RequestStream
-from stageline_rpc.v1 import inference_pb2
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.faults.byte_proxy import ByteProxy
 from tests.integration.calls import LENGTH, STOP, message, until
 from tests.integration.cluster import DEADLINE_S, Cluster
@@ -280,6 +280,36 @@ async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "DEADLINE_PASSED",
         )
+
+
+async def test_a_coordinator_without_a_place_for_the_stream_is_named_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with mock_cluster(1) as cluster, grpc.aio.insecure_channel(cluster.address) as channel:
+        others = [inference_pb2_grpc.InferenceStub(channel).Serve() for _ in range(16)]
+        for other in others:
+            await other.initial_metadata()
+        link = CoordinatorLink(cluster.address)
+        try:
+            await link.start()
+            waiting = asyncio.create_task(link.submit(message(PROMPT, 5)))
+            text = "refuses this gateway: RESOURCE_EXHAUSTED: host 127.0.0.1 has 16 Serve streams"
+            for call in (waiting, link.submit(message(PROMPT, 5))):
+                with pytest.raises(UpstreamFailure, match=text) as caught:
+                    await asyncio.wait_for(call, DEADLINE_S)
+                assert caught.value.status is grpc.StatusCode.UNAVAILABLE
+                assert caught.value.retry_after_s
+            assert not link.is_ready
+            assert text in link.problem
+            assert [text in record.getMessage() for record in caplog.records].count(True) == 1
+            others[0].cancel()
+            await until(lambda: link.is_ready)
+            reading = Reading(await link.submit(message(PROMPT, 5)))
+            await reading.end()
+        finally:
+            await link.stop()
+            for other in others:
+                other.cancel()
 
 
 async def test_the_limit_of_tokens_outlasts_a_restart_of_the_coordinator() -> None:

@@ -43,9 +43,9 @@ def model_name(address: str) -> str:
 
 
 async def code_of(channel: grpc.aio.Channel, name: str) -> grpc.StatusCode:
-    """The status of a call with a message that no method can read, or of one that waits for more."""
+    """The status of a call with one message, which no method can read."""
     service, _, method = name.rpartition(".")
-    return await channel.stream_stream(f"/{service}/{method}")(iter([b"\xff"]), timeout=2.0).code()
+    return await channel.unary_stream(f"/{service}/{method}")(b"\xff", timeout=2.0).code()
 
 
 def worker_address(cluster: Cluster) -> str:

@@ -240,15 +240,17 @@ class ServerCall:
                 self.process.loop.call_soon(callback, self)
 
     async def _run_handler(self) -> None:
-        handler = self._handler
-        request: Any = self._requests() if handler.request_streaming else await anext(self._requests())
-        respond = handler.response_serializer
-        if not handler.response_streaming:
-            self.client.down.send(respond(await handler.unary_unary(request, self)))
+        """Every method of a product's server takes a stream of requests, see `ErrorInterceptor`."""
+        handler, respond = self._handler, self._handler.response_serializer
+        if handler.stream_unary is not None:
+            self.client.down.send(respond(await handler.stream_unary(self._requests(), self)))
             return
-        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        async for response in behaviour(request, self):
+        async for response in handler.stream_stream(self._requests(), self):
             self.client.down.send(respond(response))
+
+    async def read(self) -> Any:
+        """The next request, or EOF."""
+        return await anext(self._requests(), grpc.aio.EOF)
 
     async def _requests(self) -> AsyncIterator[Any]:
         inbox, parse = self._inbox, self._handler.request_deserializer or bytes

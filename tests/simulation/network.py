@@ -12,8 +12,10 @@ import grpc
 from tests.simulation.calls import DEADLINE_EXCEEDED, UNAVAILABLE, ClientCall, ServerCall
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.addresses import Address
+from wire.channels import STREAM_WINDOW_BYTES
 from wire.interceptors import ErrorInterceptor
 from wire.payloads import TICKET_BYTES
+from wire.peer_limits import PeerLimits
 from wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -89,9 +91,12 @@ class Server:
         *,
         authorization: Sequence[grpc.aio.ServerInterceptor] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        limits: PeerLimits | None = None,
+        stream_window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:
+        """A window is not simulated."""
         self.handlers: list[Callable[[str], Any]] = []
-        self._interceptors = (*authorization, ErrorInterceptor(), *interceptors)
+        self._interceptors = (*authorization, ErrorInterceptor(limits), *interceptors)
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         for handler in handlers:

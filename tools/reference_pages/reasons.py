@@ -18,7 +18,7 @@ ACTIONS = {
     "ATTACH_SECRET_MISMATCH": "pass the `attach_secret` with which the request was started",
     "TOKEN_MISSING": "pass `--token-file`",
     "TOKEN_MISMATCH": "pass the token file of this coordinator",
-    "OVERLOADED": "retry after `RetryInfo`; raise `--queue-size` or `--max-client-requests`",
+    "OVERLOADED": "retry after `RetryInfo`; raise `--queue-size` or `--max-client-requests`, or send less",
     "HANDSHAKE_MISMATCH": "make the two values equal: version, checkpoint, dtype or layout",
     "STALE_STREAM": "nothing: the process reconnects",
     "STEP_FAILED": "retry; if it repeats, see the step faults in the coordinator's log",

@@ -180,6 +180,7 @@ class FakeUpstream:
         self.script = script
         self.model = MODEL
         self.is_ready = True
+        self.problem = "the coordinator is not connected"
         self.owners: list[RequestOwner] = []
         self.refusal: UpstreamFailure | None = None
         self.gate, self.end_gate = asyncio.Event(), asyncio.Event()

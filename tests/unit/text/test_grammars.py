@@ -234,6 +234,11 @@ def test_the_built_in_model_serves_structured_output() -> None:
         (GrammarKind.JSON_SCHEMA, [""], "is empty"),
         (GrammarKind.JSON_SCHEMA, ["{"], "is not JSON: Expecting property name"),
         (GrammarKind.JSON_SCHEMA, ["[" * 100_000], "nested too deeply"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            [f'{{"minimum": {"1" * 4301}}}'],
+            "has a number of 4301 digits, the limit is 4300",
+        ),
         (GrammarKind.JSON_SCHEMA, ['{"type": "string", "type": "null"}'], 'has the key "type" twice'),
         (GrammarKind.JSON_SCHEMA, ["3"], "must be an object, or true"),
         (GrammarKind.JSON_SCHEMA, ["false"], "must be an object, or true"),

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.addresses import Address, parse_address, parse_peer_address
+from wire.addresses import Address, counted_host, parse_address, parse_peer_address
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,18 @@ def test_a_host_that_no_name_can_have_is_rejected_with_the_address(host: str) ->
     with pytest.raises(ValueError, match="which is no host name") as raised:
         parse_address(f"{host}:7480")
     assert repr(f"{host}:7480") in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "counted"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+        ("unix:", "unix:"),
+    ],
+)
+def test_the_addresses_of_one_ipv6_network_count_as_one_host(host: str, counted: str) -> None:
+    assert counted_host(host) == counted

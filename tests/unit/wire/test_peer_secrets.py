@@ -81,3 +81,11 @@ def test_the_table_of_hosts_is_bounded() -> None:
     for number in range(10 * MAX_PEERS):
         tries.note(f"host-{number}", 0.0)
     assert len(tries._refused) == MAX_PEERS
+
+
+def test_addresses_of_one_ipv6_network_share_their_tries() -> None:
+    tries = RefusedTries()
+    for number in range(MAX_TRIES):
+        tries.note(f"2001:db8::{number:x}", 0.0)
+    assert tries.wait_s("2001:db8::ffff", 0.0) == WINDOW_S
+    assert tries.wait_s("2001:db8:0:1::1", 0.0) == 0.0

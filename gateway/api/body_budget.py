@@ -1,0 +1,115 @@
+"""How many bytes of large bodies are in memory, from their begin until they are parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from gateway.api.errors import ApiError, unavailable
+
+FREE_BYTES = 64 * 1024
+"""Of each body; the number of connections limits these."""
+
+
+BODIES_PER_HOST = 4
+BODIES = 16
+SLOW_S = 10.0
+"""A body that takes longer ends when another one needs its place."""
+
+
+class BodyBudget:
+    """Bytes of bodies beyond their first `FREE_BYTES`: a few bodies of the largest size for each host."""
+
+    def __init__(self, max_body_bytes: int, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._max_per_host, self._max_bytes = BODIES_PER_HOST * max_body_bytes, BODIES * max_body_bytes
+        self._num_of_host = Counter[str]()
+        self._now_s = now_s
+        self._large: dict[HeldBody, float] = {}
+        """Bodies with counted bytes and when they began, the oldest first."""
+
+    def body_of(self, host: str) -> HeldBody:
+        """A context that holds one body of a host."""
+        return HeldBody(self, host, self._now_s())
+
+    def take(self, body: HeldBody, num_bytes: int) -> None:
+        """Count more bytes of `body`; slow ones end if they are in its way.
+
+        Raises ApiError (503) for bytes beyond a limit, which are not counted.
+        """
+        host, max_of_host = body.host, self._max_per_host - num_bytes
+        if self._num_of_host[host] > max_of_host:
+            self._end_slow(lambda other: other.host == host and self._num_of_host[host] > max_of_host)
+        if self._num_of_host[host] > max_of_host:
+            raise _exceeded(f"bodies of host {host}", self._max_per_host)
+        max_of_all = self._max_bytes - num_bytes
+        if self._num_of_host.total() > max_of_all:
+            self._end_slow(lambda _: self._num_of_host.total() > max_of_all)
+        if self._num_of_host.total() > max_of_all:
+            raise _exceeded("bodies of all hosts", self._max_bytes)
+        self._num_of_host[host] += num_bytes
+        if num_bytes:
+            self._large.setdefault(body, body.began_s)
+
+    def give_back(self, body: HeldBody, num_bytes: int) -> None:
+        self._large.pop(body, None)
+        self._num_of_host[body.host] -= num_bytes
+        if not self._num_of_host[body.host]:
+            del self._num_of_host[body.host]
+
+    def _end_slow(self, is_in_the_way: Callable[[HeldBody], bool]) -> None:
+        latest_s = self._now_s() - SLOW_S
+        for other, began_s in list(self._large.items()):
+            if began_s <= latest_s and is_in_the_way(other):
+                other.end()
+
+
+class HeldBody:
+    """The bytes of one body, until the context ends. While it is read, `patience` ends its reader."""
+
+    def __init__(self, budget: BodyBudget, host: str, began_s: float) -> None:
+        self.host, self.began_s = host, began_s
+        self._budget = budget
+        self._patience: asyncio.Timeout | None = None
+        self._size = self._counted = 0
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def read_within(self, patience: asyncio.Timeout | None) -> None:
+        """End the reader by this timeout if others need the place; None once the body is complete."""
+        self._patience = patience
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ApiError (503) for a body that does not fit beside the others."""
+        self._size += num_bytes
+        more = max(0, self._size - FREE_BYTES) - self._counted
+        self._budget.take(self, more)
+        self._counted += more
+
+    def end(self) -> None:
+        """End the reader, if there is one: a body that is complete is soon parsed."""
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
+            self._patience = None
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._budget.give_back(self, self._counted)
+        self._counted = 0
+
+
+def slow_body() -> ApiError:
+    """The error of a body that had to make room."""
+    return unavailable(f"the body took longer than {SLOW_S:g} s, and others needed its place")
+
+
+def _exceeded(what: str, limit: int) -> ApiError:
+    return unavailable(f"{what} that are being read exceed {limit} bytes: send fewer at once")
