@@ -1,8 +1,9 @@
 """Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
-from checkpoint.config import ModelConfig, ModelFamily, parse_config
+from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm
+from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
-from checkpoint.dtypes import DType
+from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.errors import (
     BadConfig,
     BadHeader,
@@ -21,8 +22,9 @@ from checkpoint.files import is_named, open_regular
 from checkpoint.headers import TensorEntry
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.tensors import (
+    expert_weight_bytes,
     head_bytes,
-    kv_bytes_per_token_per_layer,
+    kv_bytes_per_token,
     layer_weight_bytes,
     stage_tensor_names,
     stage_tensor_shapes,
@@ -31,16 +33,20 @@ from checkpoint.tensors import (
 )
 
 __all__ = [
+    "Attention",
     "BadConfig",
     "BadHeader",
+    "Blueprint",
     "Checkpoint",
     "CheckpointError",
     "CheckpointNotFound",
     "DType",
+    "Dense",
+    "Experts",
     "FileTooLarge",
+    "LayerPlan",
     "MissingTensor",
-    "ModelConfig",
-    "ModelFamily",
+    "Norm",
     "NotRegularFile",
     "RopeConfig",
     "RopeKind",
@@ -49,11 +55,13 @@ __all__ = [
     "UnknownDType",
     "UnsupportedFormat",
     "UnsupportedModel",
+    "WeightFormat",
     "WrongShape",
     "differing_parts",
+    "expert_weight_bytes",
     "head_bytes",
     "is_named",
-    "kv_bytes_per_token_per_layer",
+    "kv_bytes_per_token",
     "layer_weight_bytes",
     "open_regular",
     "parse_config",

@@ -1,49 +1,287 @@
-"""Model configuration from config.json."""
+"""Reads config.json into a Blueprint."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 
-from checkpoint.config_fields import RawConfig, flag, positive_float, positive_int, refuse_unknown_keys, text
+from checkpoint.architectures import architecture_of
+from checkpoint.blueprint import (
+    Activation,
+    Attention,
+    Blueprint,
+    Dense,
+    Experts,
+    LayerPlan,
+    Norm,
+    QkNorm,
+    QueryGrowth,
+)
+from checkpoint.config_fields import (
+    RawConfig,
+    flag,
+    natural_int,
+    optional_float,
+    positive_float,
+    positive_int,
+    refuse_unknown_keys,
+    text,
+    unknown_key,
+    unknown_keys,
+)
 from checkpoint.dtypes import DType
-from checkpoint.errors import BadConfig, UnsupportedModel
-from checkpoint.rope_config import RopeConfig, parse_rope
+from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
+from checkpoint.expert_config import parse_experts, parse_sparse_layers
+from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
+from checkpoint.quantization_config import parse_quantization
+from checkpoint.rope_config import FULL, SLIDING, RopeKind, parse_query_growth, parse_ropes
+from checkpoint.wrappers import text_config
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """Default in transformers' Qwen2Config and Qwen3Config."""
 
 
+def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None) -> Blueprint:
+    """Validate a parsed config.json, or the part of its text model. `stored_dtype` is used if it names none.
+
+    Raises UnsupportedModel, with the architecture or the field and its value, and BadConfig for missing,
+    impossible or contradictory values.
+    """
+    raw = text_config(raw)
+    row = architecture_of(raw)
+    refuse_unknown_keys(raw, row.keys)
+    _refuse_other_values(raw, row)
+    raw = {**row.defaults, **raw}
+    layers = _parse_layers(raw, row)
+    hidden_size = positive_int(raw, "hidden_size")
+    caps = row.scales.has_caps
+    return Blueprint(
+        model_type=row.model_type,
+        hidden_size=hidden_size,
+        vocab_size=positive_int(raw, "vocab_size"),
+        max_position_embeddings=_longest(positive_int(raw, "max_position_embeddings"), layers),
+        layers=layers,
+        final_norm=_parse_norm(raw, row),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", default=row.is_tied),
+        dtype=parse_dtype(raw, stored_dtype),
+        legal_cuts=frozenset(range(1, len(layers))),
+        num_draft_layers=natural_int(raw, "num_nextn_predict_layers", 0),
+        quantization=parse_quantization(raw),
+        names=row.names,
+        embedding_scale=_parse_embedding_scale(raw, row, hidden_size),
+        logit_scale=_parse_logit_scale(raw, row),
+        logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
+    )
+
+
+def _refuse_other_values(raw: RawConfig, row: Architecture) -> None:
+    for key, value in row.fixed.items():
+        if raw.get(key) is not None and raw[key] != value:
+            raise UnsupportedModel(
+                f"config field {key!r} = {raw[key]!r} is not supported for {row.model_type!r},"
+                f" only {value!r} is"
+            )
+
+
+def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
+    """Return what is wrong with a parsed config.json: every unknown field, and an error of each part."""
+    try:
+        raw = text_config(raw)
+        row = architecture_of(raw)
+    except CheckpointError as error:
+        return (error,)
+    unknown = unknown_keys(raw, row.keys)
+    errors: list[CheckpointError] = [unknown_key(raw, key) for key in unknown]
+    known = {**row.defaults} | {key: value for key, value in raw.items() if key not in unknown}
+    for parse in (
+        lambda: [positive_int(known, key) for key in ("hidden_size", "vocab_size")],
+        lambda: positive_int(known, "max_position_embeddings"),
+        lambda: _parse_attention(known, row),
+        lambda: _parse_norm(known, row),
+        lambda: _parse_feed_forwards(known, row, positive_int(known, "num_hidden_layers")),
+        lambda: parse_quantization(known),
+        lambda: parse_dtype(known, DType.F32),
+        lambda: parse_config(known, stored_dtype=DType.F32),  # what the parts leave out
+    ):
+        try:
+            parse()
+        except CheckpointError as error:
+            errors.append(error)
+    return tuple({str(error): error for error in errors}.values())
+
+
+def _longest(max_positions: int, layers: tuple[LayerPlan, ...]) -> int:
+    """`max_positions`, or the original length of a "longrope", whose keys are others beyond it."""
+    ropes = (layer.mixer.rope for layer in layers)
+    limits = (
+        rope.original_max_position_embeddings
+        for rope in ropes
+        if rope is not None and rope.kind is RopeKind.LONGROPE
+    )
+    return min((max_positions, *limits))
+
+
+def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
+    windows = parse_layer_windows(
+        raw, positive_int(raw, "num_hidden_layers"), row.windows, row.window_pattern
+    )
+    mixer = _parse_attention(raw, row)
+    ropes = parse_ropes(raw, row.rope, mixer.head_dim)
+    feed_forwards = _parse_feed_forwards(raw, row, len(windows))
+    plan = LayerPlan(
+        mixer=mixer,
+        feed_forward=feed_forwards[0],
+        norm=_parse_norm(raw, row),
+        placement=row.norms.placement,
+        residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
+    )
+    layers = []
+    rotated = _rotated_layers(raw, row, windows)
+    for window, is_rotated, feed_forward in zip(windows, rotated, feed_forwards, strict=True):
+        rope = ropes[FULL if window is None else SLIDING] if is_rotated else None
+        own_mixer = replace(mixer, window=window, rope=rope)
+        layers.append(replace(plan, mixer=own_mixer, feed_forward=feed_forward))
+    return tuple(layers)
+
+
+def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> list[Dense | Experts]:
+    if (rule := row.experts) is None:
+        return [_parse_dense(raw, row)] * num_layers
+    is_sparse = parse_sparse_layers(raw, rule.layers, num_layers)
+    experts = parse_experts(raw, rule, _parse_activation(raw, row)) if any(is_sparse) else None
+    dense = None if all(is_sparse) else _parse_dense(raw, row)
+    chosen = (experts if has_experts else dense for has_experts in is_sparse)
+    return [feed_forward for feed_forward in chosen if feed_forward is not None]
+
+
+def _parse_attention(raw: RawConfig, row: Architecture) -> Attention:
+    """Attention of any layer, without window and rotation."""
+    heads, kv_heads, head_dim = _parse_heads(raw, row)
+    growth = parse_query_growth(raw, row.rope)
+    biases, scales, rule = row.biases, row.scales, row.norms
+    has_qk_norm = rule.qk_key is None or flag(raw, rule.qk_key, default=False)
+    qk_norm = rule.qk_span and QkNorm(
+        norm=_parse_norm(raw, row), span=rule.qk_span, is_after_rotation=rule.is_qk_after_rotation
+    )
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=None,
+        scale=_parse_attention_scale(raw, row, head_dim),
+        softcap=_cap(raw, "attn_logit_softcapping", scales.score_cap) if scales.has_caps else None,
+        qk_norm=qk_norm if has_qk_norm else None,
+        query_growth=None if growth is None else QueryGrowth(beta=growth[0], original_length=growth[1]),
+        qkv_bias=_bias(raw, biases.qkv, default=biases.qkv_default),
+        o_bias=_bias(raw, biases.o, default=biases.default),
+    )
+
+
+def _bias(raw: RawConfig, key: str | None, *, default: bool) -> bool:
+    return default if key is None else flag(raw, key, default=default)
+
+
+def _cap(raw: RawConfig, key: str, default: float | None) -> float | None:
+    return optional_float(raw, key) if key in raw else default
+
+
+def _parse_norm(raw: RawConfig, row: Architecture) -> Norm:
+    rule = row.norms
+    return Norm(kind=rule.kind, eps=positive_float(raw, rule.eps_key), has_bias=rule.has_bias)
+
+
+def _parse_dense(raw: RawConfig, row: Architecture) -> Dense:
+    biases = row.biases
+    return Dense(
+        width=positive_int(raw, "intermediate_size"),
+        activation=_parse_activation(raw, row),
+        is_gated=row.is_gated,
+        has_bias=_bias(raw, biases.feed_forward, default=biases.default),
+    )
+
+
+def _parse_activation(raw: RawConfig, row: Architecture) -> Activation:
+    name = text(raw, row.activation_key) or row.activation
+    try:
+        return Activation("silu" if name == "swish" else name)
+    except ValueError:
+        legal = ", ".join(activation.value for activation in Activation)
+        message = f"config field {row.activation_key!r} = {name!r} is not supported (supported: {legal})"
+        raise UnsupportedModel(message) from None
+
+
+def _parse_attention_scale(raw: RawConfig, row: Architecture, head_dim: int) -> float:
+    scales = row.scales
+    if scales.query_scalar is not None:
+        return float(positive_float(raw, "query_pre_attn_scalar", scales.query_scalar) ** -0.5)
+    if scales.has_multipliers:
+        return positive_float(raw, "attention_multiplier", 1.0)
+    return float(head_dim**-0.5)
+
+
+def _parse_embedding_scale(raw: RawConfig, row: Architecture, hidden_size: int) -> float:
+    match row.scales.embedding:
+        case EmbeddingScale.NONE:
+            return 1.0
+        case EmbeddingScale.MULTIPLIER:
+            return positive_float(raw, "embedding_multiplier", 1.0)
+        case EmbeddingScale.ROOT:
+            return math.sqrt(hidden_size)
+
+
+def _parse_logit_scale(raw: RawConfig, row: Architecture) -> float:
+    scales = row.scales
+    if scales.logit_scale is not None:
+        return positive_float(raw, "logit_scale", scales.logit_scale)
+    return 1.0 / positive_float(raw, "logits_scaling", 1.0) if scales.has_multipliers else 1.0
+
+
 def parse_layer_windows(
-    raw: RawConfig, num_layers: int, *, windowed_by_default: bool
+    raw: RawConfig, num_layers: int, rule: Windows, pattern: int = 0
 ) -> tuple[int | None, ...]:
     """Return each layer's window in positions (the query's own included); None for full attention.
 
-    With `windowed_by_default` (mistral), `sliding_window` alone gives every layer the window. Otherwise
+    With ALL, `sliding_window` alone gives every layer the window; with SWITCHED, `use_sliding_window` must be
+    true. With PATTERN, `layer_types` selects the
+    layers, or else every n-th has full attention (`sliding_window_pattern`, by default `pattern`). Otherwise
     `use_sliding_window` must be true, and `layer_types`, or else `max_window_layers` (the number of leading
-    layers with full attention), selects the layers.
+    layers with full attention), selects them.
 
     Raises UnsupportedModel for another layer type, BadConfig for contradictory fields.
     """
-    window = _parse_window(raw, windowed_by_default=windowed_by_default)
-    full_layers = 0 if windowed_by_default else _num_full_layers(raw)
-    implied = tuple(window if layer >= full_layers else None for layer in range(num_layers))
+    window = _parse_window(raw, rule)
+    implied = _implied_windows(raw, num_layers, rule, pattern, window)
     listed = _parse_layer_types(raw, num_layers, window)
     if listed is None:
+        if rule is Windows.LISTED and window is not None:
+            raise BadConfig("config field 'layer_types' is missing, but 'use_sliding_window' is true")
         return implied
-    if windowed_by_default and listed != implied:
+    if rule in (Windows.ALL, Windows.SWITCHED, Windows.NONE) and listed != implied:
         raise UnsupportedModel(
             "config field 'layer_types' mixes kinds of layers, which is not supported for this architecture"
         )
     return listed
 
 
-def _parse_window(raw: RawConfig, *, windowed_by_default: bool) -> int | None:
-    enabled = windowed_by_default or flag(raw, "use_sliding_window", default=False)
-    if not enabled or raw.get("sliding_window") is None:
+def _parse_window(raw: RawConfig, rule: Windows) -> int | None:
+    switched = (Windows.SWITCHED, Windows.SELECTED, Windows.LISTED)
+    is_enabled = rule in (Windows.ALL, Windows.PATTERN) or (
+        rule in switched and flag(raw, "use_sliding_window", default=False)
+    )
+    if not is_enabled or raw.get("sliding_window") is None:
         return None
     return positive_int(raw, "sliding_window")
+
+
+def _implied_windows(
+    raw: RawConfig, num_layers: int, rule: Windows, pattern: int, window: int | None
+) -> tuple[int | None, ...]:
+    if rule is Windows.PATTERN and window is not None and raw.get("layer_types") is None:
+        every = positive_int(raw, "sliding_window_pattern", pattern)
+        return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+    full_layers = _num_full_layers(raw) if rule is Windows.SELECTED else 0
+    return tuple(window if layer >= full_layers else None for layer in range(num_layers))
 
 
 def _num_full_layers(raw: RawConfig) -> int:
@@ -59,168 +297,58 @@ def _parse_layer_types(raw: RawConfig, num_layers: int, window: int | None) -> t
     if not isinstance(types, list) or len(types) != num_layers:
         raise BadConfig(f"config field 'layer_types' must list {num_layers} layers, is {types!r}")
     for layer, name in enumerate(types):
-        if name not in ("full_attention", "sliding_attention"):
+        if name not in (FULL, SLIDING):
             raise UnsupportedModel(f"config field 'layer_types[{layer}]' = {name!r} is not supported")
-        if name == "sliding_attention" and window is None:
+        if name == SLIDING and window is None:
             raise BadConfig(f"config field 'layer_types[{layer}]' = {name!r}, but no sliding window is set")
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    return tuple(window if name == SLIDING else None for name in types)
 
 
-class ModelFamily(Enum):
-    """A decoder family; the value is its `model_type` in config.json."""
-
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    QWEN2 = "qwen2"
-    QWEN3 = "qwen3"
-
-
-_ARCHITECTURES = {
-    "LlamaForCausalLM": ModelFamily.LLAMA,
-    "MistralForCausalLM": ModelFamily.MISTRAL,
-    "Qwen2ForCausalLM": ModelFamily.QWEN2,
-    "Qwen3ForCausalLM": ModelFamily.QWEN3,
-}
-
-_WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
-_FAMILY_KEYS = {
-    ModelFamily.LLAMA: frozenset({"attention_bias", "mlp_bias"}),
-    ModelFamily.MISTRAL: frozenset({"sliding_window"}),
-    ModelFamily.QWEN2: _WINDOW_KEYS,
-    ModelFamily.QWEN3: _WINDOW_KEYS | {"attention_bias"},
-}
+def _rotated_layers(raw: RawConfig, row: Architecture, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Whether each layer has rotary embeddings."""
+    match row.rotation:
+        case Rotation.ALL:
+            return (True,) * len(windows)
+        case Rotation.WINDOWED:
+            return tuple(window is not None for window in windows)
+        case Rotation.WINDOWED_OR_ALL:
+            has_none = raw.get("sliding_window") is None
+            return tuple(has_none or window is not None for window in windows)
+        case Rotation.LISTED:
+            return _parse_rotated(raw, len(windows))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Shape of a decoder. Widths are in elements, lengths in tokens.
-
-    `head_dim` is independent of hidden_size / num_attention_heads. `layer_windows[i]` is the number of
-    positions, the query's own included, that layer i sees, or None for all. `dtype` is the checkpoint's
-    dtype, the default run dtype.
-    """
-
-    family: ModelFamily
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    dtype: DType
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    layer_windows: tuple[int | None, ...]
-
-    @property
-    def q_size(self) -> int:
-        """Width of the query projection."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the key projection, and of the value projection."""
-        return self.num_kv_heads * self.head_dim
-
-
-def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None) -> ModelConfig:
-    """Validate a parsed config.json. `stored_dtype` is used if the config names no dtype.
-
-    Raises UnsupportedModel, with the architecture or the field and its value, and BadConfig for missing,
-    impossible or contradictory values.
-    """
-    family = _parse_family(raw)
-    refuse_unknown_keys(raw, _FAMILY_KEYS[family])
-    _refuse_activation(raw)
-    heads, kv_heads, head_dim = _parse_heads(raw, family)
-    attention_bias = flag(raw, "attention_bias", default=False)
-    num_layers = positive_int(raw, "num_hidden_layers")
-    return ModelConfig(
-        family=family,
-        hidden_size=positive_int(raw, "hidden_size"),
-        intermediate_size=positive_int(raw, "intermediate_size"),
-        num_layers=num_layers,
-        num_attention_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=positive_int(raw, "vocab_size"),
-        max_position_embeddings=positive_int(raw, "max_position_embeddings"),
-        rms_norm_eps=positive_float(raw, "rms_norm_eps"),
-        rope=parse_rope(raw),
-        tie_word_embeddings=flag(raw, "tie_word_embeddings", default=False),
-        dtype=_parse_dtype(raw, stored_dtype),
-        qkv_bias=attention_bias or family is ModelFamily.QWEN2,
-        o_bias=attention_bias,
-        mlp_bias=flag(raw, "mlp_bias", default=False),
-        qk_norm=family is ModelFamily.QWEN3,
-        layer_windows=parse_layer_windows(raw, num_layers, windowed_by_default=family is ModelFamily.MISTRAL),
-    )
-
-
-def _parse_family(raw: RawConfig) -> ModelFamily:
-    """Return the family in `architectures` and `model_type`, which must agree; one may be missing."""
-    named = raw.get("architectures") or []
-    if not isinstance(named, list):
-        raise BadConfig(f"config field 'architectures' must be a list, is {named!r}")
-    for architecture in named:
-        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            legal = ", ".join(_ARCHITECTURES)
-            raise UnsupportedModel(f"architecture {architecture!r} is not supported (supported: {legal})")
-    families = {_ARCHITECTURES[architecture] for architecture in named}
-    model_type = text(raw, "model_type")
-    if model_type is not None:
-        families.add(_family_of(model_type))
-    if len(families) != 1:
+def _parse_rotated(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+    listed = raw.get("no_rope_layers")
+    if listed is None:
+        every = positive_int(raw, "no_rope_layer_interval", 4)
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    if not isinstance(listed, list) or len(listed) != num_layers or any(x not in (0, 1) for x in listed):
         raise BadConfig(
-            "config fields 'architectures' and 'model_type' must name one model,"
-            f" got {named!r} and {model_type!r}"
+            f"config field 'no_rope_layers' must list 0 or 1 for {num_layers} layers, is {listed!r}"
         )
-    return families.pop()
+    return tuple(bool(x) for x in listed)
 
 
-def _family_of(model_type: str) -> ModelFamily:
-    try:
-        return ModelFamily(model_type)
-    except ValueError:
-        legal = ", ".join(family.value for family in ModelFamily)
-        message = f"model type {model_type!r} is not supported (supported: {legal})"
-        raise UnsupportedModel(message) from None
-
-
-def _refuse_activation(raw: RawConfig) -> None:
-    activation = text(raw, "hidden_act")
-    if activation not in (None, "silu", "swish"):
-        raise UnsupportedModel(
-            f"config field 'hidden_act' = {activation!r} is not supported (supported: silu)"
-        )
-
-
-def _parse_heads(raw: RawConfig, family: ModelFamily) -> tuple[int, int, int]:
-    """Return attention heads, KV heads and head width; defaults as in transformers' config classes."""
+def _parse_heads(raw: RawConfig, row: Architecture) -> tuple[int, int, int]:
+    """Number of heads, of KV heads, and their width, by the defaults of transformers' config classes."""
     heads = positive_int(raw, "num_attention_heads")
-    if "num_key_value_heads" not in raw and family is not ModelFamily.LLAMA:
+    if "num_key_value_heads" not in raw and not row.has_kv_heads_default:
         raise BadConfig("config field 'num_key_value_heads' is missing")
     kv_heads = positive_int(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise BadConfig(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = positive_int(raw, "head_dim", _default_head_dim(raw, family, heads))
+    head_dim = positive_int(raw, "head_dim", _default_head_dim(raw, row, heads))
     if head_dim % 2:
         raise BadConfig(f"head_dim {head_dim} is odd; rotary embeddings rotate pairs")
     return heads, kv_heads, head_dim
 
 
-def _default_head_dim(raw: RawConfig, family: ModelFamily, heads: int) -> int:
+def _default_head_dim(raw: RawConfig, row: Architecture, heads: int) -> int:
     if raw.get("head_dim") is not None:
         return 0
-    if family is ModelFamily.QWEN3:
-        return 128
+    if row.head_dim is not None:
+        return row.head_dim
     hidden_size = positive_int(raw, "hidden_size")
     if hidden_size % heads:
         raise BadConfig(
@@ -229,7 +357,8 @@ def _default_head_dim(raw: RawConfig, family: ModelFamily, heads: int) -> int:
     return hidden_size // heads
 
 
-def _parse_dtype(raw: RawConfig, stored: DType | None) -> DType:
+def parse_dtype(raw: RawConfig, stored: DType | None) -> DType:
+    """Return the dtype that config.json names, or else `stored`. Raises BadConfig without either."""
     names = {name for key in ("dtype", "torch_dtype") if (name := text(raw, key)) is not None}
     dtypes = {DType.from_name(name) for name in names}
     if len(dtypes) > 1:

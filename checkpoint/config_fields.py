@@ -18,6 +18,7 @@ from checkpoint.errors import BadConfig, UnsupportedModel
 RawConfig = Mapping[str, object]
 MAX_LAYERS = 4096
 MAX_INT = 2**31 - 1
+MAX_LIST = 2**16
 LIMITS: Mapping[str, int] = {
     "num_hidden_layers": MAX_LAYERS,
     "hidden_size": 2**20,
@@ -26,6 +27,10 @@ LIMITS: Mapping[str, int] = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "vocab_size": 2**24,
+    "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers"), 2**6),
 }
 """Upper bounds, far above those of existing models, so that no oversized allocation follows."""
 _Number = TypeVar("_Number", int, float)
@@ -46,6 +51,12 @@ def positive_int(raw: RawConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def natural_int(raw: RawConfig, key: str, default: int) -> int:
+    """Return `raw[key]`, an integer from 0 to its limit, or `default`. Raises like `positive_int`."""
+    is_zero = raw.get(key) == 0 and not isinstance(raw.get(key), bool)
+    return 0 if is_zero else positive_int(raw, key) if raw.get(key) is not None else default
+
+
 def positive_float(raw: RawConfig, key: str, default: float | None = None) -> float:
     """Return `raw[key]`, a finite number above 0, or `default`. Raises like `positive_int`."""
     value = raw.get(key)
@@ -59,6 +70,14 @@ def positive_float(raw: RawConfig, key: str, default: float | None = None) -> fl
 def optional_float(raw: RawConfig, key: str) -> float | None:
     """Like `positive_float`, with None for a missing or null field."""
     return None if raw.get(key) is None else positive_float(raw, key)
+
+
+def positive_floats(raw: RawConfig, key: str) -> tuple[float, ...]:
+    """Return `raw[key]`, a list of finite numbers above 0. Raises like `positive_int`."""
+    values = raw.get(key)
+    if not isinstance(values, list) or not values or len(values) > MAX_LIST:
+        raise BadConfig(f"config field {key!r} must be a list of positive numbers, is {_shown(values)}")
+    return tuple(positive_float({key: value}, key) for value in values)
 
 
 def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
@@ -94,7 +113,7 @@ def _default(key: str, default: _Number | None) -> _Number:
 _COMPUTED_WORDS = """
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling
-    rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act
+    rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act quantization_config
 """
 _COMPUTED = frozenset(_COMPUTED_WORDS.split())
 # `pretraining_tp` only splits matrix products; dropouts apply in training; `max_length` and similar keys are
@@ -106,13 +125,15 @@ _INERT_WORDS = """
     return_dict_in_generate output_attentions output_hidden_states output_scores torchscript use_bfloat16
     id2label label2id num_labels problem_type finetuning_task task_specific_params name_or_path
     initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout
+    residual_dropout embedding_dropout
     hidden_dropout_prob attention_probs_dropout_prob pretraining_tp gradient_checkpointing
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     chunk_size_feed_forward remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id eod_token_id cache_implementation
+    router_aux_loss_coef router_jitter_noise
 """
 _INERT = frozenset(_INERT_WORDS.split())
 
@@ -120,7 +141,7 @@ _INERT = frozenset(_INERT_WORDS.split())
 _OFF_WORDS = """
     add_bos_token add_cross_attention add_eos_token attention_bias is_decoder is_encoder_decoder mlp_bias
     output_router_logits rope_interleaved rope_traditional tf_legacy_loss tie_encoder_decoder use_mrope
-    use_qk_norm use_sliding_window
+    use_qk_norm use_sliding_window use_bidirectional_attention use_bias
 """
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_OFF_WORDS.split(), (False,)),
@@ -140,20 +161,28 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (1.0,),
     "auto_map": ({},),
     "pruned_heads": ({},),
-    "quantization_config": ({}, False),
 }
 
 
 def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
-    """Raise UnsupportedModel for the first key that is neither supported nor neutral.
+    """Raise UnsupportedModel for the first of `unknown_keys`."""
+    for key in unknown_keys(raw, family_keys):
+        raise unknown_key(raw, key)
+
+
+def unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> list[str]:
+    """Return the keys that are neither supported nor neutral.
 
     `family_keys` are the computed keys of this family beyond the common ones.
     """
-    for key, value in raw.items():
-        if key in _COMPUTED or key in _INERT or key in family_keys or is_neutral(key, value):
-            continue
-        family = raw.get("model_type")
-        raise UnsupportedModel(f"config field {key!r} = {_shortened(value)} is not supported for {family!r}")
+    known = _COMPUTED | _INERT | family_keys
+    return [key for key, value in raw.items() if key not in known and not is_neutral(key, value)]
+
+
+def unknown_key(raw: RawConfig, key: str) -> UnsupportedModel:
+    """The error of an unknown key."""
+    family = raw.get("model_type")
+    return UnsupportedModel(f"config field {key!r} = {_shortened(raw[key])} is not supported for {family!r}")
 
 
 def is_neutral(key: str, value: object) -> bool:

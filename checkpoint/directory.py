@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
-from checkpoint.config import ModelConfig, parse_config
-from checkpoint.dtypes import DType
+from checkpoint.blueprint import Blueprint
+from checkpoint.config import parse_config, parse_dtype
+from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.errors import GGUF_ADVICE, BadHeader, CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import FileIdentity, open_regular, read_json_object, stat_files
+from checkpoint.files import FileIdentity, is_named, open_regular, read_json_object, stat_files
 from checkpoint.generation_config import bos_token_id, eos_token_ids, read_generation_config
 from checkpoint.headers import ShardHeader, TensorEntry, read_headers
-from checkpoint.tensors import EMBEDDINGS, verify_tensors
+from checkpoint.quantization import PackedMatrix
+from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
+from checkpoint.quantization_config import modelopt_config
+from checkpoint.tensors import (
+    check_can_hold,
+    packed_tensors,
+    stage_tensor_names,
+    stage_tensor_shapes,
+    verify_tensors,
+)
+from checkpoint.wrappers import is_wrapper, named_as_in, text_config
 
 SAMPLE_BYTES = 4096
 NUM_INNER_SAMPLES = 2
@@ -109,6 +120,16 @@ def differing_parts(one: str, other: str) -> str:
 
 
 CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+"""Has the quantisation of checkpoints by TensorRT Model Optimizer whose config.json has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IgnoredTensors:
+    """Tensors that are not read, and their size in files."""
+
+    num_tensors: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +137,17 @@ class Checkpoint:
     """A Hugging Face safetensors directory with validated config and headers.
 
     `tensors` maps names to file locations. `fingerprint` identifies config, layout and sampled values.
-    `eos_token_ids` end a sequence; it may be empty.
+    `eos_token_ids` end a sequence; it may be empty. `packed` has the quantised matrices by name; their parts
+    are in `tensors`, which has plain tensors by their own names.
     """
 
     directory: Path
-    config: ModelConfig
+    config: Blueprint
     tensors: Mapping[str, TensorEntry]
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -136,21 +159,56 @@ class Checkpoint:
         path = Path(directory)
         if not path.is_dir():
             raise CheckpointNotFound(f"{path} is not a directory")
-        _refuse_gguf(path)
-        raw = read_json_object(path / CONFIG_FILE)
+        refuse_gguf(path)
+        raw = read_config(path)
         parse_config(raw, stored_dtype=DType.F32)  # report config errors before reading headers
         headers = read_headers(path)
-        config = parse_config(raw, stored_dtype=_stored_dtype(headers.tensors))
+        config = parse_named(raw, headers.tensors)
         verify_tensors(config, headers.tensors)
+        shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
         generation = read_generation_config(path)
         return cls(
             directory=path,
             config=config,
             tensors=headers.tensors,
             fingerprint=fingerprint(raw, headers.shards, sample_digest(path, headers.tensors)),
-            eos_token_ids=eos_token_ids(generation, raw),
-            bos_token_id=bos_token_id(generation, raw),
+            eos_token_ids=eos_token_ids(generation, text_config(raw)),
+            bos_token_id=bos_token_id(generation, text_config(raw)),
+            packed=packed_tensors(config, shapes),
         )
+
+    def with_weights(self, weights: WeightFormat | None) -> Checkpoint:
+        """This checkpoint for a stage with matrices in another format in memory.
+
+        Raises UnsupportedModel for matrices that the format cannot hold.
+        """
+        config = self.config.with_weights(weights)
+        check_can_hold(config)
+        return replace(self, config=config)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of tensor `name` once it is unpacked."""
+        return self.packed[name].shape if name in self.packed else self.tensors[name].shape
+
+    def parts_of(self, name: str) -> tuple[TensorEntry, ...]:
+        """The stored tensors that hold tensor `name`."""
+        if name not in self.packed:
+            return (self.tensors[name],)
+        return tuple(self.tensors[part.name] for part in self.packed[name].parts.values())
+
+    @property
+    def ignored(self) -> IgnoredTensors:
+        """Tensors of other modalities."""
+        prefixes = self.config.names.ignored
+        sizes = [entry.num_bytes for name, entry in self.tensors.items() if name.startswith(prefixes)]
+        return IgnoredTensors(num_tensors=len(sizes), num_bytes=sum(sizes))
+
+    @property
+    def weight_file_bytes(self) -> int:
+        """Size of all weights in files."""
+        config = self.config
+        names = stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
+        return sum(self.tensors[name].num_bytes for name in names)
 
     def file_identities(self) -> tuple[FileIdentity, ...]:
         """Current identities of all files with weights, by name."""
@@ -158,10 +216,27 @@ class Checkpoint:
         return stat_files(self.directory, sorted(names))
 
 
-def _refuse_gguf(path: Path) -> None:
+def refuse_gguf(path: Path) -> None:
+    """Raise UnsupportedFormat for a directory with GGUF files instead of a config."""
     if not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.gguf"))):
         raise UnsupportedFormat(f"{path} has {files[0].name} and no {CONFIG_FILE}: {GGUF_ADVICE}")
 
 
-def _stored_dtype(tensors: Mapping[str, TensorEntry]) -> DType | None:
-    return tensors[EMBEDDINGS].dtype if EMBEDDINGS in tensors else None
+def read_config(path: Path) -> dict[str, object]:
+    """Read config.json, with the quantisation from another file that may have it."""
+    raw = read_json_object(path / CONFIG_FILE)
+    if not raw.get(QUANTIZATION_FIELD) and is_named(path / MODELOPT_FILE):
+        raw[QUANTIZATION_FIELD] = modelopt_config(read_json_object(path / MODELOPT_FILE))
+    return raw
+
+
+def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> Blueprint:
+    """Parse a config with the names and the dtype that `tensors` have."""
+    config = parse_config(raw, stored_dtype=DType.F32)
+    if is_wrapper(raw):
+        config = named_as_in(config, tensors)
+    embeddings = tensors.get(config.names.embeddings)
+    # A quantised dtype is refused later.
+    dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None
+    quantization = None if config.quantization is None else config.quantization.matching(tensors)
+    return replace(config, dtype=parse_dtype(text_config(raw), dtype), quantization=quantization)

@@ -1,4 +1,4 @@
-"""Element types of weights, activations and KV pages."""
+"""Element types of weights, activations and KV pages, and those of quantised weights in files."""
 
 from __future__ import annotations
 
@@ -29,6 +29,55 @@ class DType(Enum):
             raise UnknownDType(f"dtype {name!r} is not one of {', '.join(_BY_NAME)}")
         return dtype
 
+
+class WeightFormat(Enum):
+    """How the matrices of layers are held in memory where that is not the run dtype; the value is its name.
+
+    INT8 has a scale per row; INT4 a scale and an offset per row and group of `INT4_GROUP` columns. Scales and
+    offsets have the run dtype.
+    """
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @classmethod
+    def from_name(cls, name: str) -> WeightFormat:
+        """Parse a name as users write it. Raises UnknownDType with the valid names."""
+        for found in cls:
+            if found.value == name:
+                return found
+        raise UnknownDType(f"weight format {name!r} is not one of {', '.join(found.value for found in cls)}")
+
+    def matrix_bytes(self, rows: int, columns: int, dtype: DType) -> int:
+        """Size of a matrix [rows, columns] of a model in `dtype`."""
+        if self is WeightFormat.INT8:
+            return rows * (columns + dtype.size_bytes)
+        return rows * (columns // 2 + columns // INT4_GROUP * 2 * dtype.size_bytes)
+
+
+INT4_GROUP = 32
+"""The smallest group of torch's kernel: as fast as 64 and 128 (see bench/STUDIES.md), and the most exact."""
+INT4_ROWS = 16
+"""Matrices of torch's kernel have multiples of so many rows."""
+
+
+class PackedDType(Enum):
+    """An element type that only quantised weights have: it is unpacked to a DType when it is read."""
+
+    F8_E4M3 = "f8_e4m3"
+    F8_E8M0 = "f8_e8m0"
+    I8 = "i8"
+    U8 = "u8"
+    I32 = "i32"
+    I64 = "i64"
+
+    @property
+    def size_bytes(self) -> int:
+        return {PackedDType.I32: 4, PackedDType.I64: 8}.get(self, 1)
+
+
+StoredDType = DType | PackedDType
+"""An element type in a file."""
 
 _BY_NAME = {
     "bf16": DType.BF16,

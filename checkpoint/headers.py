@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from checkpoint.dtypes import DType
+from checkpoint.dtypes import DType, PackedDType, StoredDType
 from checkpoint.errors import (
     BadHeader,
     CheckpointNotFound,
@@ -29,7 +29,7 @@ from checkpoint.files import is_named, open_regular, parse_json_object, read_jso
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's limit."""
 
-_DTYPES = {"BF16": DType.BF16, "F16": DType.F16, "F32": DType.F32}
+_DTYPES: Mapping[str, StoredDType] = {kind.name: kind for kind in (*DType, *PackedDType)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TensorEntry:
     """Location of a tensor: bytes [begin, end) of `file`, counted from the start of the file."""
 
     file: str
-    dtype: DType
+    dtype: StoredDType
     shape: tuple[int, ...]
     begin: int
     end: int

@@ -6,10 +6,19 @@ transformers 5: everything in `rope_parameters`. stage_worker/model/rope.py has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from checkpoint.config_fields import RawConfig, flag, is_neutral, optional_float, positive_float, positive_int
+from checkpoint.config_fields import (
+    RawConfig,
+    flag,
+    is_neutral,
+    optional_float,
+    positive_float,
+    positive_floats,
+    positive_int,
+)
 from checkpoint.errors import BadConfig, UnsupportedModel
 
 
@@ -20,14 +29,19 @@ class RopeKind(Enum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Parameters of the rotary embedding; those that a kind does not use keep their defaults.
 
+    `width` is the number of elements of a head that are rotated, the first ones; None for all. Element 2 i is
+    paired with 2 i + 1 if interleaved, else i with i + width / 2.
+
     `factor` belongs to LINEAR, LLAMA3 and YARN; `low_freq_factor` and `high_freq_factor` to LLAMA3;
-    `original_max_position_embeddings` (tokens) to LLAMA3 and YARN; the rest to YARN.
+    `original_max_position_embeddings` (tokens) to LLAMA3, YARN and LONGROPE; `short_factors`, one per
+    frequency, to LONGROPE; `attention_factor` to YARN and LONGROPE; the rest to YARN.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -42,7 +56,36 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    width: int | None = None
+    is_interleaved: bool = False
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRule:
+    """How a family reads its rotary embedding.
+
+    `theta` is the default base, `local_theta` that of windowed layers if theirs differs. `partial` is the
+    default of partial_rotary_factor; None: not read. With `is_per_type`, rope_parameters has an object for
+    each layer type, and the fields of transformers 4 scale layers without a window only.
+    `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.
+    `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in elements, is the
+    default instead of `partial`.
+    """
+
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    partial: float | None = None
+    is_interleaved: bool = False
+    is_per_type: bool = False
+    has_length_factors: bool = False
+    has_fixed_alpha: bool = False
+    has_query_growth: bool = False
+    has_rotary_dim: bool = False
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Layer types in config.json."""
 
 _COMMON_KEYS = frozenset({"rope_theta", "rope_type", "type", "finetuned"})
 """`finetuned` describes the training of the weights; the formula is the same."""
@@ -65,29 +108,56 @@ _KIND_KEYS = {
             "truncate",
         }
     ),
+    RopeKind.LONGROPE: frozenset(
+        {"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
+    ),
 }
+_FIXED_ALPHA_KEYS = frozenset({"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"})
+"""Of these transformers reads `alpha` only."""
 
 
-def parse_rope(raw: RawConfig) -> RopeConfig:
-    """Parse the RopeConfig from a whole config.json.
+def parse_ropes(raw: RawConfig, rule: RopeRule, head_dim: int) -> dict[str, RopeConfig]:
+    """Parse the RopeConfig of each layer type from a whole config.json, for heads of `head_dim` elements.
 
     Raises UnsupportedModel for an unsupported kind or parameter, BadConfig for impossible or contradictory
     values.
     """
-    field, parameters = _rope_object(raw)
-    kind = _parse_kind(field, parameters)
-    _refuse_unknown_parameters(field, parameters, kind)
-    theta = _parse_theta(raw, field, parameters)
-    max_positions = positive_int(raw, "max_position_embeddings")
-    match kind:
-        case RopeKind.DEFAULT:
-            return RopeConfig(theta=theta)
-        case RopeKind.LINEAR:
-            return RopeConfig(kind=kind, theta=theta, factor=positive_float(parameters, "factor"))
-        case RopeKind.LLAMA3:
-            return _parse_llama3(parameters, theta, max_positions)
-        case RopeKind.YARN:
-            return _parse_yarn(parameters, theta, max_positions)
+    field, given = _rope_object(raw)
+    if not rule.is_per_type:
+        rope = _RopeReader(raw, rule, head_dim, field, given).read(rule.theta)
+        return {FULL: rope, SLIDING: rope}
+    if not given.keys() & {FULL, SLIDING}:
+        return _ropes_of_transformers_4(raw, rule, head_dim, field, given)
+    if unknown := given.keys() - {FULL, SLIDING}:
+        raise UnsupportedModel(f"config field '{field}.{min(unknown)}' is not a layer type")
+    ropes = {}
+    for layer_type, theta in ((FULL, rule.theta), (SLIDING, rule.local_theta or rule.theta)):
+        name, parameters = f"{field}.{layer_type}", given.get(layer_type) or {}
+        if not isinstance(parameters, dict):
+            raise BadConfig(f"config field {name!r} must be an object, is {parameters!r}")
+        ropes[layer_type] = _RopeReader({}, rule, head_dim, name, parameters).read(theta, raw)
+    return ropes
+
+
+def _ropes_of_transformers_4(
+    raw: RawConfig, rule: RopeRule, head_dim: int, field: str, given: RawConfig
+) -> dict[str, RopeConfig]:
+    local = {} if rule.local_theta is None else {"rope_theta": raw.get("rope_local_base_freq")}
+    sliding = _RopeReader(local if local else raw, rule, head_dim, field, {})
+    return {
+        FULL: _RopeReader(raw, rule, head_dim, field, given).read(rule.theta),
+        SLIDING: sliding.read(rule.local_theta or rule.theta, raw),
+    }
+
+
+def parse_query_growth(raw: RawConfig, rule: RopeRule) -> tuple[float, int] | None:
+    """Parse beta and original length of Ministral 3's attention temperature; None without it."""
+    if not rule.has_query_growth:
+        return None
+    _, given = _rope_object(raw)
+    if (beta := optional_float(given, "llama_4_scaling_beta")) is None:
+        return None
+    return beta, positive_int(given, "original_max_position_embeddings")
 
 
 def _rope_object(raw: RawConfig) -> tuple[str, RawConfig]:
@@ -101,49 +171,126 @@ def _rope_object(raw: RawConfig) -> tuple[str, RawConfig]:
     return "rope_scaling", {}
 
 
-def _parse_kind(field: str, parameters: RawConfig) -> RopeKind:
-    names = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key) is not None}
-    if len(names) > 1:
-        raise BadConfig(f"config field {field!r} names two kinds: {', '.join(sorted(names))}")
-    name = names.pop() if names else "default"
-    if name in ("dynamic", "longrope", "su"):
-        raise UnsupportedModel(
-            f"config field '{field}.rope_type' = {name!r} is not supported: it changes keys with the total"
-            " length of the sequence, so cached keys would be wrong"
-        )
-    try:
-        return RopeKind(name)
-    except ValueError:
-        legal = ", ".join(kind.value for kind in RopeKind)
-        message = f"config field '{field}.rope_type' = {name!r} is not supported (supported: {legal})"
-        raise UnsupportedModel(message) from None
+@dataclass(frozen=True, slots=True)
+class _RopeReader:
+    """One object `given` of parameters, which messages call `field`; `top` has the older fields beside it."""
+
+    top: RawConfig
+    rule: RopeRule
+    head_dim: int
+    field: str
+    given: RawConfig
+
+    def read(self, default_theta: float, raw: RawConfig | None = None) -> RopeConfig:
+        """Parse it; `raw` is the whole config, if `top` is not."""
+        kind = self._kind()
+        self._refuse_unknown(kind)
+        theta = self._theta(default_theta)
+        whole = self.top if raw is None else raw
+        max_positions = positive_int(whole, "max_position_embeddings")
+        rope = _parse_kind(kind, self.given, max_positions, whole)
+        if self.rule.has_fixed_alpha and (alpha := optional_float(self.given, "alpha")) is not None:
+            theta *= alpha ** (self.head_dim / (self.head_dim - 2))
+        width = self._width()
+        if rope.short_factors and len(rope.short_factors) != (width or self.head_dim) // 2:
+            raise BadConfig(
+                f"config field '{self.field}.short_factor' has {len(rope.short_factors)} numbers, "
+                f"expected {(width or self.head_dim) // 2}"
+            )
+        return replace(rope, theta=theta, width=width, is_interleaved=self.rule.is_interleaved)
+
+    def _width(self) -> int | None:
+        if self.rule.partial is None:
+            return None
+        top, inner = (optional_float(source, "partial_rotary_factor") for source in (self.top, self.given))
+        if top is not None and inner is not None and top != inner:
+            raise BadConfig(
+                f"config fields 'partial_rotary_factor' = {top} and '{self.field}.partial_rotary_factor' = "
+                f"{inner} contradict"
+            )
+        factor = inner or top or self._default_partial(self.rule.partial)
+        width = int(self.head_dim * factor)
+        if factor > 1 or width < 2 or width % 2:
+            raise BadConfig(
+                f"config field 'partial_rotary_factor' = {factor} rotates {width} of {self.head_dim} "
+                "elements of a head, expected an even number"
+            )
+        return None if width == self.head_dim else width
+
+    def _default_partial(self, partial: float) -> float:
+        if self.rule.has_rotary_dim and self.top.get("rotary_dim") is not None:
+            return positive_int(self.top, "rotary_dim") / self.head_dim
+        return partial
+
+    def _kind(self) -> RopeKind:
+        given = self.given
+        names = {str(given[key]) for key in ("rope_type", "type") if given.get(key) is not None}
+        if len(names) > 1:
+            raise BadConfig(f"config field {self.field!r} names two kinds: {', '.join(sorted(names))}")
+        name = names.pop() if names else "default"
+        if self.rule.has_length_factors and name in ("su", "yarn"):
+            name = "longrope"  # as transformers' Phi3Config reads them
+        if self.rule.has_fixed_alpha and name == "dynamic" and given.get("alpha"):
+            return RopeKind.DEFAULT
+        is_dynamic = name == "dynamic" or (name in ("longrope", "su") and not self.rule.has_length_factors)
+        if is_dynamic:
+            raise UnsupportedModel(
+                f"config field '{self.field}.rope_type' = {name!r} is not supported: it changes keys with the"
+                " total length of the sequence, so cached keys would be wrong"
+            )
+        try:
+            return RopeKind(name)
+        except ValueError:
+            legal = ", ".join(kind.value for kind in RopeKind)
+            message = (
+                f"config field '{self.field}.rope_type' = {name!r} is not supported (supported: {legal})"
+            )
+            raise UnsupportedModel(message) from None
+
+    def _refuse_unknown(self, kind: RopeKind) -> None:
+        known = _COMMON_KEYS | _KIND_KEYS[kind]
+        if self.rule.partial is not None:
+            known |= {"partial_rotary_factor"}
+        if self.rule.has_fixed_alpha and self.given.get("alpha"):
+            known |= _FIXED_ALPHA_KEYS
+        if self.rule.has_query_growth:
+            known |= {"llama_4_scaling_beta", "max_position_embeddings"}
+        for key, value in self.given.items():
+            if key in known or is_neutral(key, value) or (key == "factor" and value == 1.0):
+                continue
+            raise UnsupportedModel(
+                f"config field '{self.field}.{key}' = {value!r} is not supported for {kind.value!r}"
+            )
+
+    def _theta(self, default: float) -> float:
+        top, inner = optional_float(self.top, "rope_theta"), optional_float(self.given, "rope_theta")
+        if top is not None and inner is not None and top != inner:
+            raise BadConfig(
+                f"config fields 'rope_theta' = {top} and '{self.field}.rope_theta' = {inner} contradict"
+            )
+        return inner or top or default
 
 
-def _refuse_unknown_parameters(field: str, parameters: RawConfig, kind: RopeKind) -> None:
-    known = _COMMON_KEYS | _KIND_KEYS[kind]
-    for key, value in parameters.items():
-        if key in known or is_neutral(key, value) or (key == "factor" and value == 1.0):
-            continue
-        raise UnsupportedModel(
-            f"config field '{field}.{key}' = {value!r} is not supported for {kind.value!r}"
-        )
+def _parse_kind(kind: RopeKind, parameters: RawConfig, max_positions: int, raw: RawConfig) -> RopeConfig:
+    match kind:
+        case RopeKind.DEFAULT:
+            return RopeConfig()
+        case RopeKind.LINEAR:
+            return RopeConfig(kind=kind, factor=positive_float(parameters, "factor"))
+        case RopeKind.LLAMA3:
+            return _parse_llama3(parameters, max_positions)
+        case RopeKind.YARN:
+            return _parse_yarn(parameters, max_positions)
+        case RopeKind.LONGROPE:
+            return _parse_longrope(parameters, max_positions, raw)
 
 
-def _parse_theta(raw: RawConfig, field: str, parameters: RawConfig) -> float:
-    """Return the base of the frequencies; 10000 by default, as in transformers."""
-    top, inner = optional_float(raw, "rope_theta"), optional_float(parameters, "rope_theta")
-    if top is not None and inner is not None and top != inner:
-        raise BadConfig(f"config fields 'rope_theta' = {top} and '{field}.rope_theta' = {inner} contradict")
-    return inner or top or 10_000.0
-
-
-def _parse_llama3(parameters: RawConfig, theta: float, max_positions: int) -> RopeConfig:
+def _parse_llama3(parameters: RawConfig, max_positions: int) -> RopeConfig:
     low, high = (positive_float(parameters, f"{side}_freq_factor") for side in ("low", "high"))
     if low >= high:
         raise BadConfig(f"rope low_freq_factor {low} must be below high_freq_factor {high}")
     return RopeConfig(
         kind=RopeKind.LLAMA3,
-        theta=theta,
         factor=positive_float(parameters, "factor"),
         low_freq_factor=low,
         high_freq_factor=high,
@@ -151,14 +298,13 @@ def _parse_llama3(parameters: RawConfig, theta: float, max_positions: int) -> Ro
     )
 
 
-def _parse_yarn(parameters: RawConfig, theta: float, max_positions: int) -> RopeConfig:
+def _parse_yarn(parameters: RawConfig, max_positions: int) -> RopeConfig:
     beta_fast = positive_float(parameters, "beta_fast", 32.0)
     beta_slow = positive_float(parameters, "beta_slow", 1.0)
     if beta_slow > beta_fast:
         raise BadConfig(f"rope beta_slow {beta_slow} must not be above beta_fast {beta_fast}")
     return RopeConfig(
         kind=RopeKind.YARN,
-        theta=theta,
         factor=positive_float(parameters, "factor"),
         original_max_position_embeddings=_original_length(parameters, max_positions),
         beta_fast=beta_fast,
@@ -167,6 +313,23 @@ def _parse_yarn(parameters: RawConfig, theta: float, max_positions: int) -> Rope
         mscale=_mscale(parameters, "mscale"),
         mscale_all_dim=_mscale(parameters, "mscale_all_dim"),
         truncate=flag(parameters, "truncate", default=True),
+    )
+
+
+def _parse_longrope(parameters: RawConfig, max_positions: int, raw: RawConfig) -> RopeConfig:
+    """Source: Ding et al. 2024, arXiv:2402.13753; transformers _compute_longrope_parameters.
+
+    Longer sequences than the original length would need other factors for all of their keys.
+    """
+    source = parameters if parameters.get("original_max_position_embeddings") is not None else raw
+    original = positive_int(source, "original_max_position_embeddings", max_positions)
+    factor = positive_float(parameters, "factor", max_positions / original)
+    found = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        kind=RopeKind.LONGROPE,
+        original_max_position_embeddings=original,
+        attention_factor=optional_float(parameters, "attention_factor") or found,
+        short_factors=positive_floats(parameters, "short_factor"),
     )
 
 

@@ -1,50 +1,157 @@
-"""Tensor names, shapes and sizes of a model.
-
-The names are those in transformers' Llama, Mistral, Qwen2 and Qwen3 checkpoints, which agree.
-"""
+"""Tensor names, shapes and sizes of a model, by its plan and its table of names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
-from checkpoint.config import ModelConfig
-from checkpoint.dtypes import DType
-from checkpoint.errors import MissingTensor, UnexpectedTensor, WrongShape
+from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm, NormSpan, Placement
+from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, StoredDType, WeightFormat
+from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
-
-EMBEDDINGS = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-OUTPUT_HEAD = "lm_head.weight"
+from checkpoint.names import EXPERT_ROLES, TensorRole
+from checkpoint.quantization import PackedMatrix, StoredTensor, is_unused, packed_matrices
 
 Shapes = dict[str, tuple[int, ...]]
+RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
+"""Shape of tensor "weight" or "bias" of a role; matrices are [out, in], as in torch's linear, and those of
+experts [experts, out, in].
+"""
+_MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
+_SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
+CHOICE_BIAS_KIND = "e_score_correction_bias"
+"""Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 
 
-def layer_tensor_name(layer: int, suffix: str) -> str:
-    """Return the full name of tensor `suffix` (see `layer_tensor_shapes`) of layer `layer`."""
-    return f"model.layers.{layer}.{suffix}"
+def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
+    """Return the shape of each tensor of a layer."""
+    attention = plan.mixer
+    shapes: RoleShapes = {}
+    for role in norm_roles(plan):
+        shapes |= _norm(role, hidden_size, plan.norm)
+    for role, width in (
+        (TensorRole.Q, attention.q_size),
+        (TensorRole.K, attention.kv_size),
+        (TensorRole.V, attention.kv_size),
+    ):
+        shapes |= _projection(role, width, hidden_size, bias=attention.qkv_bias)
+    if (qk_norm := attention.qk_norm) is not None:
+        is_whole = qk_norm.span is NormSpan.WIDTH
+        for role, width in ((TensorRole.Q_NORM, attention.q_size), (TensorRole.K_NORM, attention.kv_size)):
+            shapes |= _norm(role, width if is_whole else attention.head_dim, qk_norm.norm)
+    shapes |= _projection(TensorRole.O, hidden_size, attention.q_size, bias=attention.o_bias)
+    if isinstance(plan.feed_forward, Experts):
+        return shapes | _experts(plan.feed_forward, hidden_size)
+    return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)
 
 
-def layer_tensor_shapes(config: ModelConfig) -> Shapes:
-    """Return the shape of each tensor of one layer by name within the layer; all layers are equal.
+def _mlp(dense: Dense, hidden_size: int, roles: tuple[TensorRole, TensorRole, TensorRole]) -> RoleShapes:
+    """`roles` are gate, up and down."""
+    gate, up, down = roles
+    shapes: RoleShapes = {}
+    for role in (gate, up) if dense.is_gated else (up,):
+        shapes |= _projection(role, dense.width, hidden_size, bias=dense.has_bias)
+    return shapes | _projection(down, hidden_size, dense.width, bias=dense.has_bias)
 
-    Matrices are [out, in], as in torch.nn.functional.linear.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: Shapes = {"input_layernorm.weight": (hidden,)}
-    for name, width in (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)):
-        shapes |= _projection(f"self_attn.{name}_proj", width, hidden, bias=config.qkv_bias)
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in ("q", "k")}
-    shapes |= _projection("self_attn.o_proj", hidden, config.q_size, bias=config.o_bias)
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    shapes |= _projection("mlp.gate_proj", inner, hidden, bias=config.mlp_bias)
-    shapes |= _projection("mlp.up_proj", inner, hidden, bias=config.mlp_bias)
-    return shapes | _projection("mlp.down_proj", hidden, inner, bias=config.mlp_bias)
+
+def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
+    shapes: RoleShapes = {(TensorRole.ROUTER, "weight"): (experts.count, hidden_size)}
+    if experts.router.has_choice_bias:
+        shapes[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND] = (experts.count,)
+    for role in (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP):
+        shapes[role, "weight"] = (experts.count, experts.width, hidden_size)
+    shapes[TensorRole.EXPERT_DOWN, "weight"] = (experts.count, hidden_size, experts.width)
+    if experts.shared is not None:
+        shapes |= _mlp(experts.shared, hidden_size, _SHARED_MLP)
+    if experts.has_shared_gate:
+        shapes[TensorRole.SHARED_WEIGHT, "weight"] = (1, hidden_size)
+    return shapes
+
+
+def norm_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:
+    """Norms around mixer and feed-forward."""
+    match plan.placement:
+        case Placement.BEFORE:
+            return TensorRole.MIXER_NORM, TensorRole.FFN_NORM
+        case Placement.AFTER:
+            return TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM
+        case Placement.AROUND:
+            return (
+                TensorRole.MIXER_NORM,
+                TensorRole.MIXER_OUT_NORM,
+                TensorRole.FFN_NORM,
+                TensorRole.FFN_OUT_NORM,
+            )
+        case Placement.SHARED:
+            return (TensorRole.MIXER_NORM,)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensor:
+    """A tensor on disk: the rows of `roles`, whose "weight" or "bias" it is; of one `expert` or of all."""
+
+    name: str
+    kind: str
+    roles: tuple[TensorRole, ...]
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+
+def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
+    """Return the tensors of layer number `layer`."""
+    shapes = role_shapes(config.hidden_size, config.layers[layer])
+    found: dict[str, LayerTensor] = {}
+    for role, kind in shapes:
+        pack = config.names.pack_of(role)
+        parts = [shapes[part, kind] for part in pack.roles]
+        axis = row_axis(role)
+        shape = (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
+        for expert in range(shape[0]) if pack.is_per_expert else (None,):
+            name = config.names.in_layer(layer, pack.of_expert(expert), kind)
+            own_shape = shape if expert is None else shape[1:]
+            if pack.has_unit_axis:
+                own_shape = (1, *own_shape)
+            found[name] = LayerTensor(name, kind, pack.roles, own_shape, expert)
+    return tuple(found.values())
+
+
+def row_axis(role: TensorRole) -> int:
+    """Dimension of the rows in `role_shapes`."""
+    return 1 if role in EXPERT_ROLES else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRows:
+    """Rows [begin, end) of the tensor `name`; its matrices are one below the other."""
+
+    name: str
+    begin: int
+    end: int
+
+
+RolePlaces = dict[tuple[TensorRole, str, int | None], RoleRows]
+"""Place of tensor "weight" or "bias" of a role, and of an expert."""
+
+
+def rows_of_roles(config: Blueprint, layer: int) -> RolePlaces:
+    """Return where on disk each tensor of layer number `layer` is."""
+    shapes = role_shapes(config.hidden_size, config.layers[layer])
+    places: RolePlaces = {}
+    for tensor in layer_tensors(config, layer):
+        axis = row_axis(tensor.roles[0])
+        is_stack = axis == 1 and tensor.expert is None
+        begin = 0
+        for expert in range(tensor.shape[0]) if is_stack else (tensor.expert,):
+            for role in tensor.roles:
+                end = begin + shapes[role, tensor.kind][axis]
+                places[role, tensor.kind, expert] = RoleRows(tensor.name, begin, end)
+                begin = end
+    return places
 
 
 def stage_tensor_shapes(
-    config: ModelConfig, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
+    config: Blueprint, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
 ) -> Shapes:
     """Return name and shape of every tensor that a stage with layers [layer_begin, layer_end) reads.
 
@@ -55,55 +162,128 @@ def stage_tensor_shapes(
             f"layers [{layer_begin}, {layer_end}) are not within the model's {config.num_layers} layers"
         )
     matrix = (config.vocab_size, config.hidden_size)
-    shapes: Shapes = {EMBEDDINGS: matrix} if has_embeddings else {}
+    shapes: Shapes = {config.names.embeddings: matrix} if has_embeddings else {}
     for layer in range(layer_begin, layer_end):
-        for suffix, shape in layer_tensor_shapes(config).items():
-            shapes[layer_tensor_name(layer, suffix)] = shape
+        shapes |= {tensor.name: tensor.shape for tensor in layer_tensors(config, layer)}
     if has_head:
-        shapes[FINAL_NORM] = (config.hidden_size,)
-        shapes[EMBEDDINGS if config.tie_word_embeddings else OUTPUT_HEAD] = matrix
+        shapes |= dict.fromkeys(final_norm_tensors(config), (config.hidden_size,))
+        shapes[head_tensor(config)] = matrix
     return shapes
 
 
+def head_tensor(config: Blueprint) -> str:
+    """Name of the output head's matrix; a tied one is the embeddings."""
+    return config.names.embeddings if config.tie_word_embeddings else config.names.head
+
+
+def final_norm_tensors(config: Blueprint) -> tuple[str, ...]:
+    """Names of the final norm's weight and, if it has one, bias."""
+    kinds = ("weight", "bias") if config.final_norm.has_bias else ("weight",)
+    return tuple(config.names.final_norm(kind) for kind in kinds)
+
+
 def stage_tensor_names(
-    config: ModelConfig, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
+    config: Blueprint, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
 ) -> list[str]:
-    """Return the names of the tensors that a stage reads; see `stage_tensor_shapes`."""
-    return list(
-        stage_tensor_shapes(config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head)
+    """Return the names of the stored tensors that a stage reads: several for a quantised matrix."""
+    shapes = stage_tensor_shapes(
+        config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
     )
+    return list(stored_tensors(config, shapes))
 
 
-def num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(prod(shape) for shape in shapes.values())
+def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PackedMatrix]:
+    """Return the quantised ones of the tensors `shapes`, see `stage_tensor_shapes`."""
+    embeddings = config.names.embeddings
+    return packed_matrices(config.quantization, shapes, embeddings=embeddings, head=head_tensor(config))
 
 
-def verify_tensors(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> None:
+def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """Return the tensors in files that hold the tensors `shapes`, by name."""
+    packed = packed_tensors(config, shapes)
+    stored: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        if name in packed:
+            stored |= {part.name: part for part in packed[name].parts.values()}
+        else:
+            stored[name] = StoredTensor(name=name, dtypes=tuple(DType), shapes=(shape,))
+    return stored
+
+
+def num_elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+def verify_tensors(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> None:
     """Check, from the headers alone, that the checkpoint has exactly the tensors of `config`.
 
-    Rotary `inv_freq` buffers and a second copy of a tied output head are allowed in addition. Raises
-    MissingTensor, UnexpectedTensor or WrongShape, naming the tensors.
+    Rotary `inv_freq` buffers, a second copy of a tied output head, draft layers, and scales of quantised
+    activations are allowed in addition. Raises the first of `tensor_errors`.
     """
-    expected = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
+    for error in tensor_errors(config, tensors):
+        raise error
+
+
+def tensor_errors(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Iterator[CheckpointError]:
+    """MissingTensor, UnexpectedTensor, and WrongShape, or UnsupportedModel for a dtype, of each tensor.
+
+    Errors name the tensors.
+    """
+    shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
+    expected = stored_tensors(config, shapes)
     if missing := [name for name in expected if name not in tensors]:
-        raise MissingTensor(f"checkpoint lacks {_listed(missing)}")
-    if config.tie_word_embeddings and OUTPUT_HEAD in tensors:
-        expected[OUTPUT_HEAD] = expected[EMBEDDINGS]
-    extra = [name for name in tensors if name not in expected and not _is_harmless(name)]
+        yield MissingTensor(f"checkpoint lacks {_listed(missing)}{_of_format(config)}")
+    names = config.names
+    if config.tie_word_embeddings and names.head in tensors:
+        expected |= stored_tensors(config, {names.head: shapes[names.embeddings]})
+    extra = [name for name in tensors if name not in expected and not _is_harmless(config, name)]
     if extra:
-        raise UnexpectedTensor(f"checkpoint has {_listed(extra)}, unknown to {config.family.value!r}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise WrongShape(f"tensor {name} has shape {tensors[name].shape}, the config requires {shape}")
+        yield UnexpectedTensor(
+            f"checkpoint has {_listed(extra)}, unknown to {config.model_type!r}{_of_format(config)}"
+        )
+    for name in (name for name in expected if name in tensors):
+        if (error := _mismatch(tensors[name], expected[name], _of_format(config))) is not None:
+            yield error
 
 
-def _projection(name: str, out_size: int, in_size: int, *, bias: bool) -> Shapes:
-    weight: Shapes = {f"{name}.weight": (out_size, in_size)}
-    return weight | {f"{name}.bias": (out_size,)} if bias else weight
+def _mismatch(entry: TensorEntry, expected: StoredTensor, of_format: str) -> CheckpointError | None:
+    name, shape, shapes = expected.name, entry.shape, expected.shapes
+    if entry.dtype not in expected.dtypes:
+        return UnsupportedModel(
+            f"tensor {name} has dtype {entry.dtype.value}, the config requires {_either(expected.dtypes)}"
+            f"{of_format}"
+        )
+    is_right = shape in shapes if shapes else len(shape) == 1
+    if is_right:
+        return None
+    required = " or ".join(map(str, shapes)) or "one dimension"
+    return WrongShape(f"tensor {name} has shape {shape}, the config requires {required}{of_format}")
 
 
-def _is_harmless(name: str) -> bool:
-    return name.endswith("rotary_emb.inv_freq")
+def _either(dtypes: tuple[StoredDType, ...]) -> str:
+    return " or ".join(dtype.value for dtype in dtypes)
+
+
+def _of_format(config: Blueprint) -> str:
+    return "" if config.quantization is None else f" ({config.quantization.label})"
+
+
+def _projection(role: TensorRole, out_size: int, in_size: int, *, bias: bool) -> RoleShapes:
+    weight: RoleShapes = {(role, "weight"): (out_size, in_size)}
+    return weight | {(role, "bias"): (out_size,)} if bias else weight
+
+
+def _norm(role: TensorRole, width: int, norm: Norm) -> RoleShapes:
+    weight: RoleShapes = {(role, "weight"): (width,)}
+    return weight | {(role, "bias"): (width,)} if norm.has_bias else weight
+
+
+def _is_harmless(config: Blueprint, name: str) -> bool:
+    is_scale = config.quantization is not None and is_unused(name)
+    if name.endswith("rotary_emb.inv_freq") or is_scale or name.startswith(config.names.ignored):
+        return True
+    drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    return any(name.startswith(f"{config.names.prefix}layers.{layer}.") for layer in drafts)
 
 
 def _listed(names: list[str]) -> str:
@@ -111,22 +291,54 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more tensors"
 
 
-def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Size of the weights of one layer; all layers are equal."""
-    return num_elements(layer_tensor_shapes(config)) * dtype.size_bytes
+def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
+    """Size of the weights of a layer in memory."""
+    shapes = role_shapes(hidden_size, plan).values()
+    if plan.weights is None:
+        return num_elements(shapes) * dtype.size_bytes
+    vectors = num_elements(shape for shape in shapes if len(shape) == 1)
+    matrices = (shape for shape in shapes if len(shape) > 1)
+    sizes = (plan.weights.matrix_bytes(rows, columns, dtype) for rows, columns in matrices)
+    return vectors * dtype.size_bytes + sum(sizes)
 
 
-def head_bytes(config: ModelConfig, dtype: DType) -> int:
+def check_can_hold(config: Blueprint) -> None:
+    """Raise UnsupportedModel for experts, and for a matrix without whole groups of the weight format."""
+    if config.weight_format is not None and any(
+        isinstance(kind.feed_forward, Experts) for kind in config.kinds
+    ):
+        raise UnsupportedModel(
+            f"{config.model_type!r} is a mixture of experts, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not WeightFormat.INT4:
+        return
+    for layer in map(config.layers.index, config.kinds):
+        for tensor in layer_tensors(config, layer):
+            if len(tensor.shape) > 1 and (tensor.shape[0] % INT4_ROWS or tensor.shape[1] % INT4_GROUP):
+                raise UnsupportedModel(
+                    f"int4 weights have multiples of {INT4_ROWS} rows and {INT4_GROUP} columns, but"
+                    f" {tensor.name} has {tensor.shape[0]} and {tensor.shape[1]}: use int8, or no --quantize"
+                )
+
+
+def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
+    """Size of the weights of all experts of a layer, of which a step reads those that are chosen."""
+    shapes = role_shapes(hidden_size, plan).items()
+    return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
+
+
+def head_bytes(config: Blueprint, dtype: DType) -> int:
     """Size of final norm and output head on a stage without embeddings.
 
     A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
     `stage_weight_bytes`.
     """
-    return (config.vocab_size + 1) * config.hidden_size * dtype.size_bytes
+    rows = config.vocab_size + len(final_norm_tensors(config))
+    return rows * config.hidden_size * dtype.size_bytes
 
 
 def stage_weight_bytes(
-    config: ModelConfig,
+    config: Blueprint,
     dtype: DType,
     layer_begin: int,
     layer_end: int,
@@ -134,13 +346,17 @@ def stage_weight_bytes(
     has_embeddings: bool,
     has_head: bool,
 ) -> int:
-    """Size of the weights of a stage with layers [layer_begin, layer_end); tied weights count once."""
+    """Size in memory of the weights of a stage with layers [layer_begin, layer_end); tied ones count once."""
     shapes = stage_tensor_shapes(
         config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
     )
-    return num_elements(shapes) * dtype.size_bytes
+    layers = range(layer_begin, layer_end)
+    in_layers = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
+    outside = num_elements(shape for name, shape in shapes.items() if name not in in_layers)
+    sizes = {kind: layer_weight_bytes(config.hidden_size, kind, dtype) for kind in config.kinds}
+    return outside * dtype.size_bytes + sum(sizes[config.layers[layer]] for layer in layers)
 
 
-def kv_bytes_per_token_per_layer(config: ModelConfig, dtype: DType) -> int:
+def kv_bytes_per_token(attention: Attention, dtype: DType) -> int:
     """Size of keys and values of one position in one layer."""
-    return 2 * config.kv_size * dtype.size_bytes
+    return 2 * attention.kv_size * dtype.size_bytes

@@ -27,7 +27,7 @@ from checkpoint import (
     WrongShape,
     differing_parts,
     head_bytes,
-    kv_bytes_per_token_per_layer,
+    kv_bytes_per_token,
     layer_weight_bytes,
     stage_tensor_names,
     stage_weight_bytes,
@@ -151,7 +151,8 @@ def _set(name: str, **fields: Any) -> Callable[[Header], None]:
         (_set(NORM, data_offsets=[0]), BadHeader, "data_offsets"),
         (_set(NORM, data_offsets=[0, 256]), BadHeader, "begins at byte"),
         (_set(NORM, dtype="F16"), BadHeader, "of f16"),
-        (_set(NORM, dtype="F8_E4M3"), UnsupportedModel, "unsupported dtype 'F8_E4M3'"),
+        (_set(NORM, dtype="F8_E5M2"), UnsupportedModel, "unsupported dtype 'F8_E5M2'"),
+        (_set(NORM, dtype="I32"), UnsupportedModel, "norm.weight has dtype i32, the config requires bf16 or"),
         (_set(NORM, dtype=["F32"]), UnsupportedModel, "unsupported dtype"),
         (_set(NORM, strange=1), BadHeader, "is described by"),
     ],
@@ -337,7 +338,7 @@ def test_sizes_of_the_parts_add_up(tied: bool, tmp_path: Path) -> None:
         make_checkpoint(tmp_path, "qwen3", num_layers=3, tie_word_embeddings=tied)
     ).config
     bf16 = DType.BF16
-    layers = [layer_weight_bytes(config, bf16)] * 3
+    layers = [layer_weight_bytes(config.hidden_size, layer, bf16) for layer in config.layers]
     parts = [
         stage_weight_bytes(config, bf16, i, i + 1, has_embeddings=i == 0, has_head=i == 2) for i in range(3)
     ]
@@ -345,7 +346,7 @@ def test_sizes_of_the_parts_add_up(tied: bool, tmp_path: Path) -> None:
     assert sum(parts) == sum(layers) + embeddings + head_bytes(config, bf16)
     only = stage_weight_bytes(config, bf16, 0, 3, has_embeddings=True, has_head=True)
     assert sum(parts) - only == (embeddings if tied else 0)
-    assert kv_bytes_per_token_per_layer(config, bf16) == 2 * 2 * 16 * 2
+    assert kv_bytes_per_token(config.layers[0].mixer, bf16) == 2 * 2 * 16 * 2
 
 
 def test_a_stage_needs_its_own_tensors_only(directory: Path) -> None:

@@ -1,0 +1,488 @@
+"""The families of decoders that are served: one row each."""
+
+from __future__ import annotations
+
+from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
+from checkpoint.config_fields import RawConfig, text
+from checkpoint.errors import BadConfig, UnsupportedModel
+from checkpoint.family_rules import (
+    Architecture,
+    BiasKeys,
+    EmbeddingScale,
+    ExpertRule,
+    NormRule,
+    Rotation,
+    ScaleRule,
+    SparseLayers,
+    Windows,
+)
+from checkpoint.names import Pack, TensorRole, renamed
+from checkpoint.rope_config import RopeRule
+
+
+def _keys(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_SELECTED_WINDOW_KEYS = "sliding_window use_sliding_window max_window_layers"
+_STATICS = Pack(module="mlp.moe_statics", roles=(TensorRole.CHOICE_BIAS,), has_unit_axis=True)
+_MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
+_EXPERT_KEYS = "num_experts num_local_experts num_experts_per_tok"
+_STEP_KEYS = f"{_EXPERT_KEYS} moe_intermediate_size decoder_sparse_step mlp_only_layers"
+_MIXTRAL_MODULES = {
+    TensorRole.ROUTER: "block_sparse_moe.gate",
+    TensorRole.CHOICE_BIAS: "block_sparse_moe",
+    TensorRole.EXPERT_GATE: "block_sparse_moe.experts.{expert}.w1",
+    TensorRole.EXPERT_UP: "block_sparse_moe.experts.{expert}.w3",
+    TensorRole.EXPERT_DOWN: "block_sparse_moe.experts.{expert}.w2",
+}
+_AROUND = {
+    TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
+    TensorRole.FFN_NORM: "pre_feedforward_layernorm",
+    TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
+}
+_WINDOW_DEFAULT = {"sliding_window": 4096}
+_GATE_UP = Pack(module="mlp.gate_up_proj", roles=(TensorRole.GATE, TensorRole.UP))
+_QKV = Pack(module="self_attn.qkv_proj", roles=(TensorRole.Q, TensorRole.K, TensorRole.V))
+_GEMMA_KEYS = "query_pre_attn_scalar sliding_window sliding_window_pattern hidden_activation" \
+    " attention_bias final_logit_softcapping attn_logit_softcapping"  # fmt: skip
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture(
+        model_type="llama",
+        class_name="LlamaForCausalLM",
+        title="Llama 2, 3",
+        keys=_keys("attention_bias mlp_bias"),
+        biases=BiasKeys(feed_forward="mlp_bias"),
+    ),
+    Architecture(
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        title="Mistral",
+        keys=_keys("sliding_window"),
+        windows=Windows.ALL,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+        defaults=_WINDOW_DEFAULT,
+    ),
+    Architecture(
+        model_type="ministral3",
+        class_name="Ministral3ForCausalLM",
+        title="Ministral 3, Mistral Medium 3.5",
+        keys=_keys("sliding_window"),
+        windows=Windows.ALL,
+        rope=RopeRule(has_query_growth=True),
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+    ),
+    Architecture(
+        model_type="qwen2",
+        class_name="Qwen2ForCausalLM",
+        title="Qwen2, Qwen2.5",
+        keys=_keys(_SELECTED_WINDOW_KEYS),
+        windows=Windows.SELECTED,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None, qkv_default=True),
+    ),
+    Architecture(
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        title="Qwen3",
+        keys=_keys(f"{_SELECTED_WINDOW_KEYS} attention_bias"),
+        windows=Windows.SELECTED,
+        head_dim=128,
+        has_kv_heads_default=False,
+        norms=NormRule(qk_span=NormSpan.HEAD),
+    ),
+    Architecture(
+        model_type="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        title="Qwen3 MoE",
+        keys=_keys(f"{_SELECTED_WINDOW_KEYS} {_STEP_KEYS} attention_bias norm_topk_prob"),
+        windows=Windows.SWITCHED,
+        has_kv_heads_default=False,
+        norms=NormRule(qk_span=NormSpan.HEAD),
+        experts=ExpertRule(layers=SparseLayers.STEP, norm_key="norm_topk_prob", is_normalised=False),
+    ),
+    Architecture(
+        model_type="mixtral",
+        class_name="MixtralForCausalLM",
+        title="Mixtral",
+        keys=_keys(f"{_EXPERT_KEYS} sliding_window"),
+        names=renamed(_MIXTRAL_MODULES),
+        windows=Windows.ALL,
+        rope=RopeRule(theta=1_000_000.0),
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+        experts=ExpertRule(width_key="intermediate_size"),
+    ),
+    Architecture(
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        title="OLMoE",
+        keys=_keys(f"{_EXPERT_KEYS} attention_bias norm_topk_prob"),
+        norms=NormRule(qk_span=NormSpan.WIDTH),
+        experts=ExpertRule(width_key="intermediate_size", norm_key="norm_topk_prob", is_normalised=False),
+    ),
+    Architecture(
+        model_type="qwen2_moe",
+        class_name="Qwen2MoeForCausalLM",
+        title="Qwen1.5-MoE, Qwen2-MoE",
+        keys=_keys(
+            f"{_SELECTED_WINDOW_KEYS} {_STEP_KEYS} qkv_bias norm_topk_prob shared_expert_intermediate_size"
+        ),
+        names=renamed(
+            {
+                TensorRole.SHARED_GATE: "mlp.shared_expert.gate_proj",
+                TensorRole.SHARED_UP: "mlp.shared_expert.up_proj",
+                TensorRole.SHARED_DOWN: "mlp.shared_expert.down_proj",
+            }
+        ),
+        windows=Windows.LISTED,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv="qkv_bias", o=None, qkv_default=True),
+        experts=ExpertRule(
+            layers=SparseLayers.STEP,
+            norm_key="norm_topk_prob",
+            is_normalised=False,
+            shared_width_key="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+    ),
+    Architecture(
+        model_type="glm4_moe",
+        class_name="Glm4MoeForCausalLM",
+        title="GLM-4.5, 4.6, 4.7",
+        keys=_keys(
+            "attention_bias partial_rotary_factor use_qk_norm n_routed_experts n_shared_experts"
+            " num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group"
+            " norm_topk_prob routed_scaling_factor num_nextn_predict_layers"
+        ),
+        rope=RopeRule(partial=0.5),
+        has_kv_heads_default=False,
+        biases=BiasKeys(o=None),
+        norms=NormRule(qk_span=NormSpan.HEAD, qk_key="use_qk_norm"),
+        experts=ExpertRule(
+            layers=SparseLayers.AFTER_FIRST,
+            count_keys=("n_routed_experts",),
+            score=RouterScore.SIGMOID,
+            norm_key="norm_topk_prob",
+            has_choice_bias=True,
+            has_groups=True,
+            has_scaling=True,
+            is_wide=True,
+            shared_count_key="n_shared_experts",
+            shared_count=1,
+        ),
+    ),
+    Architecture(
+        model_type="granitemoe",
+        class_name="GraniteMoeForCausalLM",
+        title="Granite 3 MoE",
+        keys=_keys(f"{_EXPERT_KEYS} attention_bias {_MULTIPLIERS}"),
+        names=renamed(
+            {
+                TensorRole.ROUTER: "block_sparse_moe.router.layer",
+                TensorRole.EXPERT_DOWN: "block_sparse_moe.output_linear",
+            },
+            Pack(
+                module="block_sparse_moe.input_linear", roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)
+            ),
+        ),
+        scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_multipliers=True),
+        experts=ExpertRule(width_key="intermediate_size"),
+    ),
+    Architecture(
+        model_type="ernie4_5_moe",
+        class_name="Ernie4_5_MoeForCausalLM",
+        title="ERNIE 4.5 MoE",
+        keys=_keys(
+            "moe_intermediate_size moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index"
+            " moe_layer_end_index moe_layer_interval moe_norm_min"
+        ),
+        names=renamed({}, _STATICS),
+        rope=RopeRule(theta=500_000.0, is_interleaved=True),
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+        is_tied=True,
+        experts=ExpertRule(
+            layers=SparseLayers.INTERVAL,
+            count_keys=("moe_num_experts",),
+            per_token_key="moe_k",
+            has_choice_bias=True,
+            is_wide=True,
+            shared_count_key="moe_num_shared_experts",
+            shared_count=2,
+        ),
+        fixed={"moe_norm_min": 1e-12},
+    ),
+    Architecture(
+        model_type="minimax_m2",
+        class_name="MiniMaxM2ForCausalLM",
+        title="MiniMax-M2",
+        keys=_keys(
+            f"{_EXPERT_KEYS} partial_rotary_factor rotary_dim use_qk_norm qk_norm_type scoring_func"
+            " use_routing_bias shared_intermediate_size"
+        ),
+        names=renamed(_MIXTRAL_MODULES),
+        rope=RopeRule(theta=5_000_000.0, partial=1.0, has_rotary_dim=True),
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+        norms=NormRule(qk_span=NormSpan.WIDTH),
+        experts=ExpertRule(width_key="intermediate_size", score=RouterScore.SIGMOID, has_choice_bias=True),
+        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
+        | {"use_routing_bias": True, "shared_intermediate_size": 0},
+    ),
+    Architecture(
+        model_type="smollm3",
+        class_name="SmolLM3ForCausalLM",
+        title="SmolLM3",
+        keys=_keys(
+            "attention_bias mlp_bias sliding_window use_sliding_window no_rope_layers no_rope_layer_interval"
+        ),
+        windows=Windows.LISTED,
+        rotation=Rotation.LISTED,
+        rope=RopeRule(theta=2_000_000.0),
+        has_kv_heads_default=False,
+        biases=BiasKeys(feed_forward="mlp_bias"),
+        is_tied=True,
+    ),
+    Architecture(
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        title="Granite",
+        keys=_keys(f"attention_bias mlp_bias {_MULTIPLIERS}"),
+        biases=BiasKeys(feed_forward="mlp_bias"),
+        scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_multipliers=True),
+    ),
+    Architecture(
+        model_type="seed_oss",
+        class_name="SeedOssForCausalLM",
+        title="Seed-OSS",
+        keys=_keys("attention_bias attention_out_bias mlp_bias"),
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(o="attention_out_bias", feed_forward="mlp_bias", qkv_default=True),
+    ),
+    Architecture(
+        model_type="arcee",
+        class_name="ArceeForCausalLM",
+        title="Arcee (AFM)",
+        keys=_keys("attention_bias mlp_bias"),
+        biases=BiasKeys(feed_forward="mlp_bias"),
+        activation="relu2",
+        is_gated=False,
+    ),
+    Architecture(
+        model_type="nemotron",
+        class_name="NemotronForCausalLM",
+        title="Nemotron",
+        keys=_keys("attention_bias mlp_bias norm_eps partial_rotary_factor"),
+        rope=RopeRule(partial=0.5),
+        biases=BiasKeys(feed_forward="mlp_bias"),
+        norms=NormRule(kind=NormKind.LAYER_OFFSET, has_bias=True, eps_key="norm_eps"),
+        activation="relu2",
+        is_gated=False,
+    ),
+    Architecture(
+        model_type="starcoder2",
+        class_name="Starcoder2ForCausalLM",
+        title="StarCoder2",
+        keys=_keys("sliding_window use_bias norm_epsilon"),
+        names=renamed({TensorRole.UP: "mlp.c_fc", TensorRole.DOWN: "mlp.c_proj"}),
+        windows=Windows.ALL,
+        has_kv_heads_default=False,
+        biases=BiasKeys(
+            qkv="use_bias", o="use_bias", feed_forward="use_bias", qkv_default=True, default=True
+        ),
+        norms=NormRule(kind=NormKind.LAYER, has_bias=True, eps_key="norm_epsilon"),
+        activation="gelu_pytorch_tanh",
+        is_gated=False,
+        is_tied=True,
+    ),
+    Architecture(
+        model_type="ernie4_5",
+        class_name="Ernie4_5ForCausalLM",
+        title="ERNIE 4.5",
+        keys=_keys("use_bias"),
+        rope=RopeRule(theta=500_000.0, is_interleaved=True),
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv="use_bias", o="use_bias", feed_forward="use_bias"),
+        is_tied=True,
+    ),
+    Architecture(
+        model_type="hunyuan_v1_dense",
+        class_name="HunYuanDenseV1ForCausalLM",
+        title="Hunyuan (dense)",
+        keys=_keys("attention_bias"),
+        names=renamed(
+            {TensorRole.Q_NORM: "self_attn.query_layernorm", TensorRole.K_NORM: "self_attn.key_layernorm"}
+        ),
+        rope=RopeRule(has_fixed_alpha=True),
+        norms=NormRule(qk_span=NormSpan.HEAD, is_qk_after_rotation=True),
+    ),
+    Architecture(
+        model_type="phi3",
+        class_name="Phi3ForCausalLM",
+        title="Phi-3, Phi-4",
+        keys=_keys("sliding_window original_max_position_embeddings partial_rotary_factor"),
+        names=renamed({}, _QKV, _GATE_UP),
+        windows=Windows.ALL,
+        rope=RopeRule(partial=1.0, has_length_factors=True),
+        biases=BiasKeys(qkv=None, o=None),
+    ),
+    Architecture(
+        model_type="glm4",
+        class_name="Glm4ForCausalLM",
+        title="GLM-4",
+        keys=_keys("attention_bias partial_rotary_factor"),
+        names=renamed(
+            {
+                TensorRole.MIXER_OUT_NORM: "post_self_attn_layernorm",
+                TensorRole.FFN_OUT_NORM: "post_mlp_layernorm",
+            },
+            _GATE_UP,
+        ),
+        rope=RopeRule(partial=0.5, is_interleaved=True),
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(o=None, qkv_default=True),
+        norms=NormRule(placement=Placement.AROUND),
+    ),
+    Architecture(
+        model_type="olmo2",
+        class_name="Olmo2ForCausalLM",
+        title="OLMo 2",
+        keys=_keys("attention_bias"),
+        norms=NormRule(kind=NormKind.RMS_WIDE, placement=Placement.AFTER, qk_span=NormSpan.WIDTH),
+    ),
+    Architecture(
+        model_type="olmo3",
+        class_name="Olmo3ForCausalLM",
+        title="OLMo 3",
+        keys=_keys("attention_bias sliding_window"),
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        rope=RopeRule(theta=500_000.0, is_per_type=True),
+        norms=NormRule(kind=NormKind.RMS_WIDE, placement=Placement.AFTER, qk_span=NormSpan.WIDTH),
+        defaults=_WINDOW_DEFAULT,
+    ),
+    Architecture(
+        model_type="exaone4",
+        class_name="Exaone4ForCausalLM",
+        title="EXAONE 4",
+        keys=_keys("sliding_window sliding_window_pattern"),
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        rotation=Rotation.WINDOWED_OR_ALL,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None),
+        norms=NormRule(placement=Placement.AFTER, qk_span=NormSpan.HEAD),
+        defaults=_WINDOW_DEFAULT,
+    ),
+    Architecture(
+        model_type="cohere",
+        class_name="CohereForCausalLM",
+        title="Command R",
+        keys=_keys("attention_bias layer_norm_eps logit_scale"),
+        rope=RopeRule(theta=500_000.0, is_interleaved=True),
+        norms=NormRule(kind=NormKind.LAYER, placement=Placement.SHARED, eps_key="layer_norm_eps"),
+        scales=ScaleRule(logit_scale=0.0625),
+        is_tied=True,
+    ),
+    Architecture(
+        model_type="cohere2",
+        class_name="Cohere2ForCausalLM",
+        title="Command R7B, Command A",
+        keys=_keys("attention_bias layer_norm_eps logit_scale sliding_window sliding_window_pattern"),
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        rotation=Rotation.WINDOWED,
+        rope=RopeRule(is_interleaved=True),
+        norms=NormRule(kind=NormKind.LAYER, placement=Placement.SHARED, eps_key="layer_norm_eps"),
+        scales=ScaleRule(logit_scale=0.0625),
+        is_tied=True,
+        defaults=_WINDOW_DEFAULT,
+    ),
+    Architecture(
+        model_type="gemma2",
+        class_name="Gemma2ForCausalLM",
+        title="Gemma 2",
+        keys=_keys(_GEMMA_KEYS),
+        names=renamed(_AROUND),
+        windows=Windows.PATTERN,
+        window_pattern=2,
+        head_dim=256,
+        has_kv_heads_default=False,
+        norms=NormRule(kind=NormKind.RMS_OFFSET, placement=Placement.AROUND),
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        scales=ScaleRule(
+            embedding=EmbeddingScale.ROOT, query_scalar=256.0, has_caps=True, score_cap=50.0, logit_cap=30.0
+        ),
+        is_tied=True,
+        defaults=_WINDOW_DEFAULT,
+    ),
+    Architecture(
+        model_type="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        title="Gemma 3",
+        keys=_keys(f"{_GEMMA_KEYS} rope_local_base_freq _sliding_window_pattern"),
+        names=renamed(_AROUND),
+        windows=Windows.PATTERN,
+        window_pattern=6,
+        rope=RopeRule(theta=1_000_000.0, local_theta=10_000.0, is_per_type=True),
+        head_dim=256,
+        has_kv_heads_default=False,
+        norms=NormRule(kind=NormKind.RMS_OFFSET, placement=Placement.AROUND, qk_span=NormSpan.HEAD),
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        scales=ScaleRule(embedding=EmbeddingScale.ROOT, query_scalar=256.0, has_caps=True),
+        is_tied=True,
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+        },
+    ),
+)
+
+_BY_CLASS = {row.class_name: row for row in ARCHITECTURES}
+_BY_TYPE = {row.model_type: row for row in ARCHITECTURES}
+
+
+def architecture_of(raw: RawConfig) -> Architecture:
+    """Return the family in `architectures` and `model_type`, which must agree; one may be missing.
+
+    Raises UnsupportedModel for another family, BadConfig for contradictory names.
+    """
+    named = raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise BadConfig(f"config field 'architectures' must be a list, is {named!r}")
+    for name in named:
+        if not isinstance(name, str) or name not in _BY_CLASS:
+            legal = ", ".join(_BY_CLASS)
+            raise UnsupportedModel(f"architecture {name!r} is not supported (supported: {legal})")
+    found = {_BY_CLASS[name] for name in named}
+    model_type = text(raw, "model_type")
+    if model_type is not None:
+        found.add(_of_type(model_type))
+    if len(found) != 1:
+        raise BadConfig(
+            "config fields 'architectures' and 'model_type' must name one model,"
+            f" got {named!r} and {model_type!r}"
+        )
+    return found.pop()
+
+
+def _of_type(model_type: str) -> Architecture:
+    if (row := _BY_TYPE.get(model_type)) is None:
+        legal = ", ".join(_BY_TYPE)
+        raise UnsupportedModel(f"model type {model_type!r} is not supported (supported: {legal})")
+    return row

@@ -1,0 +1,268 @@
+"""What a decoder computes, layer by layer: pure descriptions, equal by value, read from config.json.
+
+Two layers with equal plans share kernels, sizes and costs; the layers of a model may differ. Numerics are
+those of transformers, see stage_worker/model/decoder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from checkpoint.dtypes import DType, WeightFormat
+from checkpoint.names import LLAMA_NAMES, NameTable
+from checkpoint.quantization import Quantization
+from checkpoint.rope_config import RopeConfig
+
+
+class Activation(Enum):
+    """Function between the matrices of a feed-forward; the value is its name in config.json."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    RELU2 = "relu2"
+    """The square of max(x, 0). Source: So et al. 2021, arXiv:2109.08668."""
+
+
+class NormKind(Enum):
+    """Normalisation of rows in float32; they differ in where the weight enters and what is rounded."""
+
+    RMS = "RMS, rounded, times the weight"
+    RMS_WIDE = "RMS times the weight, rounded"
+    RMS_OFFSET = "RMS times (1 + weight), rounded"
+    LAYER = "mean 0 and variance 1, times the weight, rounded"
+    LAYER_OFFSET = "mean 0 and variance 1, times (1 + weight), rounded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A normalisation; `eps` is added to the mean square or variance, `has_bias` to the result."""
+
+    kind: NormKind = NormKind.RMS
+    eps: float
+    has_bias: bool = False
+
+
+class NormSpan(Enum):
+    """Elements that a norm of queries or keys sees together."""
+
+    HEAD = "head"
+    WIDTH = "all heads"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """Norms of queries and of keys; `is_after_rotation` instead of before it."""
+
+    norm: Norm
+    span: NormSpan = NormSpan.HEAD
+    is_after_rotation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)).
+
+    Source: Llama 4's attention temperature; transformers get_llama_4_attn_scale.
+    """
+
+    beta: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention over paged keys and values. Widths are in elements.
+
+    `head_dim` is independent of hidden size and number of heads. Without `rope`, positions do not enter.
+    `window` is the number of positions, the query's own included, that a query sees; None for all. Scores
+    are multiplied by `scale`, then limited to softcap * tanh(score / softcap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    qk_norm: QkNorm | None = None
+    query_growth: QueryGrowth | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key projection, and of the value projection."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated, with `width` elements between."""
+
+    width: int
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+class RouterScore(Enum):
+    """How logits of experts become scores, from 0 to 1."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Choice of the experts of each token, and their weights.
+
+    Experts with the highest scores are chosen; with `has_choice_bias`, those with the highest sums of score
+    and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best ones are; a group
+    is as good as its two best experts together. Weights are the scores of the chosen experts: divided by
+    their sum if `is_normalised`, then times `scaling`. Logits are computed in float32 if `is_wide`.
+    """
+
+    score: RouterScore = RouterScore.SOFTMAX
+    is_normalised: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    has_choice_bias: bool = False
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of `count` gated MLPs; each token is computed by the `per_token` that `router` chooses.
+
+    `width` is the number of elements between the matrices of one expert. `shared` is an MLP of all tokens,
+    which `has_shared_gate` multiplies by the sigmoid of a projection to one element.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    router: Router
+    activation: Activation = Activation.SILU
+    shared: Dense | None = None
+    has_shared_gate: bool = False
+
+
+class Placement(Enum):
+    """Norms of a layer around its mixer and its feed-forward."""
+
+    BEFORE = "of the inputs"
+    AFTER = "of the outputs"
+    AROUND = "of inputs and outputs"
+    SHARED = "one, of the input of both, which add to one residual"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One layer: `mixer`, then `feed_forward`, each added to its input after `residual_scale`.
+
+    `weights` is the format of its matrices in memory, None for the run dtype.
+    """
+
+    mixer: Attention
+    feed_forward: Dense | Experts
+    norm: Norm
+    placement: Placement = Placement.BEFORE
+    residual_scale: float = 1.0
+    weights: WeightFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryTensor:
+    """A tensor [tokens, width] in the run dtype that a stage hands to the next one."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A whole decoder. Lengths are in tokens.
+
+    `model_type` is the family's name in config.json. `dtype` is the checkpoint's dtype, the default run
+    dtype. Embeddings are multiplied by `embedding_scale`, rounded to the run dtype; logits by `logit_scale`,
+    then limited to logit_softcap * tanh(logit / logit_softcap). A stage of a pipeline begins with layer 0 or
+    with one of `legal_cuts`, which are layers above 0. Files may have `num_draft_layers` more layers, for
+    speculation, which are not read. `quantization` is the format of matrices in files,
+    None for plain ones.
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    layers: tuple[LayerPlan, ...]
+    final_norm: Norm
+    tie_word_embeddings: bool
+    dtype: DType
+    legal_cuts: frozenset[int]
+    num_draft_layers: int = 0
+    quantization: Quantization | None = None
+    names: NameTable = LLAMA_NAMES
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if wrong := sorted(self.legal_cuts - set(range(1, self.num_layers))):
+            raise ValueError(f"a stage cannot begin with layer {wrong[0]} of {self.num_layers}")
+
+    @property
+    def boundary(self) -> tuple[BoundaryTensor, ...]:
+        """What crosses a cut, in the order of its columns in a frame; the same at every cut."""
+        return (BoundaryTensor(name="hidden_states", width=self.hidden_size),)
+
+    @property
+    def boundary_width(self) -> int:
+        """Elements per token that cross a cut."""
+        return sum(tensor.width for tensor in self.boundary)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, at least one."""
+        return len(self.layers)
+
+    @property
+    def kinds(self) -> tuple[LayerPlan, ...]:
+        """The distinct layers, in order of their first use."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """`LayerPlan.weights`, which is the same for all layers."""
+        return self.layers[0].weights
+
+    def with_weights(self, weights: WeightFormat | None) -> Blueprint:
+        """This decoder with matrices in another format in memory."""
+        layers = {kind: replace(kind, weights=weights) for kind in self.kinds}
+        return replace(self, layers=tuple(layers[layer] for layer in self.layers))
+
+    def page_shape(self, layer_begin: int, layer_end: int) -> tuple[int, int]:
+        """KV heads and their width in layers [layer_begin, layer_end), which share pages.
+
+        Raises ValueError for layers of several shapes.
+        """
+        mixers = {layer.mixer for layer in self.layers[layer_begin:layer_end]}
+        shapes = {(mixer.num_kv_heads, mixer.head_dim) for mixer in mixers}
+        if len(shapes) != 1:
+            found = " and ".join(f"{heads} heads of {width}" for heads, width in sorted(shapes))
+            raise ValueError(f"layers [{layer_begin}, {layer_end}) have keys of {found}")
+        return shapes.pop()
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """`Attention.window` of each layer."""
+        return tuple(layer.mixer.window for layer in self.layers)

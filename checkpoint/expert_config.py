@@ -1,0 +1,110 @@
+"""Mixtures of experts in config.json: which layers have one, and its Experts."""
+
+from __future__ import annotations
+
+from checkpoint.blueprint import Activation, Dense, Experts, Router
+from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
+from checkpoint.errors import BadConfig
+from checkpoint.family_rules import ExpertRule, SparseLayers
+
+_MOST_EXPERTS = 1 << 17
+"""Maximum number of experts of all layers together, far above those of existing models."""
+
+
+def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts. Raises BadConfig."""
+    layers = range(num_layers)
+    match rule:
+        case SparseLayers.ALL:
+            return (True,) * num_layers
+        case SparseLayers.STEP:
+            step, dense = positive_int(raw, "decoder_sparse_step", 1), _dense_layers(raw, num_layers)
+            return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+        case SparseLayers.AFTER_FIRST:
+            first = natural_int(raw, "first_k_dense_replace", 1)
+            return tuple(layer >= first for layer in layers)
+        case SparseLayers.INTERVAL:
+            step, first = (
+                positive_int(raw, "moe_layer_interval", 1),
+                natural_int(raw, "moe_layer_start_index", 1),
+            )
+            is_open = raw.get("moe_layer_end_index", -1) == -1
+            last = num_layers - 1 if is_open else natural_int(raw, "moe_layer_end_index", 0)
+            return tuple(first <= layer <= last and (layer + 1) % step == 0 for layer in layers)
+
+
+def _dense_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
+    listed = raw.get("mlp_only_layers") or []
+    numbers = frozenset(range(num_layers))
+    is_list = isinstance(listed, list) and all(type(layer) is int and layer in numbers for layer in listed)
+    if not isinstance(listed, list) or not is_list:
+        raise BadConfig(
+            f"config field 'mlp_only_layers' must list layers from 0 to {num_layers - 1}, is {listed!r}"
+        )
+    return frozenset(listed)
+
+
+def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation) -> Experts:
+    """Return the experts of a layer that has them. Raises BadConfig."""
+    count, per_token = _count(raw, rule), positive_int(raw, rule.per_token_key)
+    router = _parse_router(raw, rule)
+    if count % router.num_groups or router.num_kept_groups > router.num_groups:
+        raise BadConfig(
+            f"{count} experts in {router.num_groups} groups (n_group), of which {router.num_kept_groups} are"
+            " kept (topk_group): groups must be of one size, and those kept at most all"
+        )
+    group_size = count // router.num_groups
+    if per_token > (choice := group_size * router.num_kept_groups):
+        raise BadConfig(f"config field {rule.per_token_key!r} is {per_token}, the limit is {choice} experts")
+    if router.num_groups > 1 and group_size < 2:
+        raise BadConfig(
+            f"config field 'n_group' is {router.num_groups}, a group of {count} needs two experts"
+        )
+    width = positive_int(raw, rule.width_key)
+    shared = _shared_width(raw, rule, width)
+    return Experts(
+        count=count,
+        per_token=per_token,
+        width=width,
+        router=router,
+        activation=activation,
+        shared=None if shared == 0 else Dense(width=shared, activation=activation),
+        has_shared_gate=shared > 0 and rule.has_shared_gate,
+    )
+
+
+def _count(raw: RawConfig, rule: ExpertRule) -> int:
+    found = {key: positive_int(raw, key) for key in rule.count_keys if raw.get(key) is not None}
+    counts = set(found.values())
+    if len(counts) != 1:
+        keys = " and ".join(map(repr, rule.count_keys))
+        raise BadConfig(f"config fields {keys} must give one number of experts, got {found or None}")
+    (count,) = counts
+    layers = positive_int(raw, "num_hidden_layers")
+    if count * layers > _MOST_EXPERTS:
+        raise BadConfig(f"{layers} layers of {count} experts are more than {_MOST_EXPERTS} experts")
+    return count
+
+
+def _parse_router(raw: RawConfig, rule: ExpertRule) -> Router:
+    is_normalised = rule.is_normalised
+    if rule.norm_key is not None:
+        is_normalised = flag(raw, rule.norm_key, default=is_normalised)
+    return Router(
+        score=rule.score,
+        is_normalised=is_normalised,
+        scaling=positive_float(raw, "routed_scaling_factor", 1.0) if rule.has_scaling else 1.0,
+        num_groups=positive_int(raw, "n_group", 1) if rule.has_groups else 1,
+        num_kept_groups=positive_int(raw, "topk_group", 1) if rule.has_groups else 1,
+        has_choice_bias=rule.has_choice_bias,
+        is_wide=rule.is_wide,
+    )
+
+
+def _shared_width(raw: RawConfig, rule: ExpertRule, width: int) -> int:
+    """0 for no shared expert."""
+    if rule.shared_count_key is not None:
+        return width * natural_int(raw, rule.shared_count_key, rule.shared_count)
+    if rule.shared_width_key is not None:
+        return natural_int(raw, rule.shared_width_key, 0)
+    return 0

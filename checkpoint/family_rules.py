@@ -1,0 +1,159 @@
+"""Vocabulary of a family's row: what may differ from Llama, and where config.json tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
+from checkpoint.names import LLAMA_NAMES, NameTable
+from checkpoint.rope_config import RopeRule
+
+
+class Windows(Enum):
+    """Which layers have a sliding window, if config.json gives one."""
+
+    NONE = "none"
+    ALL = "all"
+    SWITCHED = "all, if use_sliding_window"
+    SELECTED = "those of layer_types or max_window_layers, if use_sliding_window"
+    LISTED = "those of layer_types, if use_sliding_window"
+    PATTERN = "those of layer_types, or all but every n-th"
+
+
+class Rotation(Enum):
+    """Which layers rotate queries and keys."""
+
+    ALL = "all"
+    WINDOWED = "those with a window"
+    WINDOWED_OR_ALL = "those with a window, or all if config.json gives none"
+    LISTED = "those of no_rope_layers, or all but every n-th"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasKeys:
+    """Fields of config.json that give projections biases, and their default; None: no bias."""
+
+    qkv: str | None = "attention_bias"
+    o: str | None = "attention_bias"
+    feed_forward: str | None = None
+    qkv_default: bool = False
+    default: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormRule:
+    """Norms of layers; `eps_key` is the field of their epsilon. `eps` is its default.
+
+    With `qk_key`, this field says whether queries and keys are normed, by default not.
+    """
+
+    kind: NormKind = NormKind.RMS
+    placement: Placement = Placement.BEFORE
+    has_bias: bool = False
+    eps_key: str = "rms_norm_eps"
+    qk_span: NormSpan | None = None
+    qk_key: str | None = None
+    is_qk_after_rotation: bool = False
+
+
+class EmbeddingScale(Enum):
+    """Factor of the embeddings."""
+
+    NONE = "1"
+    MULTIPLIER = "embedding_multiplier"
+    ROOT = "the square root of hidden_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRule:
+    """Factors and limits between the operations of a family.
+
+    `query_scalar` is the default of query_pre_attn_scalar, whose inverse root scales attention;
+    `has_multipliers`: Granite's four. `logit_scale` is the default of the field of this name, `logit_cap` and
+    `score_cap` those of final_logit_softcapping and attn_logit_softcapping; None: no such field.
+    """
+
+    embedding: EmbeddingScale = EmbeddingScale.NONE
+    query_scalar: float | None = None
+    has_multipliers: bool = False
+    logit_scale: float | None = None
+    has_caps: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+
+class SparseLayers(Enum):
+    """Which layers have experts."""
+
+    ALL = "all"
+    STEP = "every decoder_sparse_step-th, without those of mlp_only_layers"
+    AFTER_FIRST = "those from first_k_dense_replace on"
+    INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRule:
+    """How a family reads its mixture of experts.
+
+    `count_keys` are fields that mean the number of experts, of which at least one is given. The weights of
+    the chosen experts are divided by their sum if `norm_key` says so (`is_normalised` is its default).
+    The shared expert is as wide as `shared_width_key` says, or `shared_count_key` experts (`shared_count` is
+    its default); None: no shared expert. `has_groups`: n_group and topk_group are read; `has_scaling`:
+    routed_scaling_factor is.
+    """
+
+    layers: SparseLayers = SparseLayers.ALL
+    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")
+    per_token_key: str = "num_experts_per_tok"
+    width_key: str = "moe_intermediate_size"
+    score: RouterScore = RouterScore.SOFTMAX
+    norm_key: str | None = None
+    is_normalised: bool = True
+    has_choice_bias: bool = False
+    has_groups: bool = False
+    has_scaling: bool = False
+    is_wide: bool = False
+    shared_width_key: str | None = None
+    shared_count_key: str | None = None
+    shared_count: int = 0
+    has_shared_gate: bool = False
+
+
+_USUAL_ROPE = RopeRule()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A family by its `model_type` and its class in transformers, and what differs from Llama.
+
+    `keys` are the fields of config.json that are computed beside the common ones. `head_dim` is the default
+    of the width of a head (None: hidden_size / num_attention_heads), as in transformers' config class;
+    without `has_kv_heads_default`, num_key_value_heads must be given. Fields of `fixed` have this value only;
+    `defaults` are those of further fields, which published checkpoints leave out. `window_pattern`: every
+    n-th layer has full attention if `Windows.PATTERN` is not given layer by layer. `title` names the models
+    for people; None: the name of the class.
+    """
+
+    model_type: str
+    class_name: str
+    keys: frozenset[str]
+    title: str | None = None
+    names: NameTable = LLAMA_NAMES
+    windows: Windows = Windows.NONE
+    window_pattern: int = 0
+    rotation: Rotation = Rotation.ALL
+    rope: RopeRule = _USUAL_ROPE
+    head_dim: int | None = None
+    has_kv_heads_default: bool = True
+    biases: BiasKeys = BiasKeys()
+    norms: NormRule = NormRule()
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    is_gated: bool = True
+    scales: ScaleRule = ScaleRule()
+    is_tied: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    experts: ExpertRule | None = None
+    fixed: Mapping[str, object] = field(default_factory=dict, hash=False)

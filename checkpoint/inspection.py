@@ -1,0 +1,84 @@
+"""Why a checkpoint directory is not served: every reason that can be found, not only the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from checkpoint.config import config_errors
+from checkpoint.directory import Checkpoint, parse_named, read_config, refuse_gguf
+from checkpoint.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
+from checkpoint.files import is_named
+from checkpoint.generation_config import read_generation_config
+from checkpoint.headers import Headers, read_headers
+from checkpoint.tensors import tensor_errors
+
+ADAPTER_FILE = "adapter_config.json"
+"""Marks a LoRA adapter of peft."""
+TOKENIZER_FILE = "tokenizer.json"
+_Value = TypeVar("_Value")
+
+
+@dataclass(slots=True, kw_only=True)
+class Inspection:
+    """Errors of a directory in the order of their discovery; without any, `checkpoint` is open."""
+
+    errors: list[CheckpointError] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+
+    def attempt(self, read: Callable[[], _Value]) -> _Value | None:
+        """Return the result of `read`, or None and note its error."""
+        try:
+            return read()
+        except CheckpointError as error:
+            self.add(error)
+        except (OSError, ValueError, RecursionError) as error:
+            self.add(CheckpointNotFound(f"cannot be read: {error}"))
+        return None
+
+    def add(self, error: CheckpointError) -> None:
+        """Note an error, once."""
+        if str(error) not in map(str, self.errors):
+            self.errors.append(error)
+
+
+def inspect(directory: Path) -> Inspection:
+    """Check config, headers, tensors and special tokens of `directory`. Raises nothing that a file causes."""
+    found = Inspection()
+    if not found.attempt(lambda: _is_directory(directory)):
+        return found
+    found.attempt(lambda: refuse_gguf(directory))
+    found.attempt(lambda: _refuse_adapter(directory))
+    raw = found.attempt(lambda: read_config(directory))
+    if raw is not None:
+        for error in found.attempt(lambda: config_errors(raw)) or ():
+            found.add(error)
+    headers = found.attempt(lambda: read_headers(directory))
+    if raw is not None and headers is not None and not found.errors:
+        _check_tensors(found, raw, headers)
+    found.attempt(lambda: read_generation_config(directory))
+    if not found.errors:
+        found.checkpoint = found.attempt(lambda: Checkpoint.open(directory))
+    return found
+
+
+def _check_tensors(found: Inspection, raw: dict[str, object], headers: Headers) -> None:
+    config = found.attempt(lambda: parse_named(raw, headers.tensors))
+    if config is not None:
+        for error in found.attempt(lambda: list(tensor_errors(config, headers.tensors))) or ():
+            found.add(error)
+
+
+def _is_directory(path: Path) -> bool:
+    if not path.is_dir():
+        raise CheckpointNotFound(f"{path} is not a directory")
+    return True
+
+
+def _refuse_adapter(path: Path) -> None:
+    if is_named(path / ADAPTER_FILE):
+        raise UnsupportedFormat(
+            f"{path} has {ADAPTER_FILE}: LoRA adapters are not served: merge it into its base model"
+        )

@@ -1,0 +1,126 @@
+"""Names of a model's tensors on disk: which module holds which role's rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class TensorRole(Enum):
+    """What a module of a layer is for."""
+
+    Q = "queries"
+    K = "keys"
+    V = "values"
+    O = "attention output"  # noqa: E741  # the field's name
+    Q_NORM = "norm of queries"
+    K_NORM = "norm of keys"
+    MIXER_NORM = "norm of the mixer's input"
+    MIXER_OUT_NORM = "norm of the mixer's output"
+    FFN_NORM = "norm of the feed-forward's input"
+    FFN_OUT_NORM = "norm of the feed-forward's output"
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+    ROUTER = "router"
+    CHOICE_BIAS = "bias of the choice of experts"
+    EXPERT_GATE = "gates of experts"
+    EXPERT_UP = "ups of experts"
+    EXPERT_DOWN = "downs of experts"
+    SHARED_GATE = "gate of the shared expert"
+    SHARED_UP = "up of the shared expert"
+    SHARED_DOWN = "down of the shared expert"
+    SHARED_WEIGHT = "weight of the shared expert"
+
+
+_USUAL_MODULES = {
+    TensorRole.Q: "self_attn.q_proj",
+    TensorRole.K: "self_attn.k_proj",
+    TensorRole.V: "self_attn.v_proj",
+    TensorRole.O: "self_attn.o_proj",
+    TensorRole.Q_NORM: "self_attn.q_norm",
+    TensorRole.K_NORM: "self_attn.k_norm",
+    TensorRole.MIXER_NORM: "input_layernorm",
+    TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
+    TensorRole.FFN_NORM: "post_attention_layernorm",
+    TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
+    TensorRole.GATE: "mlp.gate_proj",
+    TensorRole.UP: "mlp.up_proj",
+    TensorRole.DOWN: "mlp.down_proj",
+    TensorRole.ROUTER: "mlp.gate",
+    TensorRole.CHOICE_BIAS: "mlp.gate",
+    TensorRole.EXPERT_GATE: "mlp.experts.{expert}.gate_proj",
+    TensorRole.EXPERT_UP: "mlp.experts.{expert}.up_proj",
+    TensorRole.EXPERT_DOWN: "mlp.experts.{expert}.down_proj",
+    TensorRole.SHARED_GATE: "mlp.shared_experts.gate_proj",
+    TensorRole.SHARED_UP: "mlp.shared_experts.up_proj",
+    TensorRole.SHARED_DOWN: "mlp.shared_experts.down_proj",
+    TensorRole.SHARED_WEIGHT: "mlp.shared_expert_gate",
+}
+"""Names within a layer, of Llama and of most families. No family has both norms of one name."""
+
+EXPERT_ROLES = frozenset({TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN})
+"""Roles whose tensors are [experts, out, in]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One module on disk, whose rows are those of `roles` in order.
+
+    A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
+    `has_unit_axis`, the shape begins with a dimension of 1.
+    """
+
+    module: str
+    roles: tuple[TensorRole, ...]
+    has_unit_axis: bool = False
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether each expert has a module of its own."""
+        return "{expert}" in self.module
+
+    def of_expert(self, expert: int | None) -> str:
+        """The module, or that of an expert."""
+        return self.module if expert is None else self.module.replace("{expert}", str(expert))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameTable:
+    """Disk names of one family. `packs` are the modules that are not named as usual.
+
+    All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
+    that begin with one of `ignored` belong to other modalities.
+    """
+
+    prefix: str = "model."
+    head: str = "lm_head.weight"
+    packs: tuple[Pack, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def embeddings(self) -> str:
+        """Tensor of the input embeddings."""
+        return f"{self.prefix}embed_tokens.weight"
+
+    def final_norm(self, kind: str) -> str:
+        """Tensor `kind` ("weight" or "bias") of the norm after the last layer."""
+        return f"{self.prefix}norm.{kind}"
+
+    def in_layer(self, layer: int, module: str, kind: str) -> str:
+        """Tensor `kind` ("weight" or "bias") of `module` in layer number `layer`."""
+        return f"{self.prefix}layers.{layer}.{module}.{kind}"
+
+    def pack_of(self, role: TensorRole) -> Pack:
+        """The module that holds `role`, maybe among others."""
+        found = next((pack for pack in self.packs if role in pack.roles), None)
+        return found or Pack(module=_USUAL_MODULES[role], roles=(role,))
+
+
+LLAMA_NAMES = NameTable()
+
+
+def renamed(modules: dict[TensorRole, str], *packs: Pack) -> NameTable:
+    """A table with single roles in other modules, and `packs` of several roles."""
+    singles = (Pack(module=module, roles=(role,)) for role, module in modules.items())
+    return NameTable(packs=(*singles, *packs))

@@ -1,0 +1,384 @@
+"""Formats of quantised weights: which stored tensors hold a matrix.
+
+Sources: compressed-tensors 0.20, transformers 5.23 (fp8, mxfp4), bitsandbytes 0.50, AutoGPTQ and GPTQModel,
+AutoAWQ, TensorRT Model Optimizer. `stage_worker.model.unpack` computes the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from checkpoint.dtypes import DType, PackedDType, StoredDType
+from checkpoint.errors import UnsupportedModel
+
+Shape = tuple[int, ...]
+WORD_BITS = 32
+"""Bits of the integers that hold packed 4-bit and 8-bit numbers."""
+_FLOATS: tuple[StoredDType, ...] = tuple(DType)
+_NIBBLES = 2
+"""4-bit numbers in a byte."""
+
+
+class StoredPart(Enum):
+    """A stored tensor's purpose."""
+
+    WEIGHT = auto()
+    SCALE = auto()
+    ZERO_POINT = auto()
+    GROUP_INDEX = auto()
+    """Group of each column."""
+    GLOBAL_SCALE = auto()
+    VALUES = auto()
+    """The number that each code stands for."""
+    NESTED_SCALE = auto()
+    NESTED_VALUES = auto()
+    STATE = auto()
+    """JSON with the offset of nested scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file, of one of these dtypes and shapes; without shapes it has one dimension."""
+
+    name: str
+    dtypes: tuple[StoredDType, ...]
+    shapes: tuple[Shape, ...]
+
+
+Parts = dict[StoredPart, StoredTensor]
+
+
+class Scheme(Protocol):
+    """A format of matrices."""
+
+    @property
+    def label(self) -> str:
+        """The format's name in messages."""
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        """The stored tensors of matrix `name` ("X.weight") of `shape` [out, in]. Raises UnsupportedModel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """fp8 or int8 elements; those of a block [rows, columns] share a scale, 0 stands for all of them."""
+
+    dtype: PackedDType
+    block: tuple[int, int]
+    scale: str = "weight_scale"
+    is_symmetric: bool = True
+
+    @property
+    def label(self) -> str:
+        return "int8" if self.dtype is PackedDType.I8 else "fp8"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        module = _module(name)
+        rows, columns = (1 if size == 0 else -(-n // size) for n, size in zip(shape, self.block, strict=True))
+        grids = ((rows, columns),) if columns > 1 else ((rows, 1), (rows,))
+        if rows == columns == 1:
+            grids = (*grids, ())
+        found = {
+            StoredPart.WEIGHT: _stored(name, (self.dtype,), shape),
+            StoredPart.SCALE: _stored(f"{module}.{self.scale}", (*_FLOATS, PackedDType.F8_E8M0), *grids),
+        }
+        if not self.is_symmetric:
+            found[StoredPart.ZERO_POINT] = _stored(f"{module}.weight_zero_point", (self.dtype,), *grids)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedInts:
+    """compressed-tensors' pack-quantized: numbers of `bits` bits along rows, as offsets from the least."""
+
+    bits: int
+    group: int
+    is_symmetric: bool
+    has_group_index: bool
+
+    @property
+    def label(self) -> str:
+        return f"int{self.bits}"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        module, (rows, columns) = _module(name), shape
+        per_word = WORD_BITS // self.bits
+        groups = _groups(name, columns, self.group)
+        found = {
+            StoredPart.WEIGHT: _stored(
+                f"{module}.weight_packed", (PackedDType.I32,), (rows, -(-columns // per_word))
+            ),
+            StoredPart.SCALE: _stored(f"{module}.weight_scale", _FLOATS, (rows, groups)),
+        }
+        if not self.is_symmetric:
+            packed = (-(-rows // per_word), groups)
+            found[StoredPart.ZERO_POINT] = _stored(f"{module}.weight_zero_point", (PackedDType.I32,), packed)
+        if self.has_group_index:
+            integers = (PackedDType.I32, PackedDType.I64)
+            found[StoredPart.GROUP_INDEX] = _stored(f"{module}.weight_g_idx", integers, (columns,))
+        return found
+
+
+class Fp4Layout(Enum):
+    """How producers name and arrange 4-bit floats."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    MODELOPT = "modelopt"
+    GPT_OSS = "mxfp4 of transformers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4:
+    """4-bit floats (E2M1), low nibble first: NVFP4 has groups of 16 and two scales, MXFP4 of 32 and one."""
+
+    layout: Fp4Layout
+    is_nv: bool
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return 16 if self.is_nv else 32
+
+    @property
+    def label(self) -> str:
+        return "nvfp4" if self.is_nv else "mxfp4"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        *leading, columns = shape
+        groups = _whole_groups(name, columns, self.group)
+        byte = (PackedDType.U8,)
+        if self.layout is Fp4Layout.GPT_OSS:
+            blocks = (*leading, groups, self.group // _NIBBLES)
+            return {
+                StoredPart.WEIGHT: _stored(f"{name}_blocks", byte, blocks),
+                StoredPart.SCALE: _stored(f"{name}_scales", byte, (*leading, groups)),
+            }
+        module = _module(name)
+        packed = name if self.layout is Fp4Layout.MODELOPT else f"{module}.weight_packed"
+        scales = (PackedDType.F8_E4M3,) if self.is_nv else (PackedDType.U8, PackedDType.F8_E8M0)
+        found = {
+            StoredPart.WEIGHT: _stored(packed, byte, (*leading, columns // _NIBBLES)),
+            StoredPart.SCALE: _stored(f"{module}.weight_scale", scales, (*leading, groups)),
+        }
+        if self.is_nv:
+            is_modelopt = self.layout is Fp4Layout.MODELOPT
+            last = "weight_scale_2" if is_modelopt else "weight_global_scale"
+            found[StoredPart.GLOBAL_SCALE] = _stored(f"{module}.{last}", (DType.F32,), (1,), ())
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gptq:
+    """Stored [in, out]: numbers packed along "in"; `zero_offset` is added to zero points."""
+
+    bits: int
+    group: int
+    zero_offset: int
+
+    @property
+    def label(self) -> str:
+        return f"gptq int{self.bits}"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        module, (rows, columns) = _module(name), shape
+        per_word = WORD_BITS // self.bits
+        groups = _groups(name, columns, self.group)
+        words = (PackedDType.I32,)
+        return {
+            StoredPart.WEIGHT: _stored(f"{module}.qweight", words, (_words(name, columns, per_word), rows)),
+            StoredPart.ZERO_POINT: _stored(f"{module}.qzeros", words, (groups, _words(name, rows, per_word))),
+            StoredPart.SCALE: _stored(f"{module}.scales", _FLOATS, (groups, rows)),
+            StoredPart.GROUP_INDEX: _stored(f"{module}.g_idx", words, (columns,)),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awq:
+    """AutoAWQ's "gemm", stored [in, out]: 4-bit numbers packed along "out" in an order of its own."""
+
+    group: int
+
+    @property
+    def label(self) -> str:
+        return "awq int4"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        module, (rows, columns) = _module(name), shape
+        groups = _groups(name, columns, self.group)
+        words, packed = (PackedDType.I32,), _words(name, rows, 8)
+        return {
+            StoredPart.WEIGHT: _stored(f"{module}.qweight", words, (columns, packed)),
+            StoredPart.ZERO_POINT: _stored(f"{module}.qzeros", words, (groups, packed)),
+            StoredPart.SCALE: _stored(f"{module}.scales", _FLOATS, (groups, rows)),
+        }
+
+
+NF4_BLOCK = 64
+"""Elements in row-major order that share a scale."""
+NF4_NESTED_BLOCK = 256
+"""Scales that share a nested scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4:
+    """bitsandbytes' nf4, high nibble first; nested scales are 8-bit codes with scales of their own."""
+
+    is_nested: bool
+
+    @property
+    def label(self) -> str:
+        return "nf4"
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        rows, columns = shape
+        if columns % _NIBBLES:
+            raise UnsupportedModel(f"{name}: nf4 rows of {columns} elements, which is odd")
+        blocks = -(-rows * columns // NF4_BLOCK)
+        byte: tuple[StoredDType, ...] = (PackedDType.U8,)
+        found = {
+            StoredPart.WEIGHT: _stored(name, byte, (rows * columns // _NIBBLES, 1)),
+            StoredPart.SCALE: _stored(f"{name}.absmax", byte if self.is_nested else (DType.F32,), (blocks,)),
+            StoredPart.VALUES: _stored(f"{name}.quant_map", (DType.F32,), (16,)),
+            StoredPart.STATE: _stored(f"{name}.quant_state.bitsandbytes__nf4", byte),
+        }
+        if self.is_nested:
+            nested = (-(-blocks // NF4_NESTED_BLOCK),)
+            found[StoredPart.NESTED_SCALE] = _stored(f"{name}.nested_absmax", (DType.F32,), nested)
+            found[StoredPart.NESTED_VALUES] = _stored(f"{name}.nested_quant_map", (DType.F32,), (256,))
+        return found
+
+
+def _stored(name: str, dtypes: tuple[StoredDType, ...], *shapes: Shape) -> StoredTensor:
+    return StoredTensor(name=name, dtypes=dtypes, shapes=shapes)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _groups(name: str, columns: int, group: int) -> int:
+    """Number of groups; a `group` of 0 has all columns."""
+    return 1 if group == 0 else _whole_groups(name, columns, group)
+
+
+def _whole_groups(name: str, columns: int, group: int) -> int:
+    if columns % group:
+        raise UnsupportedModel(f"{name}: rows of {columns} elements are not whole groups of {group}")
+    return columns // group
+
+
+def _words(name: str, count: int, per_word: int) -> int:
+    if count % per_word:
+        raise UnsupportedModel(f"{name}: {count} elements do not fill integers of {per_word} elements")
+    return count // per_word
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModules:
+    """The format of modules whose name matches; see `matches`."""
+
+    pattern: str
+    scheme: Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A quantised matrix: its shape [out, in] once unpacked, its format and its stored tensors."""
+
+    name: str
+    shape: Shape
+    scheme: Scheme
+    parts: Mapping[StoredPart, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Which matrices of a checkpoint are quantised, and how.
+
+    The first of `targets` that matches a module gives its format; modules that match `ignore` are plain. The
+    output head is plain unless `includes_head`, the embeddings always.
+    """
+
+    targets: tuple[PackedModules, ...]
+    ignore: tuple[str, ...] = ()
+    includes_head: bool = False
+
+    @property
+    def label(self) -> str:
+        """Names of the formats, such as "fp8"."""
+        return " and ".join(dict.fromkeys(target.scheme.label for target in self.targets))
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """The format of matrix `name` ("X.weight") of a layer or of the head; None for a plain one."""
+        module = _module(name)
+        if any(matches(pattern, module) for pattern in self.ignore):
+            return None
+        return next((one.scheme for one in self.targets if matches(one.pattern, module)), None)
+
+    def matching(self, names: Iterable[str]) -> Quantization:
+        """This, with the name that a checkpoint with tensors `names` has for the scales of fp8 tensors.
+
+        vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, without a mark in the config.
+        """
+        if any(name.endswith(".weight_scale_inv") for name in names):
+            return self
+        targets = tuple(
+            replace(one, scheme=replace(scheme, scale="weight_scale"))
+            if isinstance(scheme := one.scheme, Scaled)
+            else one
+            for one in self.targets
+        )
+        return replace(self, targets=targets)
+
+
+def packed_matrices(
+    quantization: Quantization | None, shapes: Mapping[str, Shape], *, embeddings: str, head: str
+) -> dict[str, PackedMatrix]:
+    """Return the quantised ones of the tensors `shapes`. Raises UnsupportedModel for an impossible shape."""
+    found: dict[str, PackedMatrix] = {}
+    if quantization is None:
+        return found
+    for name, shape in shapes.items():
+        is_outside = name == embeddings or (name == head and not quantization.includes_head)
+        if len(shape) < 2 or is_outside or (scheme := quantization.scheme_of(name)) is None:
+            continue
+        found[name] = PackedMatrix(name, shape, scheme, scheme.parts(name, shape))
+    return found
+
+
+_UNUSED_SUFFIXES = (
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".weight_shape",
+)
+"""Scales of activations and of the KV cache, and a shape that the config gives, too."""
+
+
+def is_unused(name: str) -> bool:
+    """Whether a quantised checkpoint may have this tensor without effect on the weights."""
+    return name.endswith(_UNUSED_SUFFIXES)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether `pattern` selects `module`, a name such as "model.layers.0.mlp.up_proj".
+
+    "re:..." is a regular expression for the beginning of the name; a pattern with * or ? is a glob for the
+    whole name or for a parent; any other one is a sequence of whole parts of the name.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    if "*" in pattern or "?" in pattern:
+        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+    return f".{pattern}." in f".{module}."

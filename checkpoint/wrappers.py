@@ -1,0 +1,114 @@
+"""The text model inside a checkpoint of several modalities: served alone, the other parts are never read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from checkpoint.blueprint import Blueprint
+from checkpoint.config_fields import RawConfig, refuse_unknown_keys
+from checkpoint.errors import BadConfig, UnsupportedModel
+from checkpoint.headers import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A model of several modalities by its `model_type` and its class in transformers.
+
+    `text_types` are the model types of its `text_config`; `keys` the fields beside it, none of which changes
+    a text.
+    """
+
+    model_type: str
+    class_name: str
+    text_types: frozenset[str]
+    keys: frozenset[str]
+
+
+_COMMON_KEYS = frozenset({"text_config", "vision_config", "image_token_index", "image_token_id"})
+
+WRAPPERS: tuple[Wrapper, ...] = (
+    Wrapper(
+        model_type="gemma3",
+        class_name="Gemma3ForConditionalGeneration",
+        text_types=frozenset({"gemma3_text"}),
+        keys=frozenset(
+            {"boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "mm_tokens_per_image"}
+        ),
+    ),
+    Wrapper(
+        model_type="mistral3",
+        class_name="Mistral3ForConditionalGeneration",
+        text_types=frozenset({"mistral", "ministral3"}),
+        keys=frozenset(
+            {
+                "multimodal_projector_bias",
+                "projector_hidden_act",
+                "spatial_merge_size",
+                "vision_feature_layer",
+            }
+        ),
+    ),
+)
+
+_PLACES = (
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("model.language_model.", "lm_head.weight"),
+)
+"""Prefix of the text model's tensors, and its head, as transformers 4 and 5 name them."""
+_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+"""Prefixes of the tensors of other modalities."""
+_INHERITED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
+
+
+def text_config(raw: RawConfig) -> RawConfig:
+    """Return the config of the text model of a wrapper, and any other config unchanged.
+
+    Raises UnsupportedModel for an unknown wrapper or field, BadConfig for a text_config that is no object.
+    """
+    if "text_config" not in raw:
+        return raw
+    wrapper, text = _wrapper_of(raw), raw["text_config"]
+    if not isinstance(text, dict):
+        raise BadConfig(f"config field 'text_config' must be an object, is {text!r}")
+    if text.get("model_type") not in wrapper.text_types:
+        legal = ", ".join(sorted(wrapper.text_types))
+        raise UnsupportedModel(
+            f"config field 'text_config.model_type' = {text.get('model_type')!r} is not supported in "
+            f"{wrapper.model_type!r} (supported: {legal})"
+        )
+    refuse_unknown_keys(raw, wrapper.keys | _COMMON_KEYS)
+    inherited = {key: raw[key] for key in _INHERITED if raw.get(key) is not None and text.get(key) is None}
+    is_tied = raw.get("tie_word_embeddings") is True
+    return {**text, **inherited, **({"tie_word_embeddings": True} if is_tied else {})}
+
+
+def is_wrapper(raw: RawConfig) -> bool:
+    """Whether the text model is a part of the checkpoint."""
+    return "text_config" in raw
+
+
+def _wrapper_of(raw: RawConfig) -> Wrapper:
+    named = raw.get("model_type"), raw.get("architectures") or []
+    for wrapper in WRAPPERS:
+        if wrapper.model_type == named[0] and named[1] in ([], [wrapper.class_name]):
+            return wrapper
+    legal = ", ".join(wrapper.class_name for wrapper in WRAPPERS)
+    raise UnsupportedModel(
+        f"model type {named[0]!r} with architectures {named[1]!r} is not supported (supported: {legal})"
+    )
+
+
+def named_as_in(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Blueprint:
+    """`config` of a wrapper's text model, with the names that `tensors` have.
+
+    transformers ties the head of a wrapper by other fields than that of its text model, so the head is tied
+    if it may be and no tensor of its own is there.
+    """
+    for prefix, head in _PLACES:
+        names = replace(config.names, prefix=prefix, head=head, ignored=_OTHERS)
+        if names.embeddings in tensors:
+            is_tied = config.tie_word_embeddings and head not in tensors
+            return replace(config, names=names, tie_word_embeddings=is_tied)
+    prefix, head = _PLACES[-1]
+    return replace(config, names=replace(config.names, prefix=prefix, head=head, ignored=_OTHERS))

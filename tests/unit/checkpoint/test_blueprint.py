@@ -1,0 +1,49 @@
+"""Descriptions of decoders: equal layers are one kind, and layers may differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from checkpoint import Blueprint
+from checkpoint.blueprint import BoundaryTensor
+from tests.unit.coordinator.planner.small_models import llama
+
+
+def with_windows(*windows: int | None) -> Blueprint:
+    blueprint = llama(num_layers=len(windows))
+    layers = zip(blueprint.layers, windows, strict=True)
+    return replace(
+        blueprint, layers=tuple(replace(layer, mixer=replace(layer.mixer, window=w)) for layer, w in layers)
+    )
+
+
+def test_layers_with_equal_plans_are_one_kind() -> None:
+    mixed = with_windows(None, 8, None, 8, 5)
+    assert len(llama(num_layers=8).kinds) == 1
+    assert mixed.num_layers == 5
+    assert mixed.kinds == (mixed.layers[0], mixed.layers[1], mixed.layers[4])
+    assert mixed.layer_windows == (None, 8, None, 8, 5)
+
+
+def test_layers_that_share_pages_have_keys_of_one_shape() -> None:
+    blueprint = llama(num_layers=3)
+    wide = replace(blueprint.layers[2], mixer=replace(blueprint.layers[2].mixer, head_dim=8))
+    mixed = replace(blueprint, layers=(*blueprint.layers[:2], wide))
+    assert (mixed.page_shape(0, 2), mixed.page_shape(2, 3)) == ((2, 4), (2, 8))
+    with pytest.raises(ValueError, match=r"layers \[1, 3\) have keys of 2 heads of 4 and 2 heads of 8"):
+        mixed.page_shape(1, 3)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 3])
+def test_a_cut_before_a_layer_that_cannot_follow_another_one_is_rejected(layer: int) -> None:
+    assert llama(num_layers=3).legal_cuts == {1, 2}
+    with pytest.raises(ValueError, match=f"a stage cannot begin with layer {layer} of 3"):
+        replace(llama(num_layers=3), legal_cuts=frozenset({1, layer}))
+
+
+def test_hidden_states_alone_cross_a_cut() -> None:
+    blueprint = llama(num_layers=2)
+    assert blueprint.boundary == (BoundaryTensor(name="hidden_states", width=blueprint.hidden_size),)
+    assert blueprint.boundary_width == blueprint.hidden_size

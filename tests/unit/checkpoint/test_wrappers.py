@@ -1,0 +1,186 @@
+"""The text model of a checkpoint of several modalities is served; the other parts are not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config
+
+from checkpoint import BadConfig, Checkpoint, MissingTensor, UnexpectedTensor, UnsupportedModel, parse_config
+from checkpoint.architectures import ARCHITECTURES
+from tests.checkpoints import edit_config
+from tests.unit.stage_worker.model.pipeline import Pipeline, Running
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.3,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+CONFIGS = {
+    "gemma3": lambda: Gemma3Config(text_config={"model_type": "gemma3_text", **TEXT}, vision_config=VISION),
+    "mistral3": lambda: Mistral3Config(
+        text_config={"model_type": "ministral3", "rope_parameters": dict(YARN), **TEXT},
+        vision_config={"model_type": "pixtral", "head_dim": 8, **VISION},
+    ),
+}
+TOKENS = [5, 99, 17, 64, 3, 3, 120, 8] * 4
+
+
+@pytest.fixture(params=CONFIGS)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIGS[request.param]())
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rename(directory: Path, old: str, new: str) -> None:
+    file = directory / "model.safetensors"
+    tensors = {name.replace(old, new, 1): value for name, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def served_logits(directory: Path) -> torch.Tensor:
+    return Pipeline(Checkpoint.open(directory), cuts=(1,)).step([(Running(TOKENS), len(TOKENS))])[0]
+
+
+def test_the_text_of_a_wrapper_is_served_under_each_of_its_names(directory: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(directory)
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(served_logits(directory), expected, atol=1e-4, rtol=0)
+    rename(directory, "language_model.model.", "model.language_model.")
+    torch.testing.assert_close(served_logits(directory), expected, atol=1e-4, rtol=0)
+
+
+def test_other_modalities_are_counted_and_not_read(directory: Path) -> None:
+    checkpoint = Checkpoint.open(directory)
+    others = {name: entry for name, entry in checkpoint.tensors.items() if "language_model" not in name}
+    assert checkpoint.ignored.num_tensors == len(others) > 5
+    assert checkpoint.ignored.num_bytes == sum(entry.num_bytes for entry in others.values())
+    whole = sum(entry.num_bytes for entry in checkpoint.tensors.values())
+    assert checkpoint.weight_file_bytes == whole - checkpoint.ignored.num_bytes
+
+
+def test_a_head_of_its_own_is_read(directory: Path) -> None:
+    """Whatever the fields say: transformers ties the head of a wrapper by another one."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    embeddings = tensors["language_model.model.embed_tokens.weight"]
+    assert Checkpoint.open(directory).config.tie_word_embeddings
+    tied = served_logits(directory)
+    save_file(tensors | {"language_model.lm_head.weight": 2 * embeddings}, file, metadata={"format": "pt"})
+    assert not Checkpoint.open(directory).config.tie_word_embeddings
+    torch.testing.assert_close(served_logits(directory), 2 * tied, atol=1e-4, rtol=0)
+
+
+def test_a_wrapper_without_all_its_text_or_with_unknown_parts_is_refused(directory: Path) -> None:
+    edit_config(directory, some_future_field=1)
+    with pytest.raises(UnsupportedModel, match="'some_future_field' = 1"):
+        Checkpoint.open(directory)
+    edit_config(directory, some_future_field=...)
+    rename(directory, "language_model.model.layers.1.mlp.up_proj", "audio_tower.up_proj")
+    with pytest.raises(MissingTensor, match=r"language_model\.model\.layers\.1\.mlp\.up_proj\.weight"):
+        Checkpoint.open(directory)
+    rename(directory, "audio_tower.up_proj", "language_model.model.layers.1.mlp.up_proj")
+    rename(directory, "vision_tower.", "audio_tower.")
+    with pytest.raises(UnexpectedTensor, match=r"audio_tower\."):
+        Checkpoint.open(directory)
+
+
+def test_unknown_wrappers_and_texts_are_refused_by_name() -> None:
+    raw: dict[str, Any] = {"model_type": "gemma3", "text_config": {"model_type": "llama"}}
+    with pytest.raises(UnsupportedModel, match=r"'text_config.model_type' = 'llama' is not supported"):
+        parse_config(raw)
+    with pytest.raises(UnsupportedModel, match="model type 'llava'"):
+        parse_config(raw | {"model_type": "llava"})
+    with pytest.raises(BadConfig, match="'text_config' must be an object"):
+        parse_config(raw | {"text_config": [1]})
+
+
+def test_a_published_config_that_leaves_out_defaults_is_read() -> None:
+    """As of Gemma 3 4B."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = parse_config(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "initializer_range": 0.02,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": text,
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152},
+        }
+    )
+    assert config.layer_windows == tuple(1024 if (layer + 1) % 6 else None for layer in range(34))
+    full, windowed = config.layers[5].mixer, config.layers[0].mixer
+    assert full.rope is not None and windowed.rope is not None
+    assert (full.rope.theta, full.rope.factor) == (1e6, 8.0)
+    assert (windowed.rope.theta, windowed.rope.factor) == (1e4, 1.0)
+    assert (config.vocab_size, full.num_heads, full.num_kv_heads, full.head_dim) == (262_208, 8, 4, 256)
+
+
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.model_type)
+def test_defaults_are_those_of_transformers(row: Any) -> None:
+    """A config without a field is read like one with transformers' default."""
+    from transformers import AutoConfig
+
+    full = json.loads(json.dumps(AutoConfig.for_model(row.model_type).to_dict()))
+    has_odd_heads = full["hidden_size"] % full["num_attention_heads"] != 0
+    if has_odd_heads:  # transformers rounds down; every published config names the width
+        full.setdefault("head_dim", 128)
+    given = full | {"architectures": [row.class_name], "dtype": "bfloat16"}
+    if row.model_type == "glm4_moe":  # transformers' default of 96 heads does not divide its hidden_size
+        given["num_attention_heads"] = 32
+    expected = parse_config(given)
+    left_out = ("tie_word_embeddings", "head_dim", row.activation_key, *row.defaults)
+    options = ("logit_scale", "query_pre_attn_scalar", "rope_parameters", "layer_types", "use_sliding_window")
+    biases = (row.biases.qkv, row.biases.o, row.biases.feed_forward)
+    caps = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern")
+    for key in {*left_out, *options, *biases, *caps, "num_key_value_heads"} & given.keys():
+        if key == "num_key_value_heads" and not row.has_kv_heads_default and key not in row.defaults:
+            continue
+        if key == "head_dim" and has_odd_heads and row.head_dim is None:
+            continue
+        if key == "rope_parameters" and row.model_type == "ministral3":
+            continue  # no default: transformers' is that of one model
+        short = {name: value for name, value in given.items() if name != key}
+        assert parse_config(short) == expected, key
