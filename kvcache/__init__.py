@@ -32,7 +32,8 @@ from kvcache.errors import (
     SequenceHoldsBlocks,
     UnknownSequence,
 )
-from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
+from kvcache.groups import KvGroup, first_needed_block, group_windows, longest_hit
+from kvcache.hashing import DEFAULT_SALT, block_hash, combined_digest, salt_of, sequence_hash
 from kvcache.integrity import IntegrityMonitor, IntegrityReport
 from kvcache.ledger import Announced, CachedBlock, Ledger
 from kvcache.pool import BlockPool
@@ -61,6 +62,7 @@ __all__ = [
     "IntegrityReport",
     "InvalidSignal",
     "KvCacheError",
+    "KvGroup",
     "KvWindow",
     "Ledger",
     "NothingToPop",
@@ -75,6 +77,10 @@ __all__ = [
     "UnknownSequence",
     "Use",
     "block_hash",
+    "combined_digest",
+    "first_needed_block",
+    "group_windows",
+    "longest_hit",
     "salt_of",
     "sequence_hash",
 ]

@@ -4,7 +4,14 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from kvcache.blocks import Block, Deref, Destroy, Event, FullBlock, Grow, PartialBlock, Promote, Signal, Use
-from kvcache.errors import BlockNotHeld, BlockShared, IntegrityBroken, SequenceHoldsBlocks, UnknownSequence
+from kvcache.errors import (
+    BlockNotHeld,
+    BlockShared,
+    IntegrityBroken,
+    InvalidSignal,
+    SequenceHoldsBlocks,
+    UnknownSequence,
+)
 from kvcache.pool import BlockPool
 
 
@@ -33,6 +40,10 @@ class BlockTable:
             self.num_leading_hits += 1
         elif is_hit:
             self.later_hits.add(index)
+
+    def begin_at(self, first_block: int) -> None:
+        """Begin an empty table after blocks outside of the window, which count as hits."""
+        self.first_block = self.num_leading_hits = first_block
 
     def replace_last(self, block: Block, page: int) -> None:
         self.blocks[-1], self.pages[-1] = block, page
@@ -204,10 +215,17 @@ class BlockTables:
         for block, is_hit in zip(use.blocks, hits, strict=True):
             if is_hit and isinstance(block, PartialBlock):
                 raise _owned(key, block)
-        events = self.pool.apply(use)
         table = self._tables.get(key)
+        if use.first_block and table is not None and table.blocks:
+            raise InvalidSignal(
+                f"a signal begins at block {use.first_block} of sequence {key!r}, which holds "
+                f"{len(table.blocks)} blocks"
+            )
+        events = self.pool.apply(use)
         if table is None:
             table = self._tables[key] = BlockTable()
+        if use.first_block:
+            table.begin_at(use.first_block)
         for block, is_hit in zip(use.blocks, hits, strict=True):
             table.append(block, self.pool.page_of(block), is_hit=is_hit)
         if is_counted:

@@ -29,11 +29,16 @@ Block = FullBlock | PartialBlock
 
 @dataclass(slots=True, unsafe_hash=True)
 class Use:
-    """Adds one owner to each of `blocks`, in order; `block_hashes` belong to the full blocks among them."""
+    """Adds one owner to each of `blocks`, in order; `block_hashes` belong to the full blocks among them.
+
+    `first_block` is the index of the first of `blocks` for a sequence that begins after blocks outside of its
+    window, else 0. It matters to block tables only.
+    """
 
     blocks: tuple[Block, ...]
     block_hashes: tuple[int, ...] = ()
     parent: int | None = None
+    first_block: int = 0
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -173,6 +173,14 @@ class BlockChain:
 
 _SEED = 1337
 
+
+def combined_digest(digests: Sequence[int]) -> int:
+    """Return one digest for the pools of all block groups; that of the pool if there is only one."""
+    if len(digests) == 1:
+        return digests[0]
+    return xxh3_64_intdigest(_pack(tuple(digests)), _SEED)
+
+
 # Common sizes: the outcome of one block has one word; `Promote` and a `Use` of one partial block have seven.
 _pack_1 = struct.Struct("<Q").pack
 _pack_7 = struct.Struct("<7Q").pack

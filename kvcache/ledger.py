@@ -55,6 +55,11 @@ class Ledger:
         """Leading tokens that need no computation; never the last token, whose logits are needed."""
         return max(0, min(self.pool.num_cached_blocks(sequence) * self.block_size, len(sequence) - 1))
 
+    def cached_flags(self, sequence: ActiveSequence) -> list[bool]:
+        """Whether each full block of the sequence is in the pool, with its content."""
+        contents = self._contents
+        return [contents.get(name) == content for name, content in sequence.full_blocks]
+
     def prepare(self, sequence: ActiveSequence, num_tokens: int) -> Use | None:
         """`sequence.prepare(num_tokens)` without collisions."""
         while (use := sequence.prepare(num_tokens)) is not None:

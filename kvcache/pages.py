@@ -7,6 +7,7 @@ page in one piece. bench/STUDIES.md compares it with other orders.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -60,6 +61,16 @@ class KvPages:
         # All layers of a step write the same slots.
         self._placed = (torch.empty(0), torch.empty(0))
         self._gathered = self._store.new_empty(0)
+
+    @property
+    def groups(self) -> tuple["KvPages"]:
+        """These pages, as those of a stage with one block group."""
+        return (self,)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Group and layer within it of each layer of the stage."""
+        return [(0, layer) for layer in range(self.num_layers)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,6 +181,27 @@ class KvPages:
         if tuple(shape) != expected or dtype != self.dtype or device != self.device:
             needed = f"{self.dtype} {expected} on {self.device}"
             raise InvalidWrite(f"{name}: expected {needed}, got {dtype} {tuple(shape)} on {device}")
+
+
+class PageGroups:
+    """Pages of a stage whose layers are in several block groups.
+
+    `layer_groups` has, for each layer of the stage, the index of its pages in `groups`.
+    """
+
+    def __init__(self, groups: Sequence[KvPages], layer_groups: Sequence[int]) -> None:
+        self.groups = tuple(groups)
+        self.places = [(group, layer_groups[:layer].count(group)) for layer, group in enumerate(layer_groups)]
+        expected = [layer_groups.count(group) for group in range(len(groups))]
+        if [pages.num_layers for pages in groups] != expected:
+            raise ValueError(
+                f"pages for {[pages.num_layers for pages in groups]} layers, the stage has {expected}"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, the same in all groups."""
+        return self.groups[0].block_size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

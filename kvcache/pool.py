@@ -136,6 +136,10 @@ class BlockPool:
                 return self._destroy(signal)
         assert_never(signal)
 
+    def check_room(self, use: Use) -> None:
+        """Check that `apply(use)` would find its blocks. Raises OutOfBlocks or InvalidSignal."""
+        self._admit(use)
+
     def grow(self, grow: Grow) -> tuple[Event, ...]:
         """Apply `grow.signals`, and return their events. Raises like them; nothing has changed then."""
         partial, name, parent, block_hash, opened = grow

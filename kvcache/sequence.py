@@ -71,11 +71,16 @@ class ActiveSequence:
         prefix_caching: bool = True,
         is_announced: bool = True,
         new_id: Callable[[], int],
+        group: int = 0,
+        others: "Sequence[ActiveSequence]" = (),
     ) -> None:
         """The first `num_public_blocks` have the default salt; `new_id` returns ids unique in the pool.
 
         Without `prefix_caching`, all blocks are private; without `is_announced`, subscribers are not told
-        about blocks that this sequence adds. Raises ValueError for invalid sizes and for a token above u32.
+        about blocks that this sequence adds. `group` is the number of its block group. The sequence of group
+        0 has those of the same tokens in the other groups as `others`, and extends them with itself.
+
+        Raises ValueError for invalid sizes and for a token above u32.
         """
         _check_sizes(block_size, max_output_tokens)
         self._tokens = list(tokens)
@@ -86,9 +91,15 @@ class ActiveSequence:
         self.max_output_tokens = max_output_tokens
         self._max_len = self.num_prompt_tokens + max_output_tokens
         self._new_id = new_id
+        self.group = group
+        self.others = tuple(others)
         private_from = self._always_private_from = None if prefix_caching else 0
         salts = (salt, num_public_blocks)
         self._chain = BlockChain(block_size=block_size, salts=salts, private_from=private_from, new_id=new_id)
+        self._start()
+
+    def _start(self) -> None:
+        """Begin without blocks."""
         # The block after the chain: allocated if the sequence is up to date, planned if it is catching up.
         self._partial: PartialBlock | None = None
         self._num_allocated = self._num_released = self._num_committed = 0
@@ -107,6 +118,11 @@ class ActiveSequence:
     def tokens(self) -> Sequence[int]:
         """Prompt and generated tokens: a read-only view that follows `push` and `pop`."""
         return self._tokens_view
+
+    @property
+    def groups(self) -> "tuple[ActiveSequence, ...]":
+        """The sequence in every block group, this one first."""
+        return (self, *self.others)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -130,6 +146,12 @@ class ActiveSequence:
     def first_private_block(self) -> int | None:
         """Index of the first full block with a private id instead of a hash, or None."""
         return self._chain.private_from
+
+    @property
+    def full_blocks(self) -> Iterator[tuple[int, Content]]:
+        """Sequence hash and content of each full block, from the first token on."""
+        names = (block.sequence_hash for block in self._chain.blocks)
+        return zip(names, self._chain.contents, strict=True)
 
     @property
     def held_blocks(self) -> tuple[Block, ...]:
@@ -158,7 +180,8 @@ class ActiveSequence:
         start, end = self._num_allocated, -(-num_tokens // self.block_size)
         blocks = self.blocks[start:end]
         hashes = tuple(self._chain.block_hashes[start:end])
-        return Use(blocks=blocks, block_hashes=hashes, parent=self._chain.name_before(start))
+        first_block = start if start == self._num_released else 0
+        return Use(blocks, hashes, self._chain.name_before(start), first_block)
 
     def commit(self, num_tokens: int) -> None:
         """Record that the `Use` of `prepare(num_tokens)` succeeded. Raises like `prepare`."""
@@ -172,6 +195,16 @@ class ActiveSequence:
         if num_tokens == len(self._tokens):
             self._up_to_date = True
             self._room = self._num_allocated * self.block_size - num_tokens
+
+    def skip_blocks(self, first_block: int) -> None:
+        """Begin at block `first_block`: no query sees the blocks before.
+
+        Raises ValueError if blocks are held.
+        """
+        if self._num_allocated > self._num_released:
+            raise ValueError(f"cannot begin at block {first_block}: {len(self.held_blocks)} blocks are held")
+        self._num_allocated = self._num_released = first_block
+        self._num_committed = first_block * self.block_size
 
     def push(self, token: int) -> list[Signal]:
         """Append a token that will be computed next; return the signals to apply, in order.
@@ -230,6 +263,8 @@ class ActiveSequence:
             raise OutputLimitExceeded(self.max_output_tokens)
         self._room -= len(tokens)
         self._tokens += tokens
+        for other in self.others:
+            other.extend(tokens)
 
     def pop(self) -> None:
         """Revert the last push, whose `Use` failed; its `Promote` remains in effect.
@@ -396,12 +431,9 @@ class KvWindow:
     max_step_tokens: int
 
     @classmethod
-    def of(cls, layer_windows: Sequence[int | None], max_step_tokens: int) -> "KvWindow | None":
-        """Return the widest window; None if one layer sees everything. Every stage frees the same blocks."""
-        windows = [window for window in layer_windows if window is not None]
-        if len(windows) < len(layer_windows) or not windows:
-            return None
-        return cls(max(windows), max_step_tokens)
+    def of(cls, num_tokens: int | None, max_step_tokens: int) -> "KvWindow | None":
+        """Return the window of layers; None for full attention."""
+        return None if num_tokens is None else cls(num_tokens, max_step_tokens)
 
     def next_release(self, num_released_blocks: int, block_size: int) -> int:
         """Return the first query that cannot see the block after `num_released_blocks` blocks."""

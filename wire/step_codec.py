@@ -48,6 +48,7 @@ def encode_signal(signal: Signal, message: step_pb2.SequenceSignal) -> None:
             message.use.block_hashes.extend(signal.block_hashes)
             if signal.parent is not None:
                 message.use.parent = signal.parent
+            message.use.first_block = signal.first_block
         case Promote():
             message.promote.partial = signal.partial.id
             message.promote.sequence_hash = signal.sequence_hash
@@ -69,6 +70,7 @@ def decode_signal(message: step_pb2.SequenceSignal) -> Signal:
                 blocks=tuple(_decode_block(block) for block in use.blocks),
                 block_hashes=tuple(use.block_hashes),
                 parent=use.parent if use.HasField("parent") else None,
+                first_block=use.first_block,
             )
         case "promote":
             promote = message.promote
@@ -169,7 +171,7 @@ def encode_step(step: Step) -> bytes:
         ended = message.ends.add(restart_count=end.restart_count)
         _set_key(ended.sequence, end.sequence)
     for entry in step.signals:
-        signal = message.signals.add()
+        signal = message.signals.add(group=entry.group)
         _set_key(signal.sequence, entry.sequence)
         encode_signal(entry.signal, signal)
     if step.grows:
@@ -207,7 +209,10 @@ def _decode_step(message: step_pb2.Step) -> Step:
         starts=tuple([_decode_start(start) for start in message.starts]),
         ends=tuple([EndRecord(_decode_key(end.sequence), end.restart_count) for end in message.ends]),
         signals=tuple(
-            [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
+            [
+                SequenceSignal(_decode_key(entry.sequence), decode_signal(entry), entry.group)
+                for entry in message.signals
+            ]
         ),
         grows=_decode_grows(message) if message.HasField("grows") else NO_GROWS,
         digest=message.digest,

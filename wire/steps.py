@@ -183,10 +183,11 @@ class EndRecord:
 
 @dataclass(slots=True, unsafe_hash=True)
 class SequenceSignal:
-    """A KV signal and the sequence whose block table it changes."""
+    """A KV signal, and the sequence and block group whose block table it changes."""
 
     sequence: SequenceKey
     signal: Signal
+    group: int = 0
 
 
 GROW_BYTES = 64

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from checkpoint.dtypes import DType
+from checkpoint.dtypes import DType, WeightFormat
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import StepFault, StepFaultKind
@@ -35,6 +35,14 @@ CHOICES: dict[str, WireDType] = {
     "bf16": DType.BF16,
     "fp8": ScaledDType.F8_E4M3,
     "int8": ScaledDType.I8,
+}
+WEIGHT_FORMAT_TO_MESSAGE: dict[WeightFormat | None, cluster_pb2.WeightFormat.ValueType] = {
+    None: cluster_pb2.WEIGHT_FORMAT_UNSPECIFIED,
+    WeightFormat.INT8: cluster_pb2.WEIGHT_FORMAT_INT8,
+    WeightFormat.INT4: cluster_pb2.WEIGHT_FORMAT_INT4,
+}
+WEIGHT_FORMAT_FROM_MESSAGE: dict[int, WeightFormat | None] = {
+    number: weights for weights, number in WEIGHT_FORMAT_TO_MESSAGE.items()
 }
 WIRE_DTYPE_TO_MESSAGE: dict[WireDType, cluster_pb2.Dtype.ValueType] = {
     DType.BF16: cluster_pb2.DTYPE_BF16,

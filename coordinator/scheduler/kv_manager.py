@@ -1,9 +1,10 @@
-"""The KV ledger of one epoch, and its signals that were not sent yet. Pure.
+"""The KV ledgers of one epoch, one per block group, and their signals that were not sent yet. Pure.
 
-All changes of the ledger go through this module, so frames carry signals in the order of the ledger.
+All changes of the ledgers go through this module, so frames carry signals in the order of the ledgers.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -15,10 +16,15 @@ from kvcache import (
     Announced,
     CachedBlock,
     FullBlock,
+    KvGroup,
     KvWindow,
     Ledger,
     OutOfBlocks,
     Signal,
+    Use,
+    combined_digest,
+    first_needed_block,
+    longest_hit,
     salt_of,
 )
 from wire.ids import SequenceKey
@@ -30,11 +36,15 @@ WATERMARK_FRACTION = 0.01
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """Requirements of a queued sequence: at most `num_new_blocks` free or evictable blocks."""
+    """Requirements of a queued sequence: at most `num_new_blocks` free or evictable blocks.
+
+    `other_new_blocks` are those of the block groups after the first.
+    """
 
     active: ActiveSequence
     num_cached_tokens: int
     num_new_blocks: int
+    other_new_blocks: tuple[int, ...] = ()
 
 
 class _Planned(NamedTuple):
@@ -45,44 +55,16 @@ class _Planned(NamedTuple):
     active: ActiveSequence
 
 
-class KvCacheManager:
-    """Allocates KV blocks and collects the signals for the next step."""
+class _Group:
+    """Blocks of one block group."""
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        prefix_caching: bool = True,
-        window: KvWindow | None = None,
-    ) -> None:
-        """With a `window`, sequences release blocks that no later query can see."""
-        self._ledger = Ledger(num_blocks, block_size=block_size)
-        self._pool = self._ledger.pool
-        self._num_blocks = num_blocks
+    def __init__(self, group: KvGroup, *, block_size: int) -> None:
+        self.ledger = Ledger(group.num_blocks, block_size=block_size)
+        self.window = group.window
+        self.watermark = int(group.num_blocks * WATERMARK_FRACTION)
+        self._num_blocks = group.num_blocks
         self._block_size = block_size
-        self._prefix_caching = prefix_caching
-        self._window = window
-        self._watermark = int(num_blocks * WATERMARK_FRACTION)
-        self._ids = count(1)
-        self._pending: list[SequenceSignal] = []
-        self._grows = NO_GROWS
-        self._events: list[Announced] = []
-        self._planned: _Planned | None = None
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._block_size
-
-    @property
-    def digest(self) -> int:
-        """Digest of all applied signals."""
-        return self._ledger.digest
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending or self._grows)
+        self._pool = self.ledger.pool
 
     @property
     def num_available(self) -> int:
@@ -101,6 +83,102 @@ class KvCacheManager:
     def num_free(self) -> int:
         return self._pool.num_free
 
+    def num_new_blocks(self, part: ActiveSequence, num_cached_tokens: int) -> int:
+        """Blocks that must be free or evictable to start `part` after `num_cached_tokens`."""
+        first = first_needed_block(self.window, num_cached_tokens, self._block_size)
+        part.skip_blocks(first)
+        # Rename blocks with a hash collision before they are counted.
+        self.ledger.prepare(part, len(part))
+        needed = part.blocks[first:]
+        # Using a cached block without an owner makes it unevictable, so only owned blocks cost nothing.
+        num_owned = sum(isinstance(block, FullBlock) and self._pool.refcount(block) > 0 for block in needed)
+        num_new_blocks = len(needed) - num_owned
+        if self.window is None:
+            return num_new_blocks
+        # It first holds the cached blocks, then at most the window and one chunk, which `allocate` cuts to
+        # the available blocks.
+        num_held = num_cached_tokens // self._block_size - first
+        admission = self.window.admission_blocks(self._block_size, self._num_blocks)
+        return min(num_new_blocks, max(num_held, admission))
+
+    def cap_to_available(self, part: ActiveSequence, num_tokens: int, first_query: int) -> int:
+        """Reduce `num_tokens` to the available blocks, unless that leaves none beyond `first_query`."""
+        if self.window is None:
+            return num_tokens
+        end = (part.num_allocated_blocks + self.num_available) * self._block_size
+        return end if first_query < end < num_tokens else num_tokens
+
+    def check_room(self, use: Use) -> None:
+        """Raises OutOfBlocks if `use` cannot be applied."""
+        self._pool.check_room(use)
+
+
+class KvCacheManager:
+    """Allocates KV blocks of all block groups and collects the signals for the next step.
+
+    A sequence has the same tokens in every group; groups with a window hold only the last ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        window: KvWindow | None = None,
+        other_groups: Items[KvGroup] = (),
+    ) -> None:
+        """`num_blocks` and `window` are those of the first group.
+
+        With a window, sequences release blocks that no later query can see.
+        """
+        groups = (KvGroup(num_blocks, window), *other_groups)
+        self._groups = tuple(_Group(group, block_size=block_size) for group in groups)
+        self._first = self._groups[0]
+        self._ledger = self._first.ledger
+        self._has_windows = any(group.window is not None for group in groups)
+        self._block_size = block_size
+        self._prefix_caching = prefix_caching
+        self._ids = count(1)
+        self._pending: list[SequenceSignal] = []
+        self._grows = NO_GROWS
+        self._events: list[Announced] = []
+        self._planned: _Planned | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def digest(self) -> int:
+        """Digest of all applied signals."""
+        return combined_digest([group.ledger.digest for group in self._groups])
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending or self._grows)
+
+    @property
+    def num_available(self) -> int:
+        """Free and evictable blocks that every group has at least."""
+        return min(group.num_available for group in self._groups)
+
+    @property
+    def num_active(self) -> int:
+        """Blocks in use, of all groups."""
+        return sum(group.num_active for group in self._groups)
+
+    @property
+    def num_inactive(self) -> int:
+        """Cached blocks that no sequence uses, of all groups."""
+        return sum(group.num_inactive for group in self._groups)
+
+    @property
+    def num_free(self) -> int:
+        """Empty blocks, of all groups."""
+        return sum(group.num_free for group in self._groups)
+
     def take_pending(self) -> tuple[SequenceSignal, ...]:
         """Take the signals since the last call, in the order of the ledger; see also `take_grows`."""
         pending, self._pending = tuple(self._pending), []
@@ -114,13 +192,13 @@ class KvCacheManager:
     def take_events(self) -> list[Announced]:
         """Take the KV events since the last call, in order.
 
-        Private blocks and blocks of `new_sequence` have no events.
+        They are those of the first group. Private blocks and blocks of `new_sequence` have no events.
         """
         events, self._events = self._events, []
         return events
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All cached full blocks that have events."""
+        """All cached full blocks of the first group that have events."""
         return self._ledger.cached_blocks()
 
     def plan(self, sequence: Sequence) -> AdmissionPlan:
@@ -129,26 +207,24 @@ class KvCacheManager:
         A repeated call for the same start only looks up cached blocks again.
         """
         active = self._active_sequence(sequence)
-        # Rename blocks with a hash collision before hits are counted.
-        self._ledger.prepare(active, len(active))
-        pool = self._ledger.pool
-        blocks = active.blocks
-        # Using a cached block without an owner makes it unevictable, so only owned blocks cost nothing.
-        num_owned = sum(isinstance(block, FullBlock) and pool.refcount(block) > 0 for block in blocks)
+        if not self._has_windows:
+            # Rename blocks with a hash collision before hits are counted.
+            self._ledger.prepare(active, len(active))
         # Scored tokens are computed even if cached; cached blocks are not written again.
-        num_cached_tokens = 0 if sequence.needs_scoring else self._ledger.num_cached_tokens(active)
-        num_new_blocks = len(blocks) - num_owned
-        if self._window is not None:
-            # It first holds all cached blocks, then at most the window and one chunk, which `allocate`
-            # cuts to the available blocks.
-            needed = self._window.admission_blocks(self._block_size, self._num_blocks)
-            num_new_blocks = min(num_new_blocks, max(num_cached_tokens // self._block_size, needed))
-        return AdmissionPlan(active, num_cached_tokens, num_new_blocks)
+        num_cached_tokens = 0 if sequence.needs_scoring else self.num_cached_tokens(active)
+        num_new_blocks = [
+            group.num_new_blocks(part, num_cached_tokens)
+            for group, part in zip(self._groups, active.groups, strict=True)
+        ]
+        return AdmissionPlan(active, num_cached_tokens, num_new_blocks[0], tuple(num_new_blocks[1:]))
 
     def can_admit(self, plan: AdmissionPlan, *, is_alone: bool) -> bool:
         """Whether the blocks are available; a sequence that is not alone must also leave the watermark."""
-        watermark = 0 if is_alone else self._watermark
-        return plan.num_new_blocks + watermark <= self.num_available
+        needed = (plan.num_new_blocks, *plan.other_new_blocks)
+        return all(
+            num_blocks + (0 if is_alone else group.watermark) <= group.num_available
+            for group, num_blocks in zip(self._groups, needed, strict=True)
+        )
 
     def chunk_size(self, start: int, end: int, budget: int) -> int:
         """Tokens of the next chunk of a prefill from `start` to `end`, at most `budget`.
@@ -164,8 +240,8 @@ class KvCacheManager:
     ) -> int:
         """Allocate blocks for the first `num_tokens` tokens; tokens from `first_query` on are computed next.
 
-        A starting sequence first uses all cached blocks before `first_query`, and releases those that its
-        window hides before it allocates new ones. With a window, sequences may be longer than the cache: if
+        In a group with a window, a starting sequence begins at the first block that `first_query` sees, and
+        uses the cached blocks from there before new ones. Sequences may be longer than such a group: if its
         blocks are short, fewer tokens are allocated.
 
         Returns:
@@ -175,25 +251,24 @@ class KvCacheManager:
             OutOfBlocks: no block was added. It does not occur directly after `can_admit` returned True.
         """
         self._planned = None
-        if self._window is not None:
-            if active.num_allocated_blocks == 0:
-                self._extend(key, active, first_query // self._block_size * self._block_size)
-            self._release_hidden(key, active, self._window, first_query)
-            num_tokens = self._cap_to_available(active, num_tokens, first_query)
-        self._extend(key, active, num_tokens)
+        parts = active.groups
+        for group, part in zip(self._groups, parts, strict=True):
+            if group.window is not None:
+                if part.num_allocated_blocks == part.num_released_blocks:
+                    part.skip_blocks(first_needed_block(group.window, first_query, self._block_size))
+                    self._extend([part], key, first_query // self._block_size * self._block_size)
+                self._release_hidden(key, part, group.window, first_query)
+                num_tokens = group.cap_to_available(part, num_tokens, first_query)
+        self._extend(parts, key, num_tokens)
         return num_tokens
-
-    def _cap_to_available(self, active: ActiveSequence, num_tokens: int, first_query: int) -> int:
-        """Reduce `num_tokens` to the available blocks, unless that leaves none beyond `first_query`."""
-        end = (active.num_allocated_blocks + self.num_available) * self._block_size
-        return end if first_query < end < num_tokens else num_tokens
 
     def grow(self, sequences: list[Sequence]) -> list[Sequence]:
         """Allocate slots for the newest tokens of `sequences` in one go, where that preempts nobody.
 
-        Returns the sequences that need `append` instead. A step has one run of grows.
+        Returns the sequences that need `append` instead. A step has one run of grows, in a cache of one group
+        with full attention.
         """
-        if self._window is not None or self._grows or self.num_available < len(sequences):
+        if self._has_windows or self._grows or self.num_available < len(sequences):
             return sequences
         rows, others = [], []
         for sequence in sequences:
@@ -215,22 +290,28 @@ class KvCacheManager:
         active = sequence.kv
         self.push(sequence.key, active, sequence.newest_token)
         end = active.num_slots
-        if self._window is not None:
-            next_release = self._window.next_release(active.num_released_blocks, self._block_size)
-            end = min(end, max(next_release, len(active)))
+        for group, part in zip(self._groups, active.groups, strict=True):
+            if group.window is not None:
+                next_release = group.window.next_release(part.num_released_blocks, self._block_size)
+                end = min(end, max(next_release, len(active)))
         sequence.kv_end = end
 
     def push(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
         """Like `append`, for a sequence outside of the scheduler."""
-        if self._window is not None:
-            self._release_hidden(key, active, self._window, len(active))
-        if signals := active.push(token):
-            self._open_block(key, active, signals)
+        for group, part in zip(self._groups, active.groups, strict=True):
+            if group.window is not None:
+                self._release_hidden(key, part, group.window, len(part))
+        opens_block = active.num_slots == len(active)
+        if opens_block and not all(group.num_available for group in self._groups[1:]):
+            raise OutOfBlocks(1, 0)
+        for part in active.groups:
+            if signals := part.push(token):
+                self._open_block(key, part, signals)
 
     def _open_block(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
         """Apply the signals of the last push, or revert it and raise OutOfBlocks."""
         try:
-            for signal in self._ledger.settle(active, signals):
+            for signal in self._groups[active.group].ledger.settle(active, signals):
                 self._apply(key, active, signal)
         except OutOfBlocks:
             active.pop()
@@ -241,40 +322,71 @@ class KvCacheManager:
 
         Complete blocks stay cached, unless `keep_content` is False.
         """
-        if keep_content:
-            self.free(key, active, self._ledger.seal(active))
-        self.free(key, active, active.free_signals() if keep_content else active.destroy_signals())
+        for group, part in zip(self._groups, active.groups, strict=True):
+            if keep_content:
+                self.free(key, part, group.ledger.seal(part))
+        self.free_blocks(key, active, keep_content=keep_content)
+
+    def free_blocks(self, key: SequenceKey, active: ActiveSequence, *, keep_content: bool) -> None:
+        """Like `release`, but the last block is dropped unless it was promoted before."""
+        for part in active.groups:
+            self.free(key, part, part.free_signals() if keep_content else part.destroy_signals())
 
     def new_sequence(self, tokens: tuple[int, ...], *, max_output_tokens: int, salt: int) -> ActiveSequence:
         """Create the accounting of a sequence outside of the scheduler, without blocks and KV events."""
-        return ActiveSequence(
-            tokens,
-            block_size=self._block_size,
-            max_output_tokens=max_output_tokens,
-            salt=salt,
-            is_announced=False,
-            new_id=self._ids.__next__,
-        )
+
+        def in_group(group: int, others: Items[ActiveSequence] = ()) -> ActiveSequence:
+            return ActiveSequence(
+                tokens,
+                block_size=self._block_size,
+                max_output_tokens=max_output_tokens,
+                salt=salt,
+                is_announced=False,
+                new_id=self._ids.__next__,
+                group=group,
+                others=others,
+            )
+
+        return in_group(0, [in_group(group) for group in range(1, len(self._groups))])
 
     def num_cached_tokens(self, active: ActiveSequence) -> int:
-        """Leading tokens whose computation the cache saves."""
-        return self._ledger.num_cached_tokens(active)
+        """Leading tokens whose computation the cache saves; never the last token, whose logits are needed."""
+        if not self._has_windows:
+            return self._ledger.num_cached_tokens(active)
+        return longest_hit(
+            [
+                group.ledger.cached_flags(part)
+                for group, part in zip(self._groups, active.groups, strict=True)
+            ],
+            [group.window for group in self._groups],
+            block_size=self._block_size,
+            max_tokens=max(0, len(active) - 1),
+        )
 
     def free(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
-        """Apply `signals` that release blocks."""
+        """Apply `signals` that release blocks, in the group of `active`."""
         for signal in signals:
             self._apply(key, active, signal)
 
     def check_integrity(self, sequences: list[ActiveSequence]) -> None:
-        """Check the ledger, and that `sequences` are all owners of blocks. Raises IntegrityBroken."""
-        self._ledger.check_integrity(sequences)
+        """Check the ledgers, and that `sequences` are all owners of blocks. Raises IntegrityBroken."""
+        for number, group in enumerate(self._groups):
+            group.ledger.check_integrity([active.groups[number] for active in sequences])
 
     def _active_sequence(self, sequence: Sequence) -> ActiveSequence:
         """Cache the accounting of the queue head: hashing a long prompt in every step would be slow."""
         planned = self._planned
         if planned and planned.sequence is sequence and planned.restart_count == sequence.restart_count:
             return planned.active
-        active = ActiveSequence(
+        others = [self._new_active(sequence, group) for group in range(1, len(self._groups))]
+        active = self._new_active(sequence, 0, others)
+        self._planned = _Planned(sequence, sequence.restart_count, active)
+        return active
+
+    def _new_active(
+        self, sequence: Sequence, group: int, others: Items[ActiveSequence] = ()
+    ) -> ActiveSequence:
+        return ActiveSequence(
             sequence.all_tokens,
             block_size=self._block_size,
             max_output_tokens=sequence.num_tokens_to_generate,
@@ -282,15 +394,21 @@ class KvCacheManager:
             num_public_blocks=sequence.num_public_tokens // self._block_size,
             prefix_caching=self._prefix_caching and sequence.shares_cache,
             new_id=self._ids.__next__,
+            group=group,
+            others=others,
         )
-        self._planned = _Planned(sequence, sequence.restart_count, active)
-        return active
 
-    def _extend(self, key: SequenceKey, active: ActiveSequence, num_tokens: int) -> None:
-        use = self._ledger.prepare(active, num_tokens)
-        if use is not None:
-            self._apply(key, active, use)
-        active.commit(num_tokens)
+    def _extend(self, parts: Items[ActiveSequence], key: SequenceKey, num_tokens: int) -> None:
+        """Allocate `num_tokens` tokens in the groups of all `parts`, or in none."""
+        uses = [self._groups[part.group].ledger.prepare(part, num_tokens) for part in parts]
+        if len(parts) > 1:
+            for part, use in zip(parts, uses, strict=True):
+                if use is not None:
+                    self._groups[part.group].check_room(use)
+        for part, use in zip(parts, uses, strict=True):
+            if use is not None:
+                self._apply(key, part, use)
+            part.commit(num_tokens)
 
     def _release_hidden(
         self, key: SequenceKey, active: ActiveSequence, window: KvWindow, first_query: int
@@ -301,6 +419,8 @@ class KvCacheManager:
             self.free(key, active, active.release_before(first_visible))
 
     def _apply(self, key: SequenceKey, active: ActiveSequence, signal: Signal) -> None:
-        if events := self._ledger.apply(active, signal):
+        group = active.group
+        events = self._groups[group].ledger.apply(active, signal)
+        if events and group == 0:
             self._events += self._ledger.announced(events)
-        self._pending.append(SequenceSignal(key, signal))
+        self._pending.append(SequenceSignal(key, signal, group))

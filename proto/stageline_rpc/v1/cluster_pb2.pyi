@@ -48,6 +48,24 @@ DTYPE_F8_E4M3: Dtype.ValueType  # 4
 DTYPE_I8: Dtype.ValueType  # 5
 Global___Dtype: _TypeAlias = Dtype  # noqa: Y015
 
+class _WeightFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHT_FORMAT_UNSPECIFIED: _WeightFormat.ValueType  # 0
+    WEIGHT_FORMAT_INT8: _WeightFormat.ValueType  # 1
+    WEIGHT_FORMAT_INT4: _WeightFormat.ValueType  # 2
+
+class WeightFormat(_WeightFormat, metaclass=_WeightFormatEnumTypeWrapper):
+    """Format of the matrices of layers in memory; unspecified: the dtype of the computation."""
+
+WEIGHT_FORMAT_UNSPECIFIED: WeightFormat.ValueType  # 0
+WEIGHT_FORMAT_INT8: WeightFormat.ValueType  # 1
+WEIGHT_FORMAT_INT4: WeightFormat.ValueType  # 2
+Global___WeightFormat: _TypeAlias = WeightFormat  # noqa: Y015
+
 class _StageRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -439,6 +457,8 @@ class GetStatusResponse(_message.Message):
     END_CAUSE_FIELD_NUMBER: _builtins.int
     LOOP_LAG_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -452,8 +472,10 @@ class GetStatusResponse(_message.Message):
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
+    """KV blocks of every stage, for the layers with the widest window or with full attention."""
     end_cause: Global___EpochEndCause.ValueType
     """Why the last epoch ended; unspecified before the first end."""
+    weights: Global___WeightFormat.ValueType
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -471,6 +493,10 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def certificate(self) -> Global___Certificate:
         """The coordinator's; unset in plain text."""
+
+    @_builtins.property
+    def window_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowBlocks]:
+        """KV blocks for the layers with each further window, widest first; empty for models with one kind of layers."""
 
     def __init__(
         self,
@@ -494,14 +520,40 @@ class GetStatusResponse(_message.Message):
         end_cause: Global___EpochEndCause.ValueType = ...,
         loop_lag: Global___LoopLag | None = ...,
         certificate: Global___Certificate | None = ...,
+        weights: Global___WeightFormat.ValueType = ...,
+        window_blocks: _abc.Iterable[Global___WindowBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class WindowBlocks(_message.Message):
+    """KV blocks of the layers with one sliding window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    num_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WindowBlocks: _TypeAlias = WindowBlocks  # noqa: Y015
 
 @_typing.final
 class Certificate(_message.Message):

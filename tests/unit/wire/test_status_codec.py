@@ -57,6 +57,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         kv=overall_integrity(ledger, {"w0": ledger}),
         requests=cluster_pb2.RequestCounts(),
         workers=[worker],
+        window_blocks=[cluster_pb2.WindowBlocks(window=1024, num_blocks=96)],
         loop_lag=cluster_pb2.LoopLag(p50=duration(0.0001), p99=duration(0.0012)),
         certificate=certificate,
     )

@@ -278,9 +278,9 @@ def test_a_fault_names_the_requests_of_decodes_and_chunks() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda grows: setattr(grows, "rows", grows.rows[:-1]), "63 bytes in rows of 64, after 3 of 4"),
+        (lambda grows: setattr(grows, "rows", grows.rows[:-1]), "63 bytes in rows of 64, after 3 of 5"),
         (lambda grows: setattr(grows, "rows", grows.rows + bytes(8)), "72 bytes in rows of 64"),
-        (lambda grows: setattr(grows, "position", 5), "after 5 of 4 signals"),
+        (lambda grows: setattr(grows, "position", 6), "after 6 of 5 signals"),
     ],
 )
 def test_grows_that_do_not_fit_are_undecodable(

@@ -168,6 +168,7 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
         ends=(EndRecord(two, 4),),
         signals=(
             SequenceSignal(one, Use((FullBlock(11), PartialBlock(12)), (13,), None)),
+            SequenceSignal(one, Use((FullBlock(11),), (13,), 12, first_block=3), group=1),
             SequenceSignal(two, Promote(PartialBlock(14), 15, 0, 16)),
             SequenceSignal(two, Deref(FullBlock(17))),
             SequenceSignal(two, Destroy(PartialBlock(0))),

@@ -96,6 +96,7 @@ class HopHello(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """UUIDv7 (16 bytes) of the coordinator process that began the epoch."""
@@ -116,6 +117,10 @@ class HopHello(_message.Message):
     """Dtype of the sender's hidden states; unspecified: `dtype`. The receiver rejects frames in any other dtype."""
     secret: _builtins.bytes
     """Secret of this hop and epoch, known to both ends from BeginEpoch."""
+    @_builtins.property
+    def other_num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in AssignStage."""
+
     def __init__(
         self,
         *,
@@ -131,10 +136,11 @@ class HopHello(_message.Message):
         num_blocks: _builtins.int = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
         secret: _builtins.bytes = ...,
+        other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "other_num_blocks", b"other_num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -322,6 +328,7 @@ class ComputeReferenceRequest(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Fingerprint of the checkpoint in `Welcome`; no other one is read."""
     dtype: _cluster_pb2.Dtype.ValueType
@@ -332,6 +339,8 @@ class ComputeReferenceRequest(_message.Message):
     """`Welcome.reference_secret`."""
     wire_dtype: _cluster_pb2.Dtype.ValueType
     """Dtype of hidden states between stages; unspecified: `dtype`."""
+    weights: _cluster_pb2.WeightFormat.ValueType
+    """The matrices of layers are rounded to this format, too."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.TokenSequence]: ...
     def __init__(
@@ -343,10 +352,11 @@ class ComputeReferenceRequest(_message.Message):
         secret: _builtins.bytes = ...,
         texts: _abc.Iterable[_step_pb2.TokenSequence] | None = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
+        weights: _cluster_pb2.WeightFormat.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

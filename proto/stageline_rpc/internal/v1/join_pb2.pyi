@@ -440,6 +440,8 @@ class AssignStage(_message.Message):
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     FORCE_RELOAD_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
     stage: _builtins.int
@@ -450,7 +452,7 @@ class AssignStage(_message.Message):
     dtype: _cluster_pb2.Dtype.ValueType
     block_size: _builtins.int
     num_blocks: _builtins.int
-    """KV blocks of every stage of the plan."""
+    """KV blocks of every stage of the plan, in the first block group."""
     max_step_tokens: _builtins.int
     """Maximum tokens and sequences of a step."""
     max_step_sequences: _builtins.int
@@ -459,8 +461,13 @@ class AssignStage(_message.Message):
     """Dtype of sent hidden states, unless the worker has a setting of its own; unspecified: `dtype`."""
     force_reload: _builtins.bool
     """Drop all cached weights of the model and read them again."""
+    weights: _cluster_pb2.WeightFormat.ValueType
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
+    @_builtins.property
+    def other_num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KV blocks in each other block group: one per further window of the model's layers, widest first."""
+
     def __init__(
         self,
         *,
@@ -479,10 +486,12 @@ class AssignStage(_message.Message):
         max_sequence_tokens: _builtins.int = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
         force_reload: _builtins.bool = ...,
+        weights: _cluster_pb2.WeightFormat.ValueType = ...,
+        other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,7 +510,9 @@ class ModelRef(_message.Message):
     """The coordinator's own path; a worker's `--model` overrides it. Empty: the built-in model."""
     fingerprint: _builtins.str
     hidden_size: _builtins.int
-    """For mock stages; real ones read their own files, which the fingerprint identifies."""
+    """For mock stages; real ones read their own files, which the fingerprint identifies.
+    Elements per token that cross a cut: the widths of all tensors of the boundary.
+    """
     vocab_size: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -138,7 +138,7 @@ class Step(_message.Message):
     step_id: _builtins.int
     """Strictly consecutive within an epoch, from 0."""
     digest: _builtins.int
-    """The ledger's digest after `signals` and `grows`."""
+    """The ledger's digest after `signals` and `grows`, over all block groups."""
     @_builtins.property
     def decodes(self) -> Global___DecodeColumns:
         """Slices of the step: all decodes, then all chunks. Rows of hidden states and results have this order."""
@@ -178,7 +178,7 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class GrowRows(_message.Message):
-    """Sequences that complete a block and open the next one: for each row, a `Promote` and then a `Use`."""
+    """Sequences that complete a block of the only block group and open the next one: for each row, a `Promote` and then a `Use`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -429,6 +429,9 @@ class SequenceSignal(_message.Message):
     PROMOTE_FIELD_NUMBER: _builtins.int
     DEREF_FIELD_NUMBER: _builtins.int
     DESTROY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Block group, in the order of the plan."""
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
@@ -447,10 +450,11 @@ class SequenceSignal(_message.Message):
         promote: Global___Promote | None = ...,
         deref: Global___Block | None = ...,
         destroy: Global___Block | None = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deref", b"deref", "destroy", b"destroy", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deref", b"deref", "destroy", b"destroy", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deref", b"deref", "destroy", b"destroy", "group", b"group", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_signal: _TypeAlias = _typing.Literal["use", "promote", "deref", "destroy"]  # noqa: Y015
     _WhichOneofArgType_signal: _TypeAlias = _typing.Literal["signal", b"signal"]  # noqa: Y015
@@ -491,7 +495,10 @@ class Use(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
+    first_block: _builtins.int
+    """Index of the first of `blocks` in a sequence that begins after blocks outside of its window; else 0."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     @_builtins.property
@@ -504,10 +511,11 @@ class Use(_message.Message):
         blocks: _abc.Iterable[Global___Block] | None = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
         parent: _builtins.int | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hashes", b"block_hashes", "blocks", b"blocks", "parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hashes", b"block_hashes", "blocks", b"blocks", "first_block", b"first_block", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

@@ -13,7 +13,7 @@ from coordinator.scheduler.policy import DecodeLoad, SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import FinishReason, QueueOrder, SequenceState
 from coordinator.scheduler.sequence import Sequence as RequestSequence
-from kvcache import KvWindow
+from kvcache import KvGroup, KvWindow
 from tests.unit.coordinator.scheduler.stage_replica import StageReplica, kv_entries, kv_entry, sample
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
@@ -64,8 +64,9 @@ class PipelineModel:
         num_stages: int = 1,
         prefix_caching: bool = True,
         window: int | None = None,
+        other_groups: Sequence[KvGroup] = (),
     ) -> None:
-        self._window = window
+        self._window, self._other_groups = window, other_groups
         self.scheduler = Scheduler(DEFAULT_POLICY)
         self.limits = limits
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -101,7 +102,8 @@ class PipelineModel:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             prefix_caching=self._prefix_caching,
-            window=KvWindow.of([self._window], self.limits.max_step_tokens),
+            window=KvWindow.of(self._window, self.limits.max_step_tokens),
+            other_groups=self._other_groups,
         )
         self.scheduler.begin_epoch(self.epoch, kv, self.limits)
         self.stages = [
@@ -110,6 +112,7 @@ class PipelineModel:
                 block_size=self.block_size,
                 limits=self.limits,
                 window=self._window,
+                other_groups=self._other_groups,
             )
             for _ in range(self._num_stages)
         ]
@@ -237,7 +240,6 @@ class PipelineModel:
         self.kv.check_integrity([])
         for stage in self.stages:
             stage.check_idle()
-            stage.tables.check_integrity()
 
     def _outcome(self, part: StepSlice, tokens: dict[SequenceKey, int]) -> int | SliceError:
         if self.error_at(part):

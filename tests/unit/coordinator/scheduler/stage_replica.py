@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from coordinator.scheduler.policy import SchedulerLimits
-from kvcache import BlockTables
+from kvcache import BlockTables, KvGroup, combined_digest
 from tests.step_slices import all_signals
 from wire.ids import SequenceKey
 from wire.steps import Decode, Prefill, StartRecord, Step, StepSlice, TokenLogprobs
@@ -54,20 +54,57 @@ class _Known:
     num_computed: int | None = None
 
 
+class _Group:
+    """Blocks of the layers with one window."""
+
+    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
+        self.tables = BlockTables(num_blocks, block_size=block_size)
+        self._window, self._block_size = window, block_size
+        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def write(self, key: SequenceKey, entries: list[int], start: int, end: int) -> None:
+        """Write the entries that are no hits."""
+        pages, first_block = self.tables.pages(key), self.tables.first_block(key)
+        for run_start, run_end in self.tables.writable_runs(key, start, end):
+            for position in range(run_start, run_end):
+                block, offset = divmod(position, self._block_size)
+                self._slots[pages[block - first_block]][offset] = entries[position]
+
+    def check_entries(self, key: SequenceKey, entries: list[int], start: int, end: int) -> None:
+        """Entries read by queries start..end-1 are present and correct."""
+        first = 0 if self._window is None else max(0, start - self._window + 1)
+        held_from = self.tables.first_block(key) * self._block_size
+        assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"
+        slots = [slot for page in self.tables.pages(key) for slot in self._slots[page]]
+        seen = slots[first - held_from : end - held_from]
+        assert seen == entries[first:end], f"{key} reads {seen}, expected {entries[first:end]}"
+
+
 class StageReplica:
     """One stage in one epoch. A step fault of the design is an AssertionError here."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        limits: SchedulerLimits,
+        window: int | None = None,
+        other_groups: Sequence[KvGroup] = (),
     ) -> None:
         """Queries see `window` positions including their own; None: all."""
-        self._window = window
-        self.tables = BlockTables(num_blocks, block_size=block_size)
+        windows = [None if group.window is None else group.window.num_tokens for group in other_groups]
+        self.groups = [
+            _Group(count, block_size, seen)
+            for count, seen in zip(
+                (num_blocks, *(group.num_blocks for group in other_groups)), (window, *windows), strict=True
+            )
+        ]
+        self.tables = self.groups[0].tables
         self.sequences: dict[SequenceKey, _Known] = {}
         self.first_starts: dict[tuple[SequenceKey, int], int] = {}
         self._limits = limits
         self._block_size = block_size
-        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._started: set[tuple[SequenceKey, int]] = set()
         self._next_step_id = 0
 
@@ -103,8 +140,10 @@ class StageReplica:
     def check_idle(self) -> None:
         """No resource is held."""
         assert not self.sequences
-        assert len(self.tables) == 0
-        assert self.tables.pool.num_active == 0
+        for group in self.groups:
+            assert len(group.tables) == 0
+            assert group.tables.pool.num_active == 0
+            group.tables.check_integrity()
 
     def _apply_records(self, step: Step) -> None:
         for end in step.ends:
@@ -115,12 +154,15 @@ class StageReplica:
         for start in step.starts:
             self._start(start)
         for entry in all_signals(step):
-            self.tables.apply(entry.sequence, entry.signal)
-        assert self.tables.digest == step.digest, f"digest diverges in step {step.step_id}"
-        for end in step.ends:
-            if end.sequence not in self.sequences and end.sequence in self.tables:
-                self.tables.drop(end.sequence)
-        assert len(self.tables) == len(self.sequences), "a table of a sequence that has not started"
+            self.groups[entry.group].tables.apply(entry.sequence, entry.signal)
+        digest = combined_digest([group.tables.digest for group in self.groups])
+        assert digest == step.digest, f"digest diverges in step {step.step_id}"
+        for group in self.groups:
+            tables = group.tables
+            for end in step.ends:
+                if end.sequence not in self.sequences and end.sequence in tables:
+                    tables.drop(end.sequence)
+            assert len(tables) == len(self.sequences), "a table of a sequence that has not started"
 
     def _start(self, start: StartRecord) -> None:
         key, restart_count = start.sequence, start.restart_count
@@ -145,17 +187,21 @@ class StageReplica:
             self._check_chunk(part, step, known)
         start, end = part.first_position, part.first_position + len(part.tokens)
         known.num_computed = end
-        self._write(part.sequence, known, start, end)
-        self._check_entries(part.sequence, known, start, end)
+        for group in self.groups:
+            group.write(part.sequence, known.entries, start, end)
+            group.check_entries(part.sequence, known.entries, start, end)
         return part.is_sampled
 
     def _check_position(self, part: StepSlice, known: _Known) -> None:
         position = part.first_position
         if known.num_computed is None:
-            valid = min(self.tables.valid_until(part.sequence), len(known.tokens) - 1)
+            valid = min(group.tables.valid_until(part.sequence) for group in self.groups)
+            valid = min(valid, len(known.tokens) - 1)
             # A scored prompt shares its blocks but is computed from its first token.
             is_scored = known.start.sampling.prompt_logprobs is not None
-            is_first = position <= valid if is_scored else position == valid
+            # One group may have hits of which the others lack the window.
+            is_any = is_scored or len(self.groups) > 1
+            is_first = position <= valid if is_any else position == valid
             assert is_first, f"begins at {position}, {valid} are cached"
             self.first_starts[part.sequence, part.restart_count] = position
         else:
@@ -166,19 +212,3 @@ class StageReplica:
         assert step.num_prefill_tokens == known.num_prefill_tokens == len(known.tokens)
         assert list(part.tokens) == known.tokens[step.start : end]
         assert step.is_final or end % self._block_size == 0, "a chunk that ends inside a block"
-
-    def _write(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
-        pages, first_block = self.tables.pages(key), self.tables.first_block(key)
-        for run_start, run_end in self.tables.writable_runs(key, start, end):
-            for position in range(run_start, run_end):
-                block, offset = divmod(position, self._block_size)
-                self._slots[pages[block - first_block]][offset] = known.entries[position]
-
-    def _check_entries(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
-        """Entries read by queries start..end-1 are present and correct."""
-        first = 0 if self._window is None else max(0, start - self._window + 1)
-        held_from = self.tables.first_block(key) * self._block_size
-        assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"
-        slots = [slot for page in self.tables.pages(key) for slot in self._slots[page]]
-        seen = slots[first - held_from : end - held_from]
-        assert seen == known.entries[first:end], f"{key} reads {seen}, expected {known.entries[first:end]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvcache.hashing
 from coordinator.scheduler.policy import SchedulerLimits
+from kvcache import KvGroup, KvWindow
 from tests.properties import examples
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel
 from tests.unit.coordinator.scheduler.stage_replica import VOCAB_SIZE
@@ -29,6 +30,7 @@ class Setup:
     prefix_caching: bool
     window: int | None = None
     is_timed: bool = False
+    other_groups: tuple[KvGroup, ...] = ()
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -75,6 +77,23 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
+@st.composite
+def setups_of_groups(draw: st.DrawFn) -> Setup:
+    """With one or two windowed groups of at most as many blocks, down to what one sequence needs."""
+    setup = draw(setups())
+    size, most, max_step_tokens = setup.block_size, setup.num_blocks, setup.limits.max_step_tokens
+    windows = sorted(draw(st.sets(st.integers(1, 3 * size + 2), min_size=1, max_size=3)), reverse=True)
+    first = draw(st.sampled_from([None, windows[0]]))
+    others = [KvWindow(window, max_step_tokens) for window in windows if window != first]
+    return replace(
+        setup,
+        window=first,
+        other_groups=tuple(
+            KvGroup(draw(st.integers(min(most, window.min_blocks(size)), most)), window) for window in others
+        ),
+    )
+
+
 def made_up_times(step: Step) -> tuple[StageTime, ...]:
     """Times of two stages: chunks cost more at later positions, and some steps take very long."""
     context = sum(part.first_position for part in step.slices)
@@ -113,6 +132,7 @@ class Load:
             num_stages=setup.num_stages,
             prefix_caching=setup.prefix_caching,
             window=setup.window,
+            other_groups=setup.other_groups,
         )
         if setup.is_timed:
             self.model.stage_times = made_up_times
@@ -207,6 +227,28 @@ def test_cancels_errors_and_restarts_change_no_other_request(data: st.DataObject
     kinds = st.sampled_from([*CALM * 4, *Event])
     events = data.draw(st.lists(st.tuples(kinds, PLACES), max_size=100))
     play(setup, requests, events)
+
+
+@settings(QUIET, max_examples=examples(1.25))
+@given(data=st.data())
+def test_no_request_is_lost_or_changed_with_several_block_groups(data: st.DataObject) -> None:
+    """Every query finds what it sees in each group, and no group leaks a block."""
+    setup = data.draw(setups_of_groups())
+    requests = data.draw(st.lists(arrivals(setup), max_size=10))
+    kinds = st.sampled_from([*CALM * 4, *Event])
+    events = data.draw(st.lists(st.tuples(kinds, PLACES), max_size=100))
+    play(setup, requests, events)
+
+
+@settings(QUIET, max_examples=examples(0.6))
+@given(data=st.data())
+def test_equal_hashes_are_never_shared_in_any_block_group(data: st.DataObject) -> None:
+    setup = data.draw(setups_of_groups())
+    requests = data.draw(st.lists(arrivals(setup), max_size=10))
+    events = data.draw(st.lists(st.tuples(st.sampled_from(CALM), PLACES), max_size=80))
+    with two_bits_of_hash():
+        load = play(setup, requests, events)
+    assert all(client.delivered == client.expected for client in load.model.clients.values())
 
 
 @settings(QUIET, max_examples=examples(0.2))
