@@ -8,7 +8,7 @@ from typing import Annotated
 
 from opentelemetry.sdk.trace.sampling import Sampler
 
-from checkpoint import DType
+from checkpoint import DType, WeightFormat
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
@@ -91,6 +91,15 @@ class CoordinatorConfig:
     dtype: Annotated[
         str | None,
         _model("--dtype", "bf16|f16|f32", "Dtype of weights and compute", unset="the checkpoint's"),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        _model(
+            "--quantize",
+            "int8|int4",
+            "Hold the matrices of layers in fewer bits, on CPUs; smaller and less exact",
+            unset="in the run dtype",
+        ),
     ] = None
     wire_dtype: Annotated[
         str | None,
@@ -410,6 +419,8 @@ class CoordinatorConfig:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.wire_dtype is not None:
             self._check_wire_dtype(self.wire_dtype)
+        if self.quantize is not None:
+            WeightFormat.from_name(self.quantize)
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
             raise ValueError(
                 f"client_key {self.client_key!r} is not a metadata key: use a-z, 0-9, '-', '_', '.'"
@@ -420,6 +431,8 @@ class CoordinatorConfig:
                 raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
             if self.model_directory is not None:
                 raise ValueError("--mock-model replaces the model: it cannot be used with --model")
+            if self.quantize is not None:
+                raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()

@@ -1,6 +1,6 @@
 """A model without weights, for clusters of mock stages."""
 
-from checkpoint import DType, ModelConfig, ModelFamily, RopeConfig
+from checkpoint import Attention, Blueprint, Dense, DType, LayerPlan, Norm, RopeConfig
 from checkpoint.config_fields import MAX_LAYERS
 
 NAME = "mock"
@@ -18,7 +18,7 @@ _DEFAULTS = {
 _MOST = 1 << 20
 
 
-def parse_mock_model(text: str) -> ModelConfig:
+def parse_mock_model(text: str) -> Blueprint:
     """The shape that "layers=64,hidden=1024,..." describes; only layers has no default.
 
     Raises ValueError that names the wrong setting.
@@ -36,10 +36,12 @@ def parse_mock_model(text: str) -> ModelConfig:
     return _config({**_DEFAULTS, **sizes})
 
 
-def mock_fingerprint(config: ModelConfig) -> str:
+def mock_fingerprint(config: Blueprint) -> str:
     """The identity of a mock model: its shape."""
-    sizes = (config.num_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads)
-    others = (config.num_kv_heads, config.head_dim, config.vocab_size, config.max_position_embeddings)
+    mixer, dense = config.layers[0].mixer, config.layers[0].feed_forward
+    assert isinstance(dense, Dense), "a mock model of experts"
+    sizes = (config.num_layers, config.hidden_size, dense.width, mixer.num_heads)
+    others = (mixer.num_kv_heads, mixer.head_dim, config.vocab_size, config.max_position_embeddings)
     return "mock-" + "-".join(map(str, (*sizes, *others)))
 
 
@@ -51,24 +53,24 @@ def _parse_size(name: str, text: str) -> int:
     return int(text)
 
 
-def _config(sizes: dict[str, int]) -> ModelConfig:
-    return ModelConfig(
-        family=ModelFamily.LLAMA,
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["ffn"],
-        num_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
+def _config(sizes: dict[str, int]) -> Blueprint:
+    norm = Norm(eps=1e-5)
+    attention = Attention(
+        num_heads=sizes["heads"],
         num_kv_heads=sizes["kv_heads"],
         head_dim=sizes["head_dim"],
+        rope=RopeConfig(),
+        scale=sizes["head_dim"] ** -0.5,
+    )
+    layer = LayerPlan(mixer=attention, feed_forward=Dense(width=sizes["ffn"]), norm=norm)
+    return Blueprint(
+        model_type="llama",
+        hidden_size=sizes["hidden"],
         vocab_size=sizes["vocab"],
         max_position_embeddings=sizes["max_len"],
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+        layers=(layer,) * sizes["layers"],
+        final_norm=norm,
         tie_word_embeddings=False,
         dtype=DType.BF16,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        layer_windows=(None,) * sizes["layers"],
+        legal_cuts=frozenset(range(1, sizes["layers"])),
     )

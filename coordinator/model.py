@@ -1,15 +1,34 @@
 """The model that is served: its checkpoint or mock, its run dtype and its tokenizer."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
-from checkpoint import Checkpoint, DType, ModelConfig
+from checkpoint import Blueprint, Checkpoint, DType, WeightFormat
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from text.grammars import GrammarCompiler
 from text.tokenizer import TextCodec
+from wire.sizes import format_size
 from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedFiles:
+    """Weights that are quantised in files: the format's name, and the size of all weights there."""
+
+    label: str
+    size_bytes: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "QuantizedFiles | None":
+        """None for a plain checkpoint."""
+        if (quantization := checkpoint.config.quantization) is None:
+            return None
+        return cls(label=quantization.label, size_bytes=checkpoint.weight_file_bytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,18 +38,20 @@ class ServedModel:
     Attributes:
         wire_dtype: Dtype of hidden states between stages; None for the run dtype.
         directory: The checkpoint, None for a mock.
+        quantized: Set if the weights are quantised in files.
         text: Tokenizer; None for a model that serves token ids only.
         grammars: Compiler of structured output; reports why a checkpoint has none.
     """
 
     name: str
-    config: ModelConfig
+    config: Blueprint
     fingerprint: str
     dtype: DType
     wire_dtype: WireDType | None = None
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
+    quantized: QuantizedFiles | None = None
     text: TextCodec | None = None
     grammars: GrammarCompiler | None = None
 
@@ -42,6 +63,11 @@ class ServedModel:
     def is_mock(self) -> bool:
         """It has no weights: only mock stages can serve it."""
         return self.directory is None
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format of the matrices of layers in memory; None for the run dtype."""
+        return self.config.weight_format
 
     @property
     def directory_for_workers(self) -> str:
@@ -66,6 +92,7 @@ def model_of(
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         directory=checkpoint.directory,
         is_builtin=is_builtin,
+        quantized=QuantizedFiles.of(checkpoint),
     )
 
 
@@ -80,7 +107,11 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     wire_dtype = parse_wire_dtype(config.wire_dtype) if config.wire_dtype else None
     if config.mock_model is not None:
         return _mock(mock_model.parse_mock_model(config.mock_model), dtype, wire_dtype)
-    checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY)
+    weights = WeightFormat.from_name(config.quantize) if config.quantize else None
+    checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY).with_weights(weights)
+    if (ignored := checkpoint.ignored).num_tensors:
+        size = format_size(ignored.num_bytes)
+        log.info("serving text only: ignored %d tensors of other modalities, %s", ignored.num_tensors, size)
     model = model_of(
         checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model_directory is None
     )
@@ -92,7 +123,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     return model
 
 
-def _mock(shape: ModelConfig, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:
+def _mock(shape: Blueprint, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:
     return ServedModel(
         name=mock_model.NAME,
         config=shape,

@@ -10,12 +10,13 @@ from coordinator.cluster.messages import ROLE_TO_MESSAGE
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
+from coordinator.planner.plan import Plan
 from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.clock import wall_clock_us
 from wire.status_codec import duration, encode_certificate, encode_integrity, overall_integrity, timestamp
-from wire.tensors import DTYPE_TO_MESSAGE, number_of
+from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
 from wire.transport import PLAIN, Transport
 
 LOST_SHOWN_S = 600.0
@@ -79,7 +80,7 @@ class StatusReporter:
         model, plan = self._model, self._state.plan
         return inference_pb2.GetModelResponse(
             name=model.name,
-            architecture=model.config.family.value,
+            architecture=model.config.model_type,
             fingerprint=model.fingerprint,
             vocab_size=model.config.vocab_size,
             max_sequence_tokens=0 if plan is None else plan.max_sequence_tokens,
@@ -98,12 +99,14 @@ class StatusReporter:
             fingerprint=self._model.fingerprint,
             dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
             wire_dtype=number_of(self._model.wire_dtype),
+            weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
             state=PHASE_TO_MESSAGE[state.phase],
             detail="; ".join(filter(None, (state.detail, self._memory_limits.text))),
             epoch=state.epoch,
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,
             num_blocks=0 if plan is None else plan.num_blocks,
+            window_blocks=[] if plan is None else _window_blocks(plan),
             workers=workers,
             requests=self._requests(),
             health=self._availability.health,
@@ -215,6 +218,13 @@ class StatusReporter:
             kept=numbers.num_kept,
             orphaned=numbers.ended.orphaned,
         )
+
+
+def _window_blocks(plan: Plan) -> list[cluster_pb2.WindowBlocks]:
+    return [
+        cluster_pb2.WindowBlocks(window=window, num_blocks=num_blocks)
+        for window, num_blocks in plan.window_blocks
+    ]
 
 
 def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerStatus) -> None:

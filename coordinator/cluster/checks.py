@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import Checkpoint, CheckpointError, ModelConfig, stage_tensor_names
+from checkpoint import Blueprint, Checkpoint, CheckpointError, stage_tensor_names
 from checkpoint.errors import FileChanged
 from checkpoint.hashes import CACHE_FOLDER, HashCache, Hashes, TensorHasher, Urgency, hash_when_idle
 from coordinator.cluster.actions import Action, CheckPlan
@@ -171,7 +171,7 @@ class WeightsCheck:
         return join_pb2.JoinResponse(verify_weights=verify)
 
 
-def _tensor_names(config: ModelConfig, stage: StagePlan | None) -> list[str]:
+def _tensor_names(config: Blueprint, stage: StagePlan | None) -> list[str]:
     """Return the tensor names of a stage, or of the whole model for None."""
     if stage is None:
         return stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
@@ -266,7 +266,12 @@ class PlanChecks:
         checked = CheckedEpoch(
             epoch=epoch,
             plan=plan,
-            kv=KvCacheManager(num_blocks=plan.num_blocks, block_size=plan.block_size, window=plan.window),
+            kv=KvCacheManager(
+                num_blocks=plan.num_blocks,
+                block_size=plan.block_size,
+                window=plan.window,
+                other_groups=plan.other_groups,
+            ),
             first_step_id=0,
             send=self._pipeline.send,
             ask_states=self._ask_states,

@@ -299,7 +299,7 @@ class Controller:
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
-        return scheduler_limits(plan, self._settings.batching, hidden_size=self._config.hidden_size)
+        return scheduler_limits(plan, self._settings.batching, boundary_width=self._config.boundary_width)
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -465,6 +465,7 @@ class Controller:
             block_size=plan.block_size,
             prefix_caching=self.prefix_caching,
             window=plan.window,
+            other_groups=plan.other_groups,
         )
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)

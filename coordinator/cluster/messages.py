@@ -10,7 +10,7 @@ from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import Incarnation, StageRole
-from wire.tensors import DTYPE_TO_MESSAGE, number_of
+from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
 
 MAX_TEXT = 255
 """Maximum characters of each text in a hello."""
@@ -67,10 +67,12 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         dtype=DTYPE_TO_MESSAGE[plan.dtype],
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
+        other_num_blocks=plan.other_num_blocks,
         max_step_tokens=plan.limits.max_step_tokens,
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
+        weights=WEIGHT_FORMAT_TO_MESSAGE[model.weight_format],
         force_reload=action.force_reload,
     )
     return join_pb2.JoinResponse(assign=assign)
@@ -80,7 +82,7 @@ def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
     return join_pb2.ModelRef(
         directory=model.directory_for_workers,
         fingerprint=model.fingerprint,
-        hidden_size=model.config.hidden_size,
+        hidden_size=model.config.boundary_width,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
@@ -152,6 +154,7 @@ def encode_hop_hello(
         layer_end=0,
         block_size=action.plan.block_size,
         num_blocks=action.plan.num_blocks,
+        other_num_blocks=action.plan.other_num_blocks,
     )
 
 
@@ -171,6 +174,7 @@ def check_results_hello(
         ("number of layers", plan.num_layers, hello.layer_end),
         ("block size", plan.block_size, hello.block_size),
         ("number of blocks", plan.num_blocks, hello.num_blocks),
+        ("numbers of windowed blocks", plan.other_num_blocks, tuple(hello.other_num_blocks)),
     ):
         if expected != got:
             raise HandshakeMismatch(what, expected=expected, got=got)

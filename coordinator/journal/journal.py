@@ -139,13 +139,15 @@ def read_journal(connection: sqlite3.Connection) -> JournalContents:
 
 
 def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
-    """Requests in order of acceptance."""
+    """Requests in order of acceptance. Raises one of `INVALID`."""
     replayed = {request.number: request for request in _requests(connection)}
     for row, at, text in connection.execute("SELECT number, at, entries FROM log ORDER BY number"):
         for number, entry in decode_step(text):
             known = replayed.get(number)
             if known is not None and row > known.compacted_until:
                 known.request.progress.add(entry, time_in(at))
+    for known in replayed.values():
+        known.request.progress.check()
     return list(replayed.values())
 
 

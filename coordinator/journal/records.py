@@ -102,6 +102,13 @@ class RequestProgress:
         choice.num_restarts = max(choice.num_restarts, entry.num_restarts)
         self.last_at = at
 
+    def check(self) -> None:
+        """Raise ValueError for output that no request has."""
+        for index, choice in self.choices.items():
+            if len(choice.logprobs) not in (0, len(choice.tokens)):
+                numbers = f"{len(choice.logprobs)} log-probabilities of {len(choice.tokens)} tokens"
+                raise ValueError(f"choice {index} has {numbers}")
+
 
 @dataclass(frozen=True, slots=True)
 class End:

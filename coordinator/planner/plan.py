@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from checkpoint import DType
-from kvcache import KvWindow
+from kvcache import KvGroup, KvWindow
 from wire.ids import StageRole
 
 
@@ -94,9 +94,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All stages in order, with `num_blocks` KV blocks each.
+    """All stages in order, with `num_blocks` KV blocks each in the first block group.
 
-    `window` is the widest sliding window of the layers; None if a layer has none.
+    `window` is that of the first group: the widest sliding window of the layers; None if a layer has none.
+    `other_groups` have the layers with other windows.
     """
 
     stages: tuple[StagePlan, ...]
@@ -105,6 +106,19 @@ class Plan:
     dtype: DType
     limits: StepLimits
     window: KvWindow | None = None
+    other_groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def other_num_blocks(self) -> tuple[int, ...]:
+        """KV blocks of the block groups after the first."""
+        return tuple(group.num_blocks for group in self.other_groups)
+
+    @property
+    def window_blocks(self) -> tuple[tuple[int, int], ...]:
+        """Window and KV blocks of the block groups after the first."""
+        return tuple(
+            (group.window.num_tokens, group.num_blocks) for group in self.other_groups if group.window
+        )
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +127,7 @@ class Plan:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Capacity of the KV cache in tokens, over all sequences."""
+        """Capacity of the KV cache in tokens, over all sequences; windowed groups may hold fewer."""
         return self.num_blocks * self.block_size
 
     @property

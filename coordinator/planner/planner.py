@@ -6,7 +6,10 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 * T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); float32 copies of both in the
   norm (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the attention output
   (q * s); gate, up and their product (3 * intermediate * s); one received and one sent frame
-  (2 * hidden * s). Layers run one after the other and reuse this memory.
+  (2 * hidden * s). Layers run one after the other and reuse this memory; the largest one of the model counts.
+  A mixture of E experts instead has the router's logits, scores and order (E * 20), and for each expert that
+  a token chooses its row, gate, up and their product, its result before and after sorting
+  ((3 * hidden + 3 * width) * s), and the latter in float32 with its weight (8 * hidden).
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
@@ -18,7 +21,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 The process itself is not part of the budget (see `WorkerCapacity`).
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
-final norm and the output head. Decoding is bound by memory bandwidth, because at small batch sizes every
+final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
+E * (1 - (1 - k / E)^B), if each sequence chooses k; B is max_step_sequences / stages, so that all sequences
+are evenly spread. Decoding is bound by memory bandwidth, because at small batch sizes every
 weight is read once per step, so time is proportional to cost. In prefill, which is bound by compute, work has
 the same proportion: one multiplication per weight element and token. The embedding is a lookup of a few rows
 and costs nothing. All workers are assumed to be equally fast.
@@ -34,13 +39,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NoReturn
 
 from checkpoint import (
+    Blueprint,
     DType,
-    ModelConfig,
+    Experts,
+    LayerPlan,
+    expert_weight_bytes,
     head_bytes,
-    kv_bytes_per_token_per_layer,
+    kv_bytes_per_token,
     layer_weight_bytes,
     stage_weight_bytes,
 )
@@ -48,69 +58,166 @@ from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from coordinator.planner.split import Split, SplitProblem, best_split
-from kvcache import KvWindow
+from kvcache import KvGroup, KvWindow, group_windows
 from wire.ids import StageRole
 from wire.sizes import format_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory of the stages of one model under one set of limits, in bytes. All layers have the same size."""
+    """Memory of the stages of one model under one set of limits, in bytes.
 
-    config: ModelConfig
+    Layers may differ. Activations are those of the largest layer of the model.
+    """
+
+    config: Blueprint
     dtype: DType
     limits: StepLimits
     block_size: int
+    num_stages: int
 
     @cached_property
-    def layer_bytes(self) -> int:
-        """Bytes of the weights of one layer."""
-        return layer_weight_bytes(self.config, self.dtype)
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights of each layer."""
+        hidden_size = self.config.hidden_size
+        kinds = {kind: layer_weight_bytes(hidden_size, kind, self.dtype) for kind in self.config.kinds}
+        return tuple(kinds[layer] for layer in self.config.layers)
+
+    def layer_costs(self) -> tuple[int, ...]:
+        """Bytes of weights of each layer that a decode step reads."""
+        return tuple(size - self._unread_bytes(layer) for layer, size in enumerate(self.layer_bytes))
+
+    @cached_property
+    def _of_experts(self) -> dict[int, tuple[float, int]]:
+        """Layers with experts: probability that a token does not choose a given one, and bytes of all."""
+        hidden_size = self.config.hidden_size
+        return {
+            index: (
+                1.0 - layer.feed_forward.per_token / layer.feed_forward.count,
+                expert_weight_bytes(hidden_size, layer, self.dtype),
+            )
+            for index, layer in enumerate(self.config.layers)
+            if isinstance(layer.feed_forward, Experts)
+        }
+
+    def _unread_bytes(self, layer: int) -> int:
+        """Bytes of a layer's experts that no sequence of an average step chooses."""
+        if layer not in self._of_experts:
+            return 0
+        unchosen, num_bytes = self._of_experts[layer]
+        num_sequences = max(1.0, self.limits.max_step_sequences / self.num_stages)
+        unread: float = unchosen**num_sequences
+        return round(num_bytes * unread)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block in each layer."""
+        sizes = (kv_bytes_per_token(layer.mixer, self.dtype) for layer in self.config.layers)
+        return tuple(self.block_size * size for size in sizes)
 
     @property
     def head_cost(self) -> int:
         """Cost of the head in a decode step: final norm and output matrix, tied or not."""
         return head_bytes(self.config, self.dtype)
 
-    def weight_bytes(self, role: StageRole, num_layers: int) -> int:
+    def cost(self, role: StageRole, layer_begin: int, layer_end: int) -> int:
+        """Cost of a decode step on a stage."""
+        unread = sum(self._unread_bytes(layer) for layer in range(layer_begin, layer_end))
+        return (
+            sum(self.layer_bytes[layer_begin:layer_end]) - unread + (self.head_cost if role.has_head else 0)
+        )
+
+    def weight_bytes(self, role: StageRole, layer_begin: int, layer_end: int) -> int:
         """Weights of a stage: its layers, and the embeddings and head of its role."""
-        return self.outside_bytes(role) + num_layers * self.layer_bytes
+        return self.outside_bytes(role) + sum(self.layer_bytes[layer_begin:layer_end])
 
     def outside_bytes(self, role: StageRole) -> int:
         """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
         with_one_layer = stage_weight_bytes(
             self.config, self.dtype, 0, 1, has_embeddings=role.has_embeddings, has_head=role.has_head
         )
-        return with_one_layer - self.layer_bytes
-
-    def kv_bytes(self, num_layers: int, num_blocks: int) -> int:
-        """KV pages of `num_blocks` blocks in each of `num_layers` layers."""
-        return num_layers * num_blocks * self.block_bytes
+        return with_one_layer - self.layer_bytes[0]
 
     @cached_property
-    def block_bytes(self) -> int:
-        """Bytes of one block in one layer."""
-        return self.block_size * kv_bytes_per_token_per_layer(self.config, self.dtype)
+    def windows(self) -> tuple[KvWindow | None, ...]:
+        """Window of each block group, in the order of the groups."""
+        widths = group_windows(self.config.layer_windows)
+        return tuple(KvWindow.of(width, self.limits.max_step_tokens) for width in widths)
+
+    @cached_property
+    def _layer_windows(self) -> tuple[KvWindow | None, ...]:
+        max_step_tokens = self.limits.max_step_tokens
+        return tuple(KvWindow.of(width, max_step_tokens) for width in self.config.layer_windows)
+
+    def block_limits(self, most: int) -> tuple[int, ...]:
+        """Blocks that each layer needs at most, if the first block group has up to `most`."""
+        limits = {window: self.block_limit(window, most) for window in self.windows}
+        return tuple(limits[window] for window in self._layer_windows)
+
+    def block_limit(self, window: KvWindow | None, most: int) -> int:
+        """Blocks that the group of `window` needs at most: `most` in the first group.
+
+        Other groups hold the window and one step for every sequence in flight.
+        """
+        if window is None or window == self.windows[0]:
+            return most
+        return min(most, self.num_in_flight * window.num_blocks(self.block_size))
+
+    def other_groups(self, num_blocks: int) -> tuple[KvGroup, ...]:
+        """The block groups after the first, which has `num_blocks`."""
+        return tuple(KvGroup(self.block_limit(window, num_blocks), window) for window in self.windows[1:])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences in all steps: one step per stage and one that waits."""
+        return (self.num_stages + 1) * self.limits.max_step_sequences
+
+    def kv_bytes(self, layer_begin: int, layer_end: int, num_blocks: int) -> int:
+        """KV pages of a stage, with `num_blocks` blocks in the first block group."""
+        counts = self.block_limits(num_blocks)[layer_begin:layer_end]
+        return sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
 
     def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
         """Activation memory of the largest step with `num_blocks` blocks in the cache."""
         limits, kv_tokens = self.limits, num_blocks * self.block_size
         longest = min(limits.max_sequence_tokens, kv_tokens)
         gathered = min(limits.max_step_sequences * longest, kv_tokens)
-        size = limits.max_step_tokens * (self._token_bytes() + longest * self._mask_bytes())
-        size += gathered * kv_bytes_per_token_per_layer(self.config, self.dtype)
+        size = limits.max_step_tokens * longest * self._mask_bytes()
+        size += max(
+            limits.max_step_tokens * token_bytes + gathered * kv_bytes
+            for token_bytes, kv_bytes in self._kind_bytes
+        )
         return size + (self._logits_bytes() if role.has_head else 0)
 
-    def total_bytes(self, role: StageRole, num_layers: int, num_blocks: int) -> int:
+    def total_bytes(self, role: StageRole, layer_begin: int, layer_end: int, num_blocks: int) -> int:
         """Weights, KV pages and activations of a stage."""
-        weights = self.weight_bytes(role, num_layers)
-        return weights + self.kv_bytes(num_layers, num_blocks) + self.activation_bytes(role, num_blocks)
+        weights = self.weight_bytes(role, layer_begin, layer_end)
+        kv = self.kv_bytes(layer_begin, layer_end, num_blocks)
+        return weights + kv + self.activation_bytes(role, num_blocks)
 
-    def _token_bytes(self) -> int:
-        config, size = self.config, self.dtype.size_bytes
-        residual = config.hidden_size * (2 * size + 2 * 4)
-        attention = (2 * (config.q_size + 2 * config.kv_size) + config.q_size) * size
-        return residual + attention + 3 * config.intermediate_size * size + 2 * config.hidden_size * size
+    @cached_property
+    def _kind_bytes(self) -> set[tuple[int, int]]:
+        """Activation bytes of one token, and KV bytes of one token, in each kind of layers."""
+        return {
+            (self._token_bytes(kind), kv_bytes_per_token(kind.mixer, self.dtype))
+            for kind in self.config.kinds
+        }
+
+    def _token_bytes(self, layer: LayerPlan) -> int:
+        hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
+        mixer = layer.mixer
+        residual = hidden_size * (2 * size + 2 * 4)
+        attention = (2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size) * size
+        return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size
+
+    def _inner_bytes(self, layer: LayerPlan) -> int:
+        """Bytes of one token within a feed-forward."""
+        inner, hidden_size, size = layer.feed_forward, self.config.hidden_size, self.dtype.size_bytes
+        if not isinstance(inner, Experts):
+            return 3 * inner.width * size
+        shared = 0 if inner.shared is None else 3 * inner.shared.width * size
+        of_a_choice = 3 * (hidden_size + inner.width) * size + 8 * hidden_size
+        return 20 * inner.count + inner.per_token * of_a_choice + shared
 
     def _mask_bytes(self) -> int:
         return len(set(self.config.layer_windows)) * (2 + 2 * self.dtype.size_bytes)
@@ -121,7 +228,7 @@ class StageMemory:
 
 
 def validate_counts(
-    config: ModelConfig,
+    config: Blueprint,
     workers: Sequence[WorkerCapacity],
     *,
     block_size: int,
@@ -137,10 +244,15 @@ def validate_counts(
     if repeated:
         raise PlanImpossible(f"worker name {repeated[0]} is used twice")
     if layers is not None:
-        _validate_layer_counts(layers, len(workers), config.num_layers)
+        _validate_layer_counts(layers, len(workers), config)
     if len(workers) > config.num_layers:
         raise PlanImpossible(
             f"{len(workers)} stages for a model of {config.num_layers} layers: the minimum is one per stage"
+        )
+    if len(workers) > len(config.legal_cuts) + 1:
+        raise PlanImpossible(
+            f"{len(workers)} stages for a model that can be cut into {len(config.legal_cuts) + 1}:"
+            f" a stage can begin with {_listed_cuts(config)}"
         )
     if max_kv_tokens is not None and max_kv_tokens < block_size:
         raise PlanImpossible(
@@ -148,23 +260,36 @@ def validate_counts(
         )
 
 
-def _validate_layer_counts(layers: Sequence[int], num_workers: int, num_layers: int) -> None:
+def _listed_cuts(config: Blueprint) -> str:
+    cuts = [0, *sorted(config.legal_cuts)]
+    return f"layer{'s' * (len(cuts) > 1)} {', '.join(map(str, cuts))} only"
+
+
+def _validate_layer_counts(layers: Sequence[int], num_workers: int, config: Blueprint) -> None:
     text = ",".join(str(count) for count in layers) or "(none)"
     if len(layers) != num_workers:
         raise PlanImpossible(f"layers {text} are for {len(layers)} stages, got {num_workers} workers")
     if min(layers) < 1:
         raise PlanImpossible(f"layers {text}: stage {layers.index(min(layers))} needs at least one layer")
-    if sum(layers) != num_layers:
-        raise PlanImpossible(f"layers {text} sum to {sum(layers)}, the model has {num_layers}")
+    if sum(layers) != config.num_layers:
+        raise PlanImpossible(f"layers {text} sum to {sum(layers)}, the model has {config.num_layers}")
+    for begin, _ in _layer_ranges(layers)[1:]:
+        if begin not in config.legal_cuts:
+            raise PlanImpossible(f"layers {text}: no stage can begin with layer {begin}")
+
+
+def _layer_ranges(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """First layer of each stage, and the layer after its last one."""
+    return list(pairwise(accumulate(layers, initial=0)))
 
 
 def validate_layers(
     memory: StageMemory, workers: Sequence[WorkerCapacity], layers: Sequence[int], num_blocks: int
 ) -> None:
     """Raise PlanImpossible if a stage of a given split does not fit its worker."""
-    for stage, (worker, count) in enumerate(zip(workers, layers, strict=True)):
+    for stage, (worker, layer_range) in enumerate(zip(workers, _layer_ranges(layers), strict=True)):
         role = StageRole.of_stage(stage, len(layers))
-        if memory.total_bytes(role, count, num_blocks) > worker.memory_bytes:
+        if memory.total_bytes(role, *layer_range, num_blocks) > worker.memory_bytes:
             need = _stage_need(memory, worker, stage, layers, num_blocks)
             raise PlanImpossible(f"{need}. {_total_need(memory, workers, num_blocks)}")
 
@@ -179,27 +304,32 @@ def raise_memory_shortage(
 
 
 def _fill(workers: Sequence[WorkerCapacity], problem: SplitProblem) -> list[int]:
-    """Fill each stage, leaving one layer for each later stage; the last stage gets the rest."""
-    layers: list[int] = []
+    """Fill each stage, leaving one range for each later stage; the last stage gets the rest."""
+    cuts, sizes = problem.cuts, problem.layer_bytes(problem.min_blocks)
+    sums = [0, *accumulate(sizes)]
+    used = [0]
     for stage in range(len(workers) - 1):
-        role = StageRole.of_stage(stage, len(workers))
-        spare = problem.num_layers - sum(layers) - (len(workers) - 1 - stage)
-        layers.append(max(1, min(spare, problem.max_layers(stage, role, problem.min_blocks))))
-    return [*layers, problem.num_layers - sum(layers)]
+        begin = used[-1]
+        room = problem.room(stage, StageRole.of_stage(stage, len(workers)), problem.min_blocks)
+        last = len(cuts) - len(workers) + stage
+        fitting = (end for end in range(last, begin, -1) if sums[cuts[end]] - sums[cuts[begin]] <= room)
+        used.append(next(fitting, begin + 1))
+    edges = [cuts[cut] for cut in used] + [problem.num_layers]
+    return [end - begin for begin, end in pairwise(edges)]
 
 
 def _stage_need(
     memory: StageMemory, worker: WorkerCapacity, stage: int, layers: Sequence[int], num_blocks: int
 ) -> str:
     role = StageRole.of_stage(stage, len(layers))
-    begin, count = sum(layers[:stage]), layers[stage]
-    named = f"layers {begin}-{begin + count - 1} need" if count > 1 else f"layer {begin} needs"
-    short = memory.total_bytes(role, count, num_blocks) - worker.memory_bytes
+    begin, end = _layer_ranges(layers)[stage]
+    named = f"layers {begin}-{end - 1} need" if end - begin > 1 else f"layer {begin} needs"
+    short = memory.total_bytes(role, begin, end, num_blocks) - worker.memory_bytes
     return (
         f"stage {stage} on {worker.name}: {named}"
-        f" {format_size(memory.weight_bytes(role, count))} weights"
+        f" {format_size(memory.weight_bytes(role, begin, end))} weights"
         f" + {format_size(memory.activation_bytes(role, num_blocks))} activations"
-        f" + {format_size(memory.kv_bytes(count, num_blocks))} KV"
+        f" + {format_size(memory.kv_bytes(begin, end, num_blocks))} KV"
         f" for {num_blocks * memory.block_size} tokens,"
         f" but {worker.name} has {format_size(worker.memory_bytes)} ({format_size(short)} too little)"
     )
@@ -208,9 +338,8 @@ def _stage_need(
 def _total_need(memory: StageMemory, workers: Sequence[WorkerCapacity], num_blocks: int) -> str:
     """Compare the model's total memory on this many stages with the workers' budgets."""
     roles = [StageRole.of_stage(stage, len(workers)) for stage in range(len(workers))]
-    need = sum(memory.total_bytes(role, 0, num_blocks) for role in roles)
-    num_layers = memory.config.num_layers
-    need += num_layers * memory.layer_bytes + memory.kv_bytes(num_layers, num_blocks)
+    need = sum(memory.total_bytes(role, 0, 0, num_blocks) for role in roles)
+    need += sum(memory.layer_bytes) + memory.kv_bytes(0, memory.config.num_layers, num_blocks)
     have = sum(worker.memory_bytes for worker in workers)
     return (
         f"The model needs {format_size(need)} in total on {len(workers)} stages,"
@@ -223,7 +352,7 @@ MIN_KV_TOKENS = 512
 
 
 def make_plan(
-    config: ModelConfig,
+    config: Blueprint,
     dtype: DType,
     workers: Sequence[WorkerCapacity],
     *,
@@ -243,23 +372,24 @@ def make_plan(
     leaves room for prefix reuse, and a small model does not take all memory.
 
     `layers` fixes the number of layers per worker, in the given order. `limits.max_sequence_tokens` is
-    lowered to the limit of the model.
-
-    Raises PlanImpossible with the numbers, and ValueError for arguments that are invalid for every model.
+    lowered to the limit of the model. Raises PlanImpossible with the numbers, and ValueError for arguments
+    that are invalid for every model.
     """
     limits = limits.capped(config.max_position_embeddings)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
-    memory = StageMemory(config=config, dtype=dtype, limits=limits, block_size=block_size)
+    memory = StageMemory(
+        config=config, dtype=dtype, limits=limits, block_size=block_size, num_stages=len(workers)
+    )
     problem = _split_problem(memory, workers, max_kv_tokens)
     split = _choose_split(memory, workers, layers, problem)
-    stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
     return Plan(
-        stages=stages,
+        stages=tuple(_stage(memory, workers, split, stage) for stage in range(len(workers))),
         num_blocks=split.num_blocks,
         block_size=block_size,
         dtype=dtype,
         limits=limits,
-        window=KvWindow.of(config.layer_windows, limits.max_step_tokens),
+        window=memory.windows[0],
+        other_groups=memory.other_groups(split.num_blocks),
     )
 
 
@@ -282,28 +412,28 @@ def _split_problem(
     memory: StageMemory, workers: Sequence[WorkerCapacity], max_kv_tokens: int | None
 ) -> SplitProblem:
     limits, block_size = memory.limits, memory.block_size
-    # Sequences of maximum length in all steps: one step per stage and one that waits.
-    most = -(-(len(workers) + 1) * limits.max_step_sequences * limits.max_sequence_tokens // block_size)
+    most = -(-memory.num_in_flight * limits.max_sequence_tokens // block_size)
     if max_kv_tokens is not None:
         most = min(most, max_kv_tokens // block_size)
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
 
     outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
     activation_bytes = cache(memory.activation_bytes)  # called for every worker and choice of ends
-    layer_bytes, block_bytes = memory.layer_bytes, memory.block_bytes
 
-    def max_layers(worker: int, role: StageRole, num_blocks: int) -> int:
-        fixed = outside_layers[role] + activation_bytes(role, num_blocks)
-        return (workers[worker].memory_bytes - fixed) // (layer_bytes + num_blocks * block_bytes)
+    def room(worker: int, role: StageRole, num_blocks: int) -> int:
+        return workers[worker].memory_bytes - outside_layers[role] - activation_bytes(role, num_blocks)
 
     return SplitProblem(
         num_workers=len(workers),
-        num_layers=memory.config.num_layers,
-        layer_cost=layer_bytes,
+        layer_costs=memory.layer_costs(),
+        weight_bytes=memory.layer_bytes,
+        block_bytes=memory.block_bytes,
+        block_limits=memory.block_limits(most),
+        legal_cuts=memory.config.legal_cuts,
         head_cost=memory.head_cost,
         min_blocks=min(least, most),
         max_blocks=most,
-        max_layers=max_layers,
+        room=room,
     )
 
 
@@ -312,11 +442,12 @@ def _given_split(
 ) -> Split:
     validate_layers(memory, workers, layers, problem.min_blocks)
     roles = [StageRole.of_stage(stage, len(layers)) for stage in range(len(layers))]
+    stages = list(zip(workers, roles, _layer_ranges(layers), strict=True))
 
     def too_many(num_blocks: int) -> bool:
         return any(
-            problem.max_layers(stage, role, num_blocks) < count
-            for stage, (role, count) in enumerate(zip(roles, layers, strict=True))
+            memory.total_bytes(role, begin, end, num_blocks) > worker.memory_bytes
+            for worker, role, (begin, end) in stages
         )
 
     candidates = range(problem.min_blocks, problem.max_blocks + 1)
@@ -326,27 +457,27 @@ def _given_split(
 
 def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split, stage: int) -> StagePlan:
     role = StageRole.of_stage(stage, len(split.layers))
-    begin, count = sum(split.layers[:stage]), split.layers[stage]
+    begin, end = _layer_ranges(split.layers)[stage]
     worker = workers[split.order[stage]]
     return StagePlan(
         stage=stage,
         worker=worker.name,
         role=role,
         layer_begin=begin,
-        layer_end=begin + count,
-        weight_bytes=memory.weight_bytes(role, count),
-        kv_bytes=memory.kv_bytes(count, split.num_blocks),
+        layer_end=end,
+        weight_bytes=memory.weight_bytes(role, begin, end),
+        kv_bytes=memory.kv_bytes(begin, end, split.num_blocks),
         activation_bytes=memory.activation_bytes(role, split.num_blocks),
         memory_bytes=worker.memory_bytes,
-        cost=count * memory.layer_bytes + (memory.head_cost if role.has_head else 0),
+        cost=memory.cost(role, begin, end),
     )
 
 
 def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
     """Check the configuration before workers join.
 
-    Raises PlanImpossible for more stages than layers, for `layers` with a wrong sum, and for sequences
-    longer than the limit of the model.
+    Raises PlanImpossible for more stages than the model can be cut into, for impossible `layers`, and for
+    sequences longer than the limit of the model.
     """
     _max_sequence_tokens(config, model)
     validate_counts(

@@ -1,37 +1,60 @@
-"""Finds the best layer counts of a pipeline, in terms of layers, costs and limits.
+"""Finds the best layer ranges of a pipeline, in terms of layers, costs and limits.
 
-All layers cost the same, so the exact solution is cheap. For a bound on the cost of the slowest stage and a
-number of blocks, each stage has a maximum layer count, and a split exists if and only if these counts sum up
-to at least the model. Both bounds are monotone and found by bisection. The most even split under them is
-found greedily, which is exact because the sum of squared costs is separable and convex in the layer counts.
+Layers may differ. For a bound on the cost of the slowest stage and a number of blocks, each stage has a room
+for costs and bytes, and every part of a range that fits a stage fits it, too. Sets of cuts that a pipeline's
+first or last stages can reach are therefore found stage by stage, as few intervals of cuts. Both bounds are
+monotone and found by bisection. The most even split under them is found by dynamic programming.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import accumulate, pairwise, permutations
 
 from wire.ids import StageRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitProblem:
-    """Input of `best_split`, with num_layers >= num_workers >= 1.
+    """Input of `best_split`, with 1 <= num_workers <= len(legal_cuts) + 1.
 
-    `max_layers(worker, role, num_blocks)` is the maximum number of layers in the worker's memory. It may be
-    negative or above num_layers, and must not grow with num_blocks.
+    `layer_costs`, `weight_bytes` and `block_bytes` (of one KV block) are per layer and not negative. A layer
+    holds at most `block_limits` of the blocks. A stage may begin with layer 0 or with one of `legal_cuts`.
+    `room(worker, role, num_blocks)` is the worker's memory beside layers in bytes. It may be negative, and
+    must not grow with num_blocks.
     """
 
     num_workers: int
-    num_layers: int
-    layer_cost: int
+    layer_costs: tuple[int, ...]
+    weight_bytes: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_limits: tuple[int, ...]
+    legal_cuts: frozenset[int]
     head_cost: int
     min_blocks: int
     max_blocks: int
-    max_layers: Callable[[int, StageRole, int], int]
+    room: Callable[[int, StageRole, int], int]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return len(self.layer_costs)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers at which a range can begin or end, with both ends of the model."""
+        return (0, *sorted(self.legal_cuts), self.num_layers)
+
+    def layer_bytes(self, num_blocks: int) -> list[int]:
+        """Bytes of each layer: weights, and KV of `num_blocks` blocks or fewer."""
+        sizes = zip(self.weight_bytes, self.block_bytes, self.block_limits, strict=True)
+        return [weights + min(num_blocks, limit) * block for weights, block, limit in sizes]
+
+    def cost_room(self, role: StageRole, slowest: int) -> int:
+        """Maximum cost of a stage's layers, if its whole cost is at most `slowest`."""
+        return slowest - (self.head_cost if role.has_head else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +88,14 @@ def _displacement(last: int) -> Callable[[Ends], tuple[int, int]]:
     return lambda ends: ((ends[0] != 0) + (ends[1] != last), ends[0] + last - ends[1])
 
 
-def _best_of_ends(problem: SplitProblem, choices: list[Ends]) -> Split | None:
-    slowest = _min_bottleneck_cost(problem, choices)
-    if slowest is None:
+def _best_of_ends(problem: SplitProblem, choices: Sequence[Ends]) -> Split | None:
+    bounds = _best_bounds(problem, choices)
+    if bounds is None:
         return None
-    num_blocks = _max_blocks(problem, choices, slowest)
-    limits = _LayerLimits(problem, slowest, num_blocks)
-    ends = next(ends for ends in choices if limits.holds_model(ends))
+    reach = _Reach(problem, bounds)
+    ends = next(ends for ends in choices if reach.holds_model(ends))
     order = stage_order(problem.num_workers, ends)
-    return Split(
-        order=order, layers=_most_even_split(problem, limits.of_stages(order)), num_blocks=num_blocks
-    )
+    return Split(order=order, layers=_most_even_split(problem, reach, order), num_blocks=bounds.num_blocks)
 
 
 def stage_order(num_workers: int, ends: Ends) -> tuple[int, ...]:
@@ -86,79 +106,227 @@ def stage_order(num_workers: int, ends: Ends) -> tuple[int, ...]:
     return (ends[0], *middle, ends[1])
 
 
-def _min_bottleneck_cost(problem: SplitProblem, choices: list[Ends]) -> int | None:
-    """Minimum cost of the slowest stage; None if no split fits."""
-    counts = range(1, problem.num_layers + 1)
-    costs = {n * problem.layer_cost for n in counts}
-    bounds = sorted(costs | {cost + problem.head_cost for cost in costs})
-    fits = bisect_left(
-        bounds, True, key=lambda bound: _LayerLimits(problem, bound, problem.min_blocks).holds_any(choices)
-    )
-    return bounds[fits] if fits < len(bounds) else None
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Every stage costs at most `slowest` and holds `num_blocks` blocks."""
+
+    slowest: int
+    num_blocks: int
 
 
-def _max_blocks(problem: SplitProblem, choices: list[Ends], slowest: int) -> int:
-    """Maximum number of blocks under the bound `slowest`, which `min_blocks` satisfies."""
+def _best_bounds(problem: SplitProblem, choices: Sequence[Ends]) -> _Bounds | None:
+    """The tightest bounds that a choice satisfies; None if no split fits.
+
+    Only choices that improve on all earlier ones are bisected. These are few, because the order of visits
+    has nothing to do with how good a choice is.
+    """
+    best: _Bounds | None = None
+    better = [_Reach(problem, _Bounds(_total_cost(problem), problem.min_blocks))]
+    for ends in _scattered(choices):
+        if any(reach.holds_model(ends) for reach in better):
+            best = _bounds_of_ends(problem, ends)
+            cheaper = _Bounds(best.slowest - 1, problem.min_blocks)
+            larger = _Bounds(best.slowest, best.num_blocks + 1)
+            better = [_Reach(problem, cheaper)]
+            if best.num_blocks < problem.max_blocks:
+                better.append(_Reach(problem, larger))
+    return best
+
+
+def _total_cost(problem: SplitProblem) -> int:
+    return sum(problem.layer_costs) + problem.head_cost
+
+
+def _scattered(choices: Sequence[Ends]) -> list[Ends]:
+    """The choices in a fixed order without a trend (Knuth's multiplicative hash of their positions)."""
+    order = sorted(range(len(choices)), key=lambda position: position * 2654435761 % (1 << 32))
+    return [choices[position] for position in order]
+
+
+def _bounds_of_ends(problem: SplitProblem, ends: Ends) -> _Bounds:
+    """The tightest bounds of a choice that fits with `min_blocks` blocks."""
+
+    def holds(slowest: int, num_blocks: int) -> bool:
+        return _Reach(problem, _Bounds(slowest, num_blocks)).holds_model(ends)
+
+    costs = range(_total_cost(problem) + 1)
+    slowest = bisect_left(costs, True, key=lambda cost: holds(cost, problem.min_blocks))
     candidates = range(problem.min_blocks, problem.max_blocks + 1)
-    too_many = bisect_left(
-        candidates, True, key=lambda blocks: not _LayerLimits(problem, slowest, blocks).holds_any(choices)
-    )
-    return candidates[too_many - 1]
+    too_many = bisect_left(candidates, True, key=lambda blocks: not holds(slowest, blocks))
+    return _Bounds(slowest, candidates[too_many - 1])
 
 
-class _LayerLimits:
-    """Maximum layers of each worker in each role, under the bounds on cost and blocks."""
+class _Measure:
+    """Sizes of the ranges between cuts, by the numbers of the cuts. A set of cuts is a bit mask."""
 
-    def __init__(self, problem: SplitProblem, slowest: int, num_blocks: int) -> None:
+    def __init__(self, sizes: Sequence[int], cuts: Sequence[int]) -> None:
+        sums = [0, *accumulate(sizes)]
+        self._sums = [sums[cut] for cut in cuts]
+        steps = [end - begin for begin, end in pairwise(self._sums)]
+        by_size = sorted(range(len(steps)), key=steps.__getitem__)
+        self._steps = [steps[begin] for begin in by_size]
+        self._small = list(accumulate((1 << begin for begin in by_size), int.__or__, initial=0))
+
+    def size(self, begin: int, end: int) -> int:
+        return self._sums[end] - self._sums[begin]
+
+    def furthest(self, begin: int, room: int) -> int:
+        """The last cut to which a range from `begin` fits; before `begin` for a negative room."""
+        return bisect_right(self._sums, self._sums[begin] + room) - 1
+
+    def nearest(self, end: int, room: int) -> int:
+        """The first cut from which a range to `end` fits; after `end` for a negative room."""
+        return bisect_left(self._sums, self._sums[end] - room)
+
+    def small(self, room: int) -> int:
+        """The cuts from which a range to the next cut fits."""
+        return self._small[bisect_right(self._steps, room)]
+
+
+class _Stage:
+    """A worker in a role, under bounds: which ranges fit it."""
+
+    def __init__(self, costs: _Measure, cost_room: int, memory: _Measure, memory_room: int) -> None:
+        self._costs, self._cost_room = costs, cost_room
+        self._memory, self._memory_room = memory, memory_room
+        self._small = costs.small(cost_room) & memory.small(memory_room)
+
+    def furthest(self, begin: int) -> int:
+        """The last cut to which a range from `begin` fits, at most `begin` if none does."""
+        in_time = self._costs.furthest(begin, self._cost_room)
+        return min(in_time, self._memory.furthest(begin, self._memory_room))
+
+    def nearest(self, end: int) -> int:
+        """The first cut from which a range to `end` fits, at least `end` if none does."""
+        in_time = self._costs.nearest(end, self._cost_room)
+        return max(in_time, self._memory.nearest(end, self._memory_room))
+
+    def ends(self, begins: int) -> int:
+        """Every cut at which a range that fits and begins at one of `begins` can end."""
+        found = 0
+        # Within a run of cuts from which a step fits, the ranges' ends have no gap.
+        for low, high in _runs(begins & self._small):
+            found |= _interval(low + 1, self.furthest(high))
+        return found
+
+    def begins(self, ends: int) -> int:
+        """Every cut at which a range that fits and ends at one of `ends` can begin."""
+        found = 0
+        for low, high in _runs(ends & self._small << 1):
+            found |= _interval(self.nearest(low), high - 1)
+        return found
+
+
+def _interval(low: int, high: int) -> int:
+    return (2 << high) - (1 << low)
+
+
+def _runs(cuts: int) -> Iterator[tuple[int, int]]:
+    """First and last cut of every run of consecutive cuts."""
+    while cuts:
+        low = (cuts & -cuts).bit_length() - 1
+        rest = cuts + (1 << low)
+        end = (rest & -rest).bit_length() - 1
+        yield low, end - 1
+        cuts &= -1 << end
+
+
+class _Reach:
+    """Cuts that the first and the last stages of any choice of ends can reach under bounds.
+
+    Choices share their first and last stages, whose cuts are computed once.
+    """
+
+    def __init__(self, problem: SplitProblem, bounds: _Bounds) -> None:
         self._problem = problem
-        workers = range(problem.num_workers)
-        self._by_role = {
-            role: [_max_layers(problem, worker, role, slowest, num_blocks) for worker in workers]
-            for role in ((StageRole.ONLY,) if problem.num_workers == 1 else _CHAIN)
-        }
-        middle = self._by_role.get(StageRole.MIDDLE, [])
-        self._middle_sum = sum(middle)
-        # Three are enough: at most two of them can be ends.
-        self._useless = [worker for worker, layers in enumerate(middle) if layers < 1][:3]
+        self._bounds = bounds
+        self._costs = _Measure(problem.layer_costs, problem.cuts)
+        self._memory = _Measure(problem.layer_bytes(bounds.num_blocks), problem.cuts)
+        self._stages: dict[tuple[int, StageRole], _Stage] = {}
+        self._after: dict[int, list[int]] = {}
+        self._before: dict[int, list[int]] = {}
 
-    def holds_any(self, choices: Iterable[Ends]) -> bool:
-        return any(self.holds_model(ends) for ends in choices)
+    @property
+    def last_cut(self) -> int:
+        """Number of the cut at the end of the model."""
+        return len(self._problem.legal_cuts) + 1
 
     def holds_model(self, ends: Ends) -> bool:
         """Whether a split gives every stage at least one layer and covers the model."""
-        needed = self._problem.num_layers
-        if self._problem.num_workers == 1:
-            return self._by_role[StageRole.ONLY][0] >= needed
-        first, last = self._by_role[StageRole.FIRST][ends[0]], self._by_role[StageRole.LAST][ends[1]]
-        if first < 1 or last < 1 or any(worker not in ends for worker in self._useless):
+        first, last = ends
+        if first == last:
+            return self.stage(first, StageRole.ONLY).furthest(0) == self.last_cut
+        if first < last:
+            return bool(self._after_first(first, last) & self._before_last(last, last + 1))
+        cuts, begins = self._after_first(first, last), self._before_last(last, first + 1)
+        if not cuts or not begins:
             return False
-        middle = self._by_role[StageRole.MIDDLE]
-        covered = self._middle_sum - middle[ends[0]] - middle[ends[1]] + first + last
-        return covered >= needed
+        for worker in range(last + 1, first):
+            cuts = self.stage(worker, StageRole.MIDDLE).ends(cuts)
+        return bool(cuts & begins)
 
-    def of_stages(self, order: tuple[int, ...]) -> list[int]:
-        roles = (StageRole.of_stage(stage, len(order)) for stage in range(len(order)))
-        return [self._by_role[role][worker] for role, worker in zip(roles, order, strict=True)]
+    def stage(self, worker: int, role: StageRole) -> _Stage:
+        """What fits the worker in this role."""
+        found = self._stages.get((worker, role))
+        if found is None:
+            cost_room = self._problem.cost_room(role, self._bounds.slowest)
+            memory_room = self._problem.room(worker, role, self._bounds.num_blocks)
+            found = _Stage(self._costs, cost_room, self._memory, memory_room)
+            self._stages[worker, role] = found
+        return found
+
+    def _after_first(self, first: int, end: int) -> int:
+        """Cuts at which the stages of `first` and then of all other workers before `end` can end."""
+        rows = self._after.get(first)
+        if rows is None:
+            rows = self._after[first] = [self.stage(first, StageRole.FIRST).ends(1)]
+        while len(rows) <= end:
+            worker, cuts = len(rows) - 1, rows[-1]
+            rows.append(cuts if worker == first else self.stage(worker, StageRole.MIDDLE).ends(cuts))
+        return rows[end]
+
+    def _before_last(self, last: int, begin: int) -> int:
+        """Cuts at which the stages of all other workers from `begin` on, and then of `last`, can begin."""
+        rows = self._before.get(last)
+        if rows is None:
+            rows = self._before[last] = [self.stage(last, StageRole.LAST).begins(1 << self.last_cut)]
+        while len(rows) <= self._problem.num_workers - begin:
+            worker, cuts = self._problem.num_workers - len(rows), rows[-1]
+            rows.append(cuts if worker == last else self.stage(worker, StageRole.MIDDLE).begins(cuts))
+        return rows[self._problem.num_workers - begin]
 
 
-_CHAIN = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
+_Tail = tuple[int, tuple[int, ...]]
+"""Sum of the squared costs of the stages from a cut on, and the cuts from there to the end of the model."""
 
 
-def _max_layers(problem: SplitProblem, worker: int, role: StageRole, slowest: int, num_blocks: int) -> int:
-    in_time = (slowest - (problem.head_cost if role.has_head else 0)) // problem.layer_cost
-    return min(in_time, problem.max_layers(worker, role, num_blocks), problem.num_layers)
+def _most_even_split(problem: SplitProblem, reach: _Reach, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Layer counts with the least sum of squared costs; of equal sums, earlier stages get more layers."""
+    roles = [StageRole.of_stage(stage, len(order)) for stage in range(len(order))]
+    stages = [reach.stage(worker, role) for worker, role in zip(order, roles, strict=True)]
+    begins = list(accumulate(stages[:-1], lambda cuts, stage: stage.ends(cuts), initial=1))
+    costs = _Measure(problem.layer_costs, problem.cuts)
+    tails: dict[int, _Tail] = {reach.last_cut: (0, (reach.last_cut,))}
+    for stage, role, reached in reversed(list(zip(stages, roles, begins, strict=True))):
+        extra = problem.head_cost if role.has_head else 0
+        ends = sum(1 << end for end in tails)
+        tails = {
+            begin: _best_tail(stage, costs, extra, begin, tails)
+            for begin in _cuts_in(reached & stage.begins(ends))
+        }
+    _, cuts = tails[0]
+    layers = [problem.cuts[cut] for cut in cuts]
+    return tuple(end - begin for begin, end in pairwise(layers))
 
 
-def _most_even_split(problem: SplitProblem, limits: list[int]) -> tuple[int, ...]:
-    """Layer counts up to `limits` with the least sum of squared costs; ties favor earlier stages."""
-    layers = [1] * len(limits)
-    costs = [problem.layer_cost] * len(limits)
-    costs[-1] += problem.head_cost
-    growing = [(cost, stage) for stage, cost in enumerate(costs) if limits[stage] > 1]
-    heapq.heapify(growing)
-    for _ in range(problem.num_layers - len(limits)):
-        cost, stage = heapq.heappop(growing)
-        layers[stage] += 1
-        if layers[stage] < limits[stage]:
-            heapq.heappush(growing, (cost + problem.layer_cost, stage))
-    return tuple(layers)
+def _best_tail(stage: _Stage, costs: _Measure, extra: int, begin: int, tails: Mapping[int, _Tail]) -> _Tail:
+    """Prepend the best range from `begin` to one of `tails`; a stage costs `extra` beside its layers."""
+    ends = [end for end in range(stage.furthest(begin), begin, -1) if end in tails]
+    sums = [(costs.size(begin, end) + extra) ** 2 + tails[end][0] for end in ends]
+    least = min(sums)
+    return least, (begin, *tails[ends[sums.index(least)]][1])
+
+
+def _cuts_in(cuts: int) -> Iterator[int]:
+    for low, high in _runs(cuts):
+        yield from range(low, high + 1)

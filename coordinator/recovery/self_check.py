@@ -31,7 +31,7 @@ from wire.reference import (
 )
 from wire.stage_calls import compute_reference
 from wire.steps import Step, StepResult
-from wire.tensors import DTYPE_TO_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType
+from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,9 @@ class References:
         self._model = model
         self._num_layers = model.config.num_layers
         self._policy, self._transport = policy, transport
-        self._recorded = recorded if model.is_builtin else None
-        self._kept = None if cache_directory is None else _kept_file(cache_directory, model.fingerprint)
+        is_exact = model.weight_format is None
+        self._recorded = recorded if model.is_builtin and is_exact else None
+        self._kept = None if cache_directory is None else _kept_file(cache_directory, model)
         self._known: dict[str, KnownReference] = {}
         self._has_read = False
         self._computing: dict[ReferenceQuestion, asyncio.Task[KnownReference]] = {}
@@ -253,6 +254,7 @@ class References:
             texts=[step_pb2.TokenSequence(tokens=text) for text in question.texts],
             num_top=NUM_TOP,
             secret=source.secret,
+            weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
         )
         response = await compute_reference(
             source.address,
@@ -274,8 +276,10 @@ def _take_exception(task: asyncio.Task[KnownReference]) -> None:
         task.exception()
 
 
-def _kept_file(cache_directory: Path, fingerprint: str) -> Path:
-    return cache_directory / "references" / f"{fingerprint}.json"
+def _kept_file(cache_directory: Path, model: ServedModel) -> Path:
+    weights = model.weight_format
+    name = model.fingerprint if weights is None else f"{model.fingerprint}-{weights.value}"
+    return cache_directory / "references" / f"{name}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,8 +191,7 @@ class _Writer:
             awaited = any(
                 other.part.shares_block and other.part.text == live.part.text for other in self._waiting
             )
-            signals = live.active.free_signals() if awaited else live.active.destroy_signals()
-            self._kv.free(live.key, live.active, signals)
+            self._kv.free_blocks(live.key, live.active, keep_content=awaited)
         return [EndRecord(live.key, live.restart_count) for live in ended]
 
     def _fill(self) -> tuple[list[tuple[StepSlice, CheckedSlice]], list[StartRecord]]:

@@ -42,7 +42,9 @@ def test_every_size_can_be_set() -> None:
     model = parse_mock_model("vocab=11, max_len=22,layers=3,hidden=44,ffn=55,heads=6,kv_heads=2,head_dim=77")
     sizes = (model.vocab_size, model.max_position_embeddings, model.num_layers, model.hidden_size)
     assert sizes == (11, 22, 3, 44)
-    others = (model.intermediate_size, model.num_attention_heads, model.num_kv_heads, model.head_dim)
+    (layer,) = model.kinds
+    mixer, dense = layer.mixer, layer.feed_forward
+    others = (dense.width, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
     assert others == (55, 6, 2, 77)
 
 

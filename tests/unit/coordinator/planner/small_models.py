@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from checkpoint import DType, ModelConfig, parse_config
+from checkpoint import Blueprint, DType, parse_config
 from coordinator.planner.plan import StepLimits, WorkerCapacity
 
 GIB = 1 << 30
 
 
-def llama(*, num_layers: int = 8, tied: bool = False, vocab_size: int = 40, **shape: int) -> ModelConfig:
+def llama(*, num_layers: int = 8, tied: bool = False, vocab_size: int = 40, **shape: int) -> Blueprint:
     """A Llama of 8 layers, some kilobytes each by default."""
     sizes = {
         "hidden_size": 16,
@@ -33,7 +33,7 @@ def llama(*, num_layers: int = 8, tied: bool = False, vocab_size: int = 40, **sh
     )
 
 
-def llama_8b(num_layers: int = 32) -> ModelConfig:
+def llama_8b(num_layers: int = 32) -> Blueprint:
     """The shape of Llama-3.1-8B."""
     return llama(
         num_layers=num_layers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from checkpoint import DType
@@ -85,6 +87,33 @@ def test_unusable_workers_are_rejected(names: tuple[str, ...], message: str) -> 
             [WorkerCapacity(name=name, memory_bytes=GIB) for name in names],
             limits=SMALL_STEPS,
             block_size=4,
+        )
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_workers", "message"),
+    [
+        ((4, 4), 2, "layers 4,4: no stage can begin with layer 4"),
+        ((2, 5, 1), 3, "layers 2,5,1: no stage can begin with layer 7"),
+        (
+            None,
+            4,
+            "4 stages for a model that can be cut into 3: a stage can begin with layers 0, 2, 6 only",
+        ),
+    ],
+)
+def test_cuts_that_the_model_forbids_are_rejected(
+    layers: tuple[int, ...] | None, num_workers: int, message: str
+) -> None:
+    with pytest.raises(PlanImpossible) as refused:
+        make_plan(
+            replace(llama(), legal_cuts=frozenset({2, 6})),
+            DType.F32,
+            workers(*[GIB] * num_workers),
+            limits=SMALL_STEPS,
+            block_size=4,
+            layers=layers,
         )
     assert str(refused.value) == message
 

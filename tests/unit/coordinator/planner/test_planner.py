@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import DType, ModelConfig
-from coordinator.planner.plan import Plan, PlanImpossible, WorkerCapacity
+from checkpoint import Blueprint, DType
+from coordinator.planner.plan import Plan, PlanImpossible, StepLimits, WorkerCapacity
 from coordinator.planner.planner import StageMemory, make_plan
+from kvcache import KvGroup, KvWindow
 from tests.properties import examples
 from tests.unit.coordinator.planner.small_models import (
     GIB,
@@ -30,67 +31,124 @@ BLOCK_SIZE = 4
 Objective = tuple[int, int, int]
 
 
-def small_plan(config: ModelConfig, capacities: Sequence[WorkerCapacity]) -> Plan:
+def small_plan(config: Blueprint, capacities: Sequence[WorkerCapacity]) -> Plan:
     return make_plan(config, DType.F32, capacities, limits=SMALL_STEPS, block_size=BLOCK_SIZE)
 
 
-def small_memory(config: ModelConfig) -> StageMemory:
-    return StageMemory(config=config, dtype=DType.F32, limits=SMALL_STEPS, block_size=BLOCK_SIZE)
+def small_memory(config: Blueprint) -> StageMemory:
+    return StageMemory(
+        config=config, dtype=DType.F32, limits=SMALL_STEPS, block_size=BLOCK_SIZE, num_stages=1
+    )
 
 
-def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    for inner in combinations(range(1, num_layers), num_stages - 1):
-        edges = (0, *inner, num_layers)
-        yield tuple(end - begin for begin, end in pairwise(edges))
+Ranges = Sequence[tuple[int, int]]
 
 
-def objective(memory: StageMemory, counts: Sequence[int], capacities: Sequence[int]) -> Objective | None:
+def splits(config: Blueprint, num_stages: int) -> Iterator[Ranges]:
+    for inner in combinations(sorted(config.legal_cuts), num_stages - 1):
+        yield list(pairwise((0, *inner, config.num_layers)))
+
+
+def objective(memory: StageMemory, ranges: Ranges, capacities: Sequence[int]) -> Objective | None:
     """(slowest cost, minus blocks, sum of squared costs) of one split, or None when it does not fit."""
-    roles = [StageRole.of_stage(stage, len(counts)) for stage in range(len(counts))]
-    stages = list(zip(roles, counts, capacities, strict=True))
+    roles = [StageRole.of_stage(stage, len(ranges)) for stage in range(len(ranges))]
+    stages = [(role, *edges, size) for role, edges, size in zip(roles, ranges, capacities, strict=True)]
     least = SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
-    num_sequences = (len(counts) + 1) * SMALL_STEPS.max_step_sequences
+    num_sequences = (len(ranges) + 1) * SMALL_STEPS.max_step_sequences
     most = num_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
     too_many = bisect_left(
         range(most + 1),
         True,
-        key=lambda blocks: any(memory.total_bytes(role, n, blocks) > size for role, n, size in stages),
+        key=lambda blocks: any(memory.total_bytes(*stage, blocks) > size for *stage, size in stages),
     )
     if too_many <= least:
         return None
-    costs = [n * memory.layer_bytes + (memory.head_cost if role.has_head else 0) for role, n, _ in stages]
+    costs = [memory.cost(role, begin, end) for role, begin, end, _ in stages]
     return max(costs), 1 - too_many, sum(cost * cost for cost in costs)
 
 
 def best_by_trying(memory: StageMemory, orders: Sequence[Sequence[int]]) -> Objective | None:
     tried = [
-        objective(memory, counts, order)
-        for order in orders
-        for counts in cuts(memory.config.num_layers, len(order))
+        objective(memory, ranges, order) for order in orders for ranges in splits(memory.config, len(order))
     ]
     return min((found for found in tried if found is not None), default=None)
 
 
+def with_kinds(config: Blueprint, kinds: Sequence[int], legal_cuts: frozenset[int]) -> Blueprint:
+    """The model with layers of kind 0 (as they are), 1 (no KV to speak of), 2 (20 times the weights)."""
+    layer = config.layers[0]
+    narrow = replace(layer, mixer=replace(layer.mixer, num_kv_heads=1, head_dim=2))
+    wide = replace(layer, feed_forward=replace(layer.feed_forward, width=30 * layer.feed_forward.width))
+    layers = tuple((layer, narrow, wide)[kind] for kind in kinds)
+    return replace(config, layers=layers, legal_cuts=legal_cuts)
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[ModelConfig, list[WorkerCapacity]]:
+def problems(draw: st.DrawFn) -> tuple[Blueprint, list[WorkerCapacity]]:
     """A small model and 1 to 4 workers with memory for none to about all of it."""
     config = llama(
         num_layers=draw(st.integers(4, 7)), tied=draw(st.booleans()), vocab_size=draw(st.integers(8, 600))
     )
+    return config, draw(capacities_for(config, max_workers=4))
+
+
+@st.composite
+def mixed_problems(draw: st.DrawFn) -> tuple[Blueprint, list[WorkerCapacity]]:
+    """As `problems`, with layers of unequal size, of which only some can begin a stage."""
+    kinds = draw(st.lists(st.integers(0, 2), min_size=4, max_size=8))
+    inner = range(1, len(kinds))
+    illegal = draw(st.sets(st.sampled_from(inner), max_size=len(inner) - 1))
+    model = llama(num_layers=len(kinds), tied=draw(st.booleans()), vocab_size=draw(st.integers(8, 600)))
+    config = with_kinds(model, kinds, frozenset(inner) - illegal)
+    return config, draw(capacities_for(config, max_workers=min(4, len(config.legal_cuts) + 1)))
+
+
+@st.composite
+def misplaced_problems(draw: st.DrawFn) -> tuple[Blueprint, list[WorkerCapacity]]:
+    """5 workers, of which the first or the last has memory for a small middle stage only."""
+    kinds = draw(st.lists(st.integers(0, 2), min_size=5, max_size=8))
+    config = with_kinds(llama(num_layers=len(kinds), vocab_size=400), kinds, frozenset(range(1, len(kinds))))
     memory = small_memory(config)
-    everything = memory.total_bytes(StageRole.ONLY, config.num_layers, 64)
-    sizes = draw(st.lists(st.integers(0, everything * 5 // 4), min_size=1, max_size=4))
-    return config, workers(*sizes)
+    middle = memory.total_bytes(StageRole.MIDDLE, 0, config.num_layers, 8)
+    sizes = st.integers(middle // 6, middle) | st.integers(middle, middle + memory.head_cost * 6)
+    drawn = draw(st.lists(sizes, min_size=5, max_size=5))
+    drawn[draw(st.sampled_from([0, -1]))] = memory.total_bytes(StageRole.MIDDLE, 0, 1, 8)
+    return config, workers(*drawn)
+
+
+@settings(max_examples=examples(2))
+@given(misplaced_problems())
+def test_no_other_choice_of_first_and_last_worker_is_better(
+    problem: tuple[Blueprint, list[WorkerCapacity]],
+) -> None:
+    check_that_no_split_is_better(*problem)
+
+
+@st.composite
+def capacities_for(draw: st.DrawFn, config: Blueprint, *, max_workers: int) -> list[WorkerCapacity]:
+    everything = small_memory(config).total_bytes(StageRole.ONLY, 0, config.num_layers, 64)
+    return workers(*draw(st.lists(st.integers(0, everything * 5 // 4), min_size=1, max_size=max_workers)))
 
 
 @settings(max_examples=examples(2))
 @given(problems())
-def test_no_split_is_better_than_the_plan(problem: tuple[ModelConfig, list[WorkerCapacity]]) -> None:
-    config, capacities = problem
+def test_no_split_is_better_than_the_plan(problem: tuple[Blueprint, list[WorkerCapacity]]) -> None:
+    check_that_no_split_is_better(*problem)
+
+
+@settings(max_examples=examples(4))
+@given(mixed_problems())
+def test_no_legal_split_of_unequal_layers_is_better_than_the_plan(
+    problem: tuple[Blueprint, list[WorkerCapacity]],
+) -> None:
+    check_that_no_split_is_better(*problem)
+
+
+def check_that_no_split_is_better(config: Blueprint, capacities: Sequence[WorkerCapacity]) -> None:
     memory = small_memory(config)
     sizes = [worker.memory_bytes for worker in capacities]
     in_order = best_by_trying(memory, [sizes])
-    in_any_order = in_order or best_by_trying(memory, sorted(set(permutations(sizes))))
+    in_any_order = in_order or best_by_trying(memory, sorted(set(permutations_of_ends(sizes))))
     if in_any_order is None:
         with pytest.raises(PlanImpossible, match="too little"):
             small_plan(config, capacities)
@@ -103,9 +161,16 @@ def test_no_split_is_better_than_the_plan(problem: tuple[ModelConfig, list[Worke
         assert sum(cost * cost for cost in costs) == in_order[2]
 
 
-@given(problems())
+def permutations_of_ends(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Orders with any two workers at the ends, and the others as given in between."""
+    for first, last in permutations(range(len(sizes)), 2):
+        middle = (size for worker, size in enumerate(sizes) if worker not in (first, last))
+        yield (sizes[first], *middle, sizes[last])
+
+
+@given(st.one_of(problems(), mixed_problems()))
 def test_every_layer_once_in_order_and_every_worker_within_memory(
-    problem: tuple[ModelConfig, list[WorkerCapacity]],
+    problem: tuple[Blueprint, list[WorkerCapacity]],
 ) -> None:
     config, capacities = problem
     try:
@@ -115,13 +180,14 @@ def test_every_layer_once_in_order_and_every_worker_within_memory(
     layers = [layer for stage in plan.stages for layer in range(stage.layer_begin, stage.layer_end)]
     assert layers == list(range(config.num_layers))
     assert all(stage.num_layers >= 1 for stage in plan.stages)
+    assert config.legal_cuts.issuperset(stage.layer_begin for stage in plan.stages[1:])
     assert sorted(stage.worker for stage in plan.stages) == sorted(worker.name for worker in capacities)
     assert [stage.role for stage in plan.stages] == [
         StageRole.of_stage(i, len(capacities)) for i in range(len(capacities))
     ]
     memory = small_memory(config)
     for stage in plan.stages:
-        total = memory.total_bytes(stage.role, stage.num_layers, plan.num_blocks)
+        total = memory.total_bytes(stage.role, stage.layer_begin, stage.layer_end, plan.num_blocks)
         assert stage.total_bytes == total <= stage.memory_bytes
     assert plan.num_kv_tokens >= plan.max_sequence_tokens == 32
 
@@ -129,7 +195,7 @@ def test_every_layer_once_in_order_and_every_worker_within_memory(
 def test_the_head_counts_as_work_of_the_last_stage() -> None:
     config = llama(num_layers=8, vocab_size=1)
     memory = small_memory(config)
-    head_of_two_layers = llama(num_layers=8, vocab_size=2 * memory.layer_bytes // (4 * 16))
+    head_of_two_layers = llama(num_layers=8, vocab_size=2 * memory.layer_bytes[0] // (4 * 16))
     layers = [stage.num_layers for stage in small_plan(head_of_two_layers, workers(GIB, GIB)).stages]
     assert layers == [5, 3]
 
@@ -142,7 +208,7 @@ def test_equal_workers_get_equal_work() -> None:
 def test_a_small_first_worker_moves_to_where_it_fits() -> None:
     config = llama(num_layers=8, vocab_size=600)
     memory = small_memory(config)
-    small = memory.total_bytes(StageRole.MIDDLE, 1, 8)
+    small = memory.total_bytes(StageRole.MIDDLE, 0, 1, 8)
     plan = small_plan(config, workers(small, GIB, GIB))
     assert [stage.worker for stage in plan.stages] == ["gpu-b", "gpu-a", "gpu-c"]
     assert plan.stages[1].num_layers == 1
@@ -180,7 +246,9 @@ def test_the_cache_bounds_no_sequence_whose_window_fits_into_it(
     windows: tuple[int | None, ...], num_blocks: int, longest: int
 ) -> None:
     """With a chunk of one block of 4, a window of 5 takes up to 3 blocks and one of 12 up to 5."""
-    config = replace(llama(num_layers=2), layer_windows=windows, max_position_embeddings=40)
+    layer = llama(num_layers=2).layers[0]
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for window in windows)
+    config = replace(llama(num_layers=2), layers=layers, max_position_embeddings=40)
     limits = replace(SMALL_STEPS, max_sequence_tokens=100)
     plan = make_plan(
         config, DType.F32, workers(GIB), limits=limits, block_size=4, max_kv_tokens=4 * num_blocks
@@ -206,7 +274,7 @@ def test_given_layers_are_used_unchanged() -> None:
 def test_given_layers_get_the_most_blocks_that_fit() -> None:
     config = llama()
     memory = small_memory(config)
-    size = memory.total_bytes(StageRole.ONLY, 8, 12)
+    size = memory.total_bytes(StageRole.ONLY, 0, 8, 12)
     for extra, blocks in ((-1, 11), (0, 12)):
         plan = make_plan(
             config,
@@ -236,3 +304,58 @@ def test_200_layers_on_64_workers_are_planned_quickly(ends_gib: float) -> None:
     plan = make_plan(llama_8b(200), DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)
     assert time.process_time() - begin < 0.5
     assert (plan.stages[0].worker != "gpu-a") == (ends_gib == 1.0)
+
+
+@pytest.mark.parametrize("first_gib", [40, 2])
+def test_80_unequal_layers_on_64_workers_are_planned_quickly(first_gib: int) -> None:
+    kinds = [0] * 8 + [2, 1, 1] * 24
+    config = with_kinds(llama_8b(80), kinds, frozenset(range(1, 80)) - {3, 30, 50})
+    sizes = [size * GIB for size in (first_gib, *((6, 16, 12, 24, 40, 8) * 11)[:62], 40)]
+    begin = time.process_time()
+    plan = make_plan(config, DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)
+    assert time.process_time() - begin < 0.8
+    assert (plan.stages[0].worker != "gpu-a") == (first_gib == 2)
+
+
+def test_a_small_worker_gets_a_small_layer_between_larger_ones() -> None:
+    """Greedy filling gives the first worker both small layers and leaves none for the second one."""
+    config = with_kinds(llama(), [1, 1, 2, 2], frozenset({1, 2, 3}))
+    memory = small_memory(config)
+    small = memory.total_bytes(StageRole.MIDDLE, 0, 1, 8)
+    plan = small_plan(config, workers(GIB, small, GIB))
+    assert [stage.worker for stage in plan.stages] == ["gpu-a", "gpu-b", "gpu-c"]
+    assert [stage.num_layers for stage in plan.stages] == [1, 1, 2]
+
+
+def test_activations_are_those_of_the_largest_layer_of_the_model() -> None:
+    equal = llama(num_layers=4)
+    mixed = with_kinds(equal, [0, 1, 2, 0], frozenset({1, 2, 3}))
+    wide = with_kinds(equal, [2, 2, 2, 2], frozenset({1, 2, 3}))
+    needs = [small_memory(config).activation_bytes(StageRole.MIDDLE, 8) for config in (equal, mixed, wide)]
+    assert needs[0] < needs[1] == needs[2]
+
+
+def test_windowed_layers_get_blocks_for_the_windows_in_flight_only() -> None:
+    """Two stages: three steps of two sequences, which see 5 tokens and compute up to 4 at once."""
+    base = llama(num_layers=4, max_position_embeddings=512)
+    config = replace(
+        base,
+        layers=tuple(
+            replace(layer, mixer=replace(layer.mixer, window=None if index % 2 else 5))
+            for index, layer in enumerate(base.layers)
+        ),
+    )
+    limits = StepLimits(max_step_tokens=4, max_step_sequences=2, max_sequence_tokens=512)
+    made = make_plan(config, DType.F32, workers(GIB, GIB), limits=limits, block_size=BLOCK_SIZE)
+    held = 3 * 2 * KvWindow(5, 4).num_blocks(BLOCK_SIZE)
+    assert (made.window, made.num_blocks) == (None, 3 * 2 * 512 // BLOCK_SIZE)
+    assert made.other_groups == (KvGroup(held, KvWindow(5, 4)),)
+    assert made.max_sequence_tokens == 512
+    block_bytes = made.stages[0].kv_bytes // (made.num_blocks + held)
+    assert [stage.kv_bytes for stage in made.stages] == [block_bytes * (made.num_blocks + held)] * 2
+    plain = make_plan(base, DType.F32, workers(GIB, GIB), limits=limits, block_size=BLOCK_SIZE)
+    assert plain.stages[0].kv_bytes == 2 * block_bytes * plain.num_blocks
+    few = make_plan(
+        config, DType.F32, workers(GIB, GIB), limits=limits, block_size=BLOCK_SIZE, max_kv_tokens=40
+    )
+    assert (few.num_blocks, few.other_num_blocks) == (10, (10,))

@@ -73,10 +73,14 @@ def reference_of(texts: tuple[tuple[int, ...], ...]) -> Reference:
 
 @pytest.fixture
 def served(tmp_path: Path) -> ServedModel:
-    model = open_model(config())
-    return replace(
-        model, is_builtin=False, directory=tmp_path, config=replace(model.config, num_layers=NUM_LAYERS)
-    )
+    model = with_layers(open_model(config()), NUM_LAYERS)
+    return replace(model, is_builtin=False, directory=tmp_path)
+
+
+def with_layers(model: ServedModel, num_layers: int) -> ServedModel:
+    layers = model.config.layers[:num_layers]
+    config = replace(model.config, layers=layers, legal_cuts=frozenset(range(1, num_layers)))
+    return replace(model, config=config)
 
 
 class Workers:
@@ -153,9 +157,8 @@ async def test_a_reference_of_another_model_counts_as_a_rejection(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Workers(monkeypatch)
-    other = replace(served, config=replace(served.config, num_layers=3))
     with pytest.raises(NoReference, match="worker large: a reference of 2 layers"):
-        await References(other, policy=DEFAULT_POLICY).get(QUESTION, SOURCES[1:])
+        await References(with_layers(served, 1), policy=DEFAULT_POLICY).get(QUESTION, SOURCES[1:])
 
 
 async def test_a_slow_reference_continues_and_is_available_later(

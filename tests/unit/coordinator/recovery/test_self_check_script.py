@@ -71,7 +71,7 @@ def replay(script: Script, made: Plan) -> None:
         assert tables.digest == step.digest
         for end in step.ends:
             tables.drop(end.sequence)
-        check_slices(step, sequences, tables, rules).advance(sequences)
+        check_slices(step, sequences, [tables], rules).advance(sequences)
     assert len(sequences) == 0 and tables.pool.num_active == 0
     tables.check_integrity()
 
