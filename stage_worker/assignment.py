@@ -2,14 +2,21 @@
 
 from dataclasses import dataclass, field, replace
 
-from checkpoint import DType
+from checkpoint import DType, WeightFormat
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import StageRole
 from wire.peer_secrets import RefusedPeers, is_secret
 from wire.reference import Text
-from wire.tensors import DTYPE_FROM_MESSAGE, WIRE_DTYPE_FROM_MESSAGE, WireDType, can_carry, check_can_carry
+from wire.tensors import (
+    DTYPE_FROM_MESSAGE,
+    WEIGHT_FORMAT_FROM_MESSAGE,
+    WIRE_DTYPE_FROM_MESSAGE,
+    WireDType,
+    can_carry,
+    check_can_carry,
+)
 
 MAX_TOKENS = 1024
 """Limit over all texts of a request."""
@@ -21,7 +28,8 @@ class ReferenceRequest:
     """Texts to compute reference outputs for.
 
     `directory` is the coordinator's path ("" for the built-in model), `num_top` the number of most likely
-    tokens reported per row, `wire_dtype` the dtype of hidden states between stages.
+    tokens reported per row, `wire_dtype` the dtype of hidden states between stages, `weights` the format of
+    the matrices of layers.
     """
 
     directory: str
@@ -30,6 +38,7 @@ class ReferenceRequest:
     texts: tuple[Text, ...]
     num_top: int
     wire_dtype: WireDType
+    weights: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(map(len, self.texts))
@@ -48,6 +57,8 @@ def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str)
     wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(message.wire_dtype or message.dtype)
     if wire_dtype is None or not can_carry(wire_dtype, dtype):
         raise InvalidRequest(f"wire dtype number {message.wire_dtype} is not one for {dtype.value}")
+    if message.weights not in WEIGHT_FORMAT_FROM_MESSAGE:
+        raise InvalidRequest(f"weight format number {message.weights} is not known")
     return ReferenceRequest(
         directory=directory,
         fingerprint=message.fingerprint,
@@ -55,6 +66,7 @@ def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str)
         texts=tuple(tuple(text.tokens) for text in message.texts),
         num_top=message.num_top,
         wire_dtype=wire_dtype,
+        weights=WEIGHT_FORMAT_FROM_MESSAGE[message.weights],
     )
 
 
@@ -107,8 +119,9 @@ class ModelShape:
 class Assignment:
     """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
 
+    `num_blocks` are the KV blocks of the first block group, `other_num_blocks` those of the others.
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
-    parts in memory.
+    parts in memory. `weights` is the format of the matrices of layers.
     """
 
     plan_id: int
@@ -128,6 +141,8 @@ class Assignment:
     model_shape: ModelShape = field(default_factory=ModelShape)
     wire_dtype: WireDType | None = None
     force_reload: bool = False
+    weights: WeightFormat | None = None
+    other_num_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -148,6 +163,13 @@ class Assignment:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if min(self.other_num_blocks, default=1) < 1:
+            raise ValueError(f"other_num_blocks are {self.other_num_blocks}, but must be at least 1")
+
+    @property
+    def group_blocks(self) -> tuple[int, ...]:
+        """KV blocks of each block group."""
+        return (self.num_blocks, *self.other_num_blocks)
 
     @property
     def sent_dtype(self) -> WireDType:
@@ -187,6 +209,7 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         dtype=dtype,
         block_size=message.block_size,
         num_blocks=message.num_blocks,
+        other_num_blocks=tuple(message.other_num_blocks),
         max_step_tokens=message.max_step_tokens,
         max_step_sequences=message.max_step_sequences,
         max_sequence_tokens=message.max_sequence_tokens,
@@ -197,6 +220,7 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         ),
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
         force_reload=message.force_reload,
+        weights=_assigned_weights(message.weights),
     )
 
 
@@ -207,6 +231,12 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
     if wire_dtype is None:
         raise ValueError(f"wire dtype number {number} is not known")
     return wire_dtype
+
+
+def _assigned_weights(number: int) -> WeightFormat | None:
+    if number not in WEIGHT_FORMAT_FROM_MESSAGE:
+        raise ValueError(f"weight format number {number} is not known")
+    return WEIGHT_FORMAT_FROM_MESSAGE[number]
 
 
 def wants(message: join_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None) -> bool:

@@ -12,7 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
+from kvcache import (
+    BlockTables,
+    IntegrityMonitor,
+    IntegrityReport,
+    InvalidSignal,
+    KvCacheError,
+    combined_digest,
+)
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError, HandedOn, StageCompute, StageOutput
 from stage_worker.validation import (
@@ -64,9 +71,12 @@ class StepExecutor:
     """Owns block tables and sequences of one stage. Thread-safe are `stats` and `max_hidden_bytes` only."""
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
-        """`compute` holds the assigned layers and `assignment.num_blocks` KV blocks."""
+        """`compute` holds the assigned layers and their KV blocks.
+
+        The executor accounts for the blocks of all groups, also those that no layer of the stage uses.
+        """
         self._role = assignment.role
-        self._num_blocks = assignment.num_blocks
+        self._group_blocks = assignment.group_blocks
         self._block_size = assignment.block_size
         self._compute = compute
         self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
@@ -87,7 +97,8 @@ class StepExecutor:
         self._ahead: deque[_PreparedStep] = deque()
         self._refused = None
         self._integrity.restart()
-        self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
+        self._groups = [BlockTables(count, block_size=self._block_size) for count in self._group_blocks]
+        self._tables = self._groups[0]
         self._sequences = StageSequences()
         self._compute.begin_epoch(stage=stage)
 
@@ -144,21 +155,22 @@ class StepExecutor:
     @property
     def stats(self) -> ExecutorStats:
         """Current counters; during a step, some of them may include it already."""
-        pool = self._tables.pool
+        pools = [tables.pool for tables in self._groups]
         return ExecutorStats(
             num_steps=self._num_steps,
             busy_s=self._busy_s,
-            blocks_active=pool.num_active,
-            blocks_inactive=pool.num_inactive,
-            blocks_free=pool.num_free,
+            blocks_active=sum(pool.num_active for pool in pools),
+            blocks_inactive=sum(pool.num_inactive for pool in pools),
+            blocks_free=sum(pool.num_free for pool in pools),
             blocks_wanted=self._tables.num_wanted_blocks,
             blocks_hit=self._tables.num_hit_blocks,
             integrity=self._integrity.report,
         )
 
     def check_integrity(self) -> None:
-        """Verify pool and block tables. Raises kvcache.IntegrityBroken."""
-        self._tables.check_integrity()
+        """Verify pools and block tables. Raises kvcache.IntegrityBroken."""
+        for tables in self._groups:
+            tables.check_integrity()
 
     @property
     def is_check_due(self) -> bool:
@@ -189,7 +201,7 @@ class StepExecutor:
             self._take_records(ahead)
         if self._integrity.count_step():
             self.verify_accounting()
-        slices = check_slices(step, self._sequences, self._tables, self._rules)
+        slices = check_slices(step, self._sequences, self._groups, self._rules)
         ahead.prepared = self._compute.prepare(step, slices) if slices else None
         slices.advance(self._sequences)
 
@@ -226,11 +238,11 @@ class StepExecutor:
         self._apply_signals(step.signals[:position])
         self._apply_grows(step.grows)
         self._apply_signals(step.signals[position:])
-        if self._tables.digest != step.digest:
+        digest = combined_digest([tables.digest for tables in self._groups])
+        if digest != step.digest:
             raise StepFault(
                 StepFaultKind.KV_DIVERGENCE,
-                f"KV digest after step {step.step_id}: expected {step.digest:016x}, "
-                f"got {self._tables.digest:016x}",
+                f"KV digest after step {step.step_id}: expected {step.digest:016x}, got {digest:016x}",
             )
         self._drop_tables(step)
 
@@ -238,10 +250,16 @@ class StepExecutor:
         for entry in signals:
             key = entry.sequence
             try:
-                self._tables.apply(key, entry.signal, is_counted=key.request_id != CHECK_REQUEST)
+                tables = self._group(entry.group)
+                tables.apply(key, entry.signal, is_counted=key.request_id != CHECK_REQUEST)
             except KvCacheError as error:
                 raise _bad_signal(key, error) from error
             self._sequences.blocks_changed(key)
+
+    def _group(self, number: int) -> BlockTables:
+        if number >= len(self._groups):
+            raise InvalidSignal(f"block group {number} of {len(self._groups)}")
+        return self._groups[number]
 
     def _apply_grows(self, grows: Grows) -> None:
         for identity, grow in grows:
@@ -255,10 +273,12 @@ class StepExecutor:
         """Drop the tables of an ended sequence; it has freed its blocks by this step at the latest."""
         for end in step.ends:
             key = end.sequence
-            if key in self._sequences or key not in self._tables:
+            if key in self._sequences:
                 continue
             try:
-                self._tables.drop(key)
+                for tables in self._groups:
+                    if key in tables:
+                        tables.drop(key)
             except KvCacheError as error:
                 raise StepFault(
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)

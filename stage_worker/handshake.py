@@ -99,6 +99,7 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
         layer_end=assignment.layer_end,
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
+        other_num_blocks=assignment.other_num_blocks,
         wire_dtype=number_of(None if assignment.role.has_head else assignment.wire_dtype),
         secret=epoch.outgoing_secret,
     )
@@ -134,6 +135,7 @@ def check_hop(hello: forward_pb2.HopHello, epoch: Epoch, assignment: Assignment)
         ("layer range", f"begin {assignment.layer_begin}", f"begin {hello.layer_end}"),
         ("block size", assignment.block_size, hello.block_size),
         ("number of blocks", assignment.num_blocks, hello.num_blocks),
+        ("numbers of windowed blocks", assignment.other_num_blocks, tuple(hello.other_num_blocks)),
     ):
         if expected != got:
             raise HandshakeMismatch(what, expected=expected, got=got)

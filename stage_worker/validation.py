@@ -359,18 +359,30 @@ class StepSlices(Sequence[SliceLayout]):
     """The checked slices of a step: the batch of its decodes, and the layout of every slice by row.
 
     `chunks` are the layouts of its chunks. Layouts of decodes are made when first read: mocks do not need
-    them, and models only where `are_decodes_plain` is false.
+    them, and models only where `are_decodes_plain` is false. They are those of the first block group;
+    `groups` has the slices in every group.
     """
 
     def __init__(
-        self, step: Step, decodes: DecodeBatch, chunks: list[SliceLayout], tables: BlockTables
+        self,
+        step: Step,
+        decodes: DecodeBatch,
+        chunks: list[SliceLayout],
+        tables: BlockTables,
+        others: Sequence[StepSlices] = (),
     ) -> None:
+        self._others = tuple(others)
         self.decodes = decodes
         self.chunks = chunks
         self._columns = step.decodes
         self._step = step
         self._tables = tables
         self._layouts: list[SliceLayout] | None = None
+
+    @property
+    def groups(self) -> tuple[StepSlices, ...]:
+        """The slices in every block group, these first."""
+        return (self, *self._others)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -414,23 +426,29 @@ class StepSlices(Sequence[SliceLayout]):
         return self._layouts
 
 
-def check_slices(step: Step, sequences: StageSequences, tables: BlockTables, rules: StepRules) -> StepSlices:
-    """Check every slice against its sequence and its blocks. Raises StepFault."""
+def check_slices(
+    step: Step, sequences: StageSequences, groups: Sequence[BlockTables], rules: StepRules
+) -> StepSlices:
+    """Check every slice against its sequence and its blocks in each group. Raises StepFault."""
     batch = sequences.decoding(step.decodes) if step.decodes else DecodeBatch([])
     if step.chunks:
         keys = [sequence.key for sequence in batch.sequences] + [chunk.sequence for chunk in step.chunks]
         if len(set(keys)) < len(keys):
             raise _repeated(keys)
-    _check_decodes(step.decodes, batch.sequences, sequences, tables, rules)
-    chunks = [_slice_layout(chunk, sequences, tables, rules) for chunk in step.chunks]
-    return StepSlices(step, batch, chunks, tables)
+    _check_decodes(step.decodes, batch.sequences, sequences, groups, rules)
+    chunks = [[_slice_layout(chunk, sequences, tables, rules) for chunk in step.chunks] for tables in groups]
+    others = [
+        StepSlices(step, batch, layouts, tables)
+        for layouts, tables in zip(chunks[1:], groups[1:], strict=True)
+    ]
+    return StepSlices(step, batch, chunks[0], groups[0], others)
 
 
 def _check_decodes(
     decodes: Decodes,
     decoding: list[StageSequence],
     sequences: StageSequences,
-    tables: BlockTables,
+    groups: Sequence[BlockTables],
     rules: StepRules,
 ) -> None:
     tokens, positions = unpack_column(decodes.tokens), unpack_column(decodes.positions)
@@ -439,10 +457,16 @@ def _check_decodes(
         if is_known and position == sequence.num_computed and position < sequence.decode_end:
             continue
         decode = StepSlice(sequence.key, sequence.restart_count, (tokens[row],), Decode(position))
-        layout = _slice_layout(decode, sequences, tables, rules)
-        held_end = min((layout.first_block + len(layout.pages)) * rules.block_size, rules.max_sequence_tokens)
-        is_plain = tables.writable_runs(sequence.key, position, held_end) == [(position, held_end)]
-        sequence.decode_end = held_end if is_plain else 0
+        sequence.decode_end = min(_decode_end(decode, sequences, tables, rules) for tables in groups)
+
+
+def _decode_end(decode: StepSlice, sequences: StageSequences, tables: BlockTables, rules: StepRules) -> int:
+    """End of the positions that decodes may use, from that of `decode` on; 0 unless it writes them all."""
+    key, position = decode.sequence, decode.first_position
+    layout = _slice_layout(decode, sequences, tables, rules)
+    held_end = min((layout.first_block + len(layout.pages)) * rules.block_size, rules.max_sequence_tokens)
+    is_plain = tables.writable_runs(key, position, held_end) == [(position, held_end)]
+    return held_end if is_plain else 0
 
 
 def _decode_layout(tables: BlockTables, key: SequenceKey, position: int) -> SliceLayout:

@@ -37,7 +37,7 @@ def make_checkpoint(
     dtype: str = "float32",
     **config_overrides: Any,
 ) -> Path:
-    """Write a `family` ("llama", "mistral", "qwen2", "qwen3") checkpoint to `directory` and return that.
+    """Write a checkpoint of the `family` (a model_type) to `directory` and return that.
 
     The weights are wide enough (std 0.1) and the norm weights and biases perturbed, so that the model does
     not repeat one token and a forgotten norm or bias changes its output. There is no EOS id unless
@@ -54,7 +54,10 @@ def make_checkpoint(
 
 def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    config = json.loads((directory / "config.json").read_text())
+    # Of transformers' implementations, only the eager one limits scores.
+    attention = "eager" if config.get("attn_logit_softcapping") else "sdpa"
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention)
     model.train(mode=False)
     return model
 
@@ -88,6 +91,10 @@ def byte_outside_of_samples(name: str, entry: TensorEntry) -> int:
 def _perturb(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.copy_(torch.empty_like(parameter).uniform_(0.6, 1.4))
-        elif name.endswith("bias"):
+            around = round(float(parameter.mean()))  # 0 where the model adds 1
+            parameter.copy_(torch.empty_like(parameter).uniform_(around - 0.4, around + 0.4))
+        elif name.endswith(".bias"):
             parameter.copy_(torch.empty_like(parameter).normal_(std=0.3))
+    for name, buffer in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.empty_like(buffer).normal_(std=0.3))

@@ -16,21 +16,20 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, DType
+from checkpoint import Checkpoint, DType, WeightFormat
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.self_check_script import Script
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence, SequenceState
-from kvcache import KvWindow
-from kvcache.pages import KvPages
+from kvcache import KvGroup, KvWindow, group_windows
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.executor import StepExecutor
+from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
 from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.reference import decode_states
@@ -87,14 +86,19 @@ class LocalPipeline:
         dtype: DType = DType.F32,
         block_size: int = 16,
         num_blocks: int = 256,
+        other_num_blocks: Tokens[int] = (),
         max_step_tokens: int = 64,
         max_step_sequences: int = 16,
         prefix_caching: bool = True,
         releases_window: bool = True,
         device: str = "cpu",
+        weights: WeightFormat | None = None,
     ) -> None:
-        """`releases_window` False keeps the blocks that a sliding window hides, to compare with."""
-        self._checkpoint = Checkpoint.open(directory)
+        """`releases_window` False keeps the blocks that a sliding window hides, to compare with.
+
+        `other_num_blocks` are those of the block groups after the first; by default `num_blocks` each.
+        """
+        self._checkpoint = Checkpoint.open(directory).with_weights(weights)
         self._device = torch.device(device)
         self._limits = SchedulerLimits(
             max_step_tokens=max_step_tokens,
@@ -102,14 +106,15 @@ class LocalPipeline:
             max_steps_in_flight=len(layers),
         )
         self._block_size, self._num_blocks, self._dtype = block_size, num_blocks, dtype
+        windows = group_windows(self._checkpoint.config.layer_windows)
+        self._windows = [KvWindow.of(w if releases_window else None, max_step_tokens) for w in windows]
+        self._other_num_blocks = tuple(other_num_blocks or (num_blocks,) * (len(windows) - 1))
         ends = list(itertools.accumulate(layers))
         self.stages = [
             self._stage(stage, len(layers), end - size, end)
             for stage, (size, end) in enumerate(zip(layers, ends, strict=True))
         ]
         self._prefix_caching = prefix_caching
-        windows = self._checkpoint.config.layer_windows if releases_window else (None,)
-        self._window = KvWindow.of(windows, max_step_tokens)
         self._epoch = 0
         self.on_step: Callable[[Step, Run], None] = lambda step, run: None
         self.before_stage: Callable[[int, Step], None] = lambda stage, step: None
@@ -168,7 +173,8 @@ class LocalPipeline:
             num_blocks=self._num_blocks,
             block_size=self._block_size,
             prefix_caching=self._prefix_caching,
-            window=self._window,
+            window=self._windows[0],
+            other_groups=list(map(KvGroup, self._other_num_blocks, self._windows[1:])),
         )
 
     def _run(self, run: Run, requests: Tokens[Request]) -> None:
@@ -232,6 +238,7 @@ class LocalPipeline:
             dtype=self._dtype,
             block_size=self._block_size,
             num_blocks=self._num_blocks,
+            other_num_blocks=self._other_num_blocks,
             max_step_tokens=self._limits.max_step_tokens,
             max_step_sequences=self._limits.max_step_sequences,
             max_sequence_tokens=config.max_position_embeddings,
@@ -247,16 +254,7 @@ class LocalPipeline:
             device=device,
         )
         model.load(self._checkpoint)
-        pages = KvPages(
-            num_layers=end - begin,
-            num_blocks=self._num_blocks,
-            block_size=self._block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=TORCH_DTYPES[self._dtype],
-            device=device,
-        )
-        return StepExecutor(assignment, ModelCompute(model, pages))
+        return StepExecutor(assignment, ModelCompute(model, new_pages(assignment, config, device)))
 
 
 def _sequence(request: Request, arrival: int) -> Sequence:

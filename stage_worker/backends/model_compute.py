@@ -8,14 +8,15 @@ and the coordinator repeats the step.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache import KvCacheError
-from kvcache.pages import KvPages
+from kvcache import KvCacheError, group_windows
+from kvcache.pages import KvPages, PageGroups
 from stage_worker.backends.contract import Computed, StageCompute
 from stage_worker.backends.tensor_views import from_wire, to_wire
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
@@ -114,21 +115,28 @@ class ModelCompute(StageCompute):
     def __init__(
         self,
         model: DecoderStage,
-        pages: KvPages,
+        pages: KvPages | PageGroups,
         grammars: GrammarMasks | None = None,
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of the output."""
-        self.hidden_size = model.config.hidden_size
+        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of the output.
+
+        Raises ValueError for pages of another number of block groups than the layers have windows.
+        """
+        self.hidden_size = model.config.boundary_width
         self.vocab_size = model.config.vocab_size
         self._model = model
         self._pages = pages
+        windows = group_windows(model.config.layer_windows)
+        self._windows = [(number, window) for number, window in enumerate(windows) if window in model.windows]
+        if len(self._windows) != len(pages.groups):
+            raise ValueError(f"pages of {len(pages.groups)} block groups for {len(self._windows)} windows")
         self._grammars = grammars
         self._wire_dtype = wire_dtype or model.dtype
         self._sampler: Sampler | None = None
         self._finite = FiniteStates()
-        self._matrices: WeakKeyDictionary[DecodeBatch, PageMatrix] = WeakKeyDictionary()
+        self._matrices: WeakKeyDictionary[DecodeBatch, dict[int, PageMatrix]] = WeakKeyDictionary()
 
     def begin_epoch(self, *, stage: int) -> None:
         self._finite.clear()
@@ -176,14 +184,23 @@ class ModelCompute(StageCompute):
         return result
 
     def _layout(self, slices: Sequence[SliceLayout]) -> StepLayout:
-        block_size = self._pages.block_size
-        if not isinstance(slices, StepSlices) or not slices.are_decodes_plain:
-            return self._model.layout(list(slices), block_size=block_size)
-        matrix = self._matrices.get(slices.decodes)
-        if matrix is None:
-            matrix = self._matrices[slices.decodes] = PageMatrix(slices.block_tables())
+        if not isinstance(slices, StepSlices):
+            return self._model.layout(list(slices), block_size=self._pages.block_size)
+        first, *others = [
+            self._group_layout(slices.groups[number], number, window) for number, window in self._windows
+        ]
+        return replace(first, others=tuple(others)) if others else first
+
+    def _group_layout(self, slices: StepSlices, number: int, window: int | None) -> StepLayout:
+        """The layout for the layers of one block group."""
+        windows, block_size = (window,), self._pages.block_size
+        if not slices.are_decodes_plain:
+            return self._model.layout(list(slices), block_size=block_size, windows=windows)
+        matrices = self._matrices.setdefault(slices.decodes, {})
+        if (matrix := matrices.get(number)) is None:
+            matrix = matrices[number] = PageMatrix(slices.block_tables())
         decodes = matrix.rows(slices.positions)
-        return self._model.layout(slices.chunks, block_size=block_size, decodes=decodes)
+        return self._model.layout(slices.chunks, block_size=block_size, decodes=decodes, windows=windows)
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:
@@ -196,14 +213,15 @@ class ModelCompute(StageCompute):
 
     def _check_writes(self, layout: StepLayout) -> None:
         """Check before the first layer, since all layers write the same slots."""
-        slots, pages = layout.writes.slots, self._pages
         try:
-            pages.validate_write(
-                slots,
-                shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
-                dtype=self._model.torch_dtype,
-                device=self._model.device,
-            )
+            for part, pages in zip(layout.groups, self._pages.groups, strict=True):
+                slots = part.writes.slots
+                pages.validate_write(
+                    slots,
+                    shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
+                    dtype=self._model.torch_dtype,
+                    device=self._model.device,
+                )
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 

@@ -1,5 +1,7 @@
 """Device selection, memory budget and device faults with torch."""
 
+import contextlib
+import ctypes
 import gc
 
 import psutil
@@ -93,8 +95,10 @@ def fault_kind_of(error: Exception, device: torch.device) -> StepFaultKind:
 
 
 def free_memory(device: torch.device) -> None:
-    """Return torch's unused cached memory to the device."""
+    """Return unused memory to the system: temporaries of a load otherwise stay between the weights."""
     gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Reference outputs for self-checks, computed from checkpoint files row by row.
 
-An independent implementation: it shares only the rotary frequencies with the stages, and holds
+An independent implementation: it shares only the plan and the rotary frequencies with the stages, and holds
 `BLOCK_ELEMENTS` weights in memory at a time, whatever the model's size. It computes in float32 on the CPU,
 so that it is valid for every device, takes no GPU memory, and is unaffected by faults of a device or its
 kernels.
@@ -14,17 +14,27 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
-from checkpoint import Checkpoint, CheckpointError, DType
-from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name
+from checkpoint import Checkpoint, CheckpointError, Dense, DType, Experts, LayerPlan, Norm, WeightFormat
+from checkpoint.blueprint import Activation, NormKind, NormSpan, Placement, QkNorm, RouterScore
+from checkpoint.names import TensorRole
+from checkpoint.tensors import (
+    CHOICE_BIAS_KIND,
+    RolePlaces,
+    RoleRows,
+    final_norm_tensors,
+    head_tensor,
+    rows_of_roles,
+)
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
 from stage_worker.backends.tensor_views import as_array, from_wire, project, to_wire
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stage_worker.model.rope import Rope
-from stage_worker.model.weights import load_rows
+from stage_worker.model.quantize import rounded_to
+from stage_worker.model.rope import attention_factor, inverse_frequencies
+from stage_worker.model.weights import WINDOW_BYTES, load_rows
 from stage_worker.sampling.logits_processors import non_finite_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
@@ -132,6 +142,8 @@ class HeadSummary:
 
 
 BLOCK_ELEMENTS = 1 << 22
+_ROUNDING_BYTES = 16
+"""Memory for one element while it is rounded to a weight format."""
 
 
 class StreamedModel:
@@ -166,33 +178,45 @@ class StreamedModel:
         tokens.
         """
         config = checkpoint.config
-        width = max(config.hidden_size, config.intermediate_size, config.q_size)
-        largest = max(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+        kinds = config.kinds
+        widest = max(max(_inner_size(kind), kind.mixer.q_size) for kind in kinds)
+        width = max(config.hidden_size, widest)
+        shapes = [entry.shape for entry in checkpoint.tensors.values()]
+        shapes += [matrix.shape for matrix in checkpoint.packed.values()]
+        largest = max(math.prod(shape) for shape in shapes)
         block = min(largest, max(BLOCK_ELEMENTS, width))
-        of_a_layer = 6 * config.hidden_size + 3 * (
-            config.q_size + 2 * config.kv_size + config.intermediate_size
+        of_a_layer = 6 * config.hidden_size + 3 * max(
+            kind.mixer.q_size + 2 * kind.mixer.kv_size + _inner_size(kind) for kind in kinds
         )
         of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, _num_rows(config.hidden_size))
-        of_scores = 3 * config.num_attention_heads * max(lengths) ** 2
+        of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
         of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
-        return block * (8 + dtype.size_bytes) + 8 * of_tokens
+        of_unpacking = WINDOW_BYTES if checkpoint.packed else 0
+        of_rounding = block * _ROUNDING_BYTES if config.weight_format is not None else 0
+        return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 8 * of_tokens
 
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield the hidden states [2, n, width] after each layer. Raises like `load_tensors`."""
-        embedded = torch.cat([self._rows(EMBEDDINGS, token, token + 1) for text in texts for token in text])
-        hidden = torch.stack((embedded, embedded))
-        lengths = [len(text) for text in texts]
-        for layer in range(self._config.num_layers):
-            self._fraction = layer / self._config.num_layers
-            hidden = self._as_sent(self._mlp(self._attention(hidden, layer, lengths), layer))
+        config, lengths = self._config, [len(text) for text in texts]
+        name = config.names.embeddings
+        embedded = torch.cat([self._rows(name, token, token + 1) for text in texts for token in text])
+        scale = torch.tensor(config.embedding_scale, dtype=self._dtype).float()
+        hidden = self.rounded(torch.stack((embedded, embedded)) * scale)
+        for index, plan in enumerate(config.layers):
+            self._fraction = index / config.num_layers
+            layer = _StreamedLayer(self, plan, rows_of_roles(config, index))
+            hidden = self._as_sent(layer.output(hidden, lengths))
             yield hidden
 
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (first token, logits float32 [2, n, m]) per block of m tokens."""
-        head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
-        normed = self._norm(hidden, FINAL_NORM)
+        config = self._config
+        rows = [self._rows(name, 0, config.hidden_size) for name in final_norm_tensors(config)]
+        normed = self.normed(hidden, config.final_norm, *rows)
+        head = RoleRows(head_tensor(config), 0, config.vocab_size)
         for first, block in self._blocks(head):
-            yield first, self._rounded(linear(normed, block))
+            logits = self.rounded(linear(normed, block)) * config.logit_scale
+            yield first, logits if config.logit_softcap is None else _limited(logits, config.logit_softcap)
 
     def _as_sent(self, hidden: Tensor) -> Tensor:
         if self._wire_dtype is not None:
@@ -200,70 +224,44 @@ class StreamedModel:
             hidden[1] = from_wire(sent, device=hidden.device, dtype=self._dtype)
         return hidden
 
-    def _attention(self, hidden: Tensor, layer: int, lengths: Sequence[int]) -> Tensor:
-        config, name = self._config, f"{layer_tensor_name(layer, 'self_attn')}."
-        normed = self._norm(hidden, layer_tensor_name(layer, "input_layernorm.weight"))
-        query, key, value = (
-            self._heads(self._project(normed, f"{name}{projection}_proj", has_bias=config.qkv_bias))
-            for projection in "qkv"
-        )
-        if config.qk_norm:
-            query = self._norm(query, f"{name}q_norm.weight")
-            key = self._norm(key, f"{name}k_norm.weight")
-        texts = zip(
-            *(heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value)), strict=True
-        )
-        window = config.layer_windows[layer]
-        mixed = torch.cat([self._mix(self._rotated(q), self._rotated(k), v, window) for q, k, v in texts], 1)
-        return self._rounded(hidden + self._project(mixed, f"{name}o_proj", has_bias=config.o_bias))
+    def normed(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Norm `x` [2, ..., width]."""
+        is_offset = norm.kind in (NormKind.RMS_OFFSET, NormKind.LAYER_OFFSET)
+        if norm.kind in (NormKind.LAYER, NormKind.LAYER_OFFSET):
+            x = x - x.mean(dim=-1, keepdim=True)
+        scaled = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps)
+        if norm.kind is NormKind.RMS:
+            scaled = self.rounded(scaled)
+        scaled = scaled * (1 + weight if is_offset else weight)
+        return self.rounded(scaled if bias is None else scaled + bias)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self._config.head_dim)
+    def vector(self, rows: RoleRows) -> Tensor:
+        """A norm's weight, or a bias."""
+        return self._rows(rows.name, rows.begin, rows.end)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value [2, n, kv_heads,
-        head_dim].
-        """
-        num_tokens, num_heads, head_dim = query.shape[1:]
-        queries, keys, values = (
-            x.repeat_interleave(num_heads // x.shape[2], dim=2).transpose(1, 2) for x in (query, key, value)
-        )
-        positions = torch.arange(num_tokens)
-        distance = positions[:, None] - positions
-        is_hidden = (distance < 0) | (distance >= (window or num_tokens))
-        scores = queries @ keys.transpose(2, 3) / math.sqrt(head_dim)
-        weights = self._rounded(scores.masked_fill(is_hidden, -math.inf).softmax(dim=-1))
-        return self._rounded((weights @ values).transpose(1, 2).flatten(2))
+    def exact(self, rows: RoleRows) -> Tensor:
+        """A whole vector that stages keep in float32."""
+        return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name))).flatten()
 
-    def _rotated(self, heads: Tensor) -> Tensor:
-        """Rotate by the position's angles; element i of a head is paired with i + head_dim / 2."""
-        rope = Rope(self._config, torch.float32, heads.device)
-        cos, sin = rope.cos_sin(range(heads.shape[1]))
-        first, second = heads.chunk(2, dim=-1)
-        return self._rounded(heads * cos + torch.cat((second, first), dim=-1) * sin)
+    def exact_blocks(self, matrix: RoleRows) -> Iterator[Tensor]:
+        """Blocks of rows of a matrix that stages keep in float32."""
+        width = self._checkpoint.shape_of(matrix.name)[-1]
+        for begin in range(matrix.begin, matrix.end, _num_rows(width)):
+            end = min(begin + _num_rows(width), matrix.end)
+            yield self._load(matrix.name, begin, torch.empty(end - begin, width))
 
-    def _mlp(self, hidden: Tensor, layer: int) -> Tensor:
-        has_bias, name = self._config.mlp_bias, f"{layer_tensor_name(layer, 'mlp')}."
-        normed = self._norm(hidden, layer_tensor_name(layer, "post_attention_layernorm.weight"))
-        gate = self._rounded(silu(self._project(normed, f"{name}gate_proj", has_bias=has_bias)))
-        inner = self._rounded(gate * self._project(normed, f"{name}up_proj", has_bias=has_bias))
-        return self._rounded(hidden + self._project(inner, f"{name}down_proj", has_bias=has_bias))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._config.rms_norm_eps)
-        return self._rounded(self._rounded(x * scale) * self._rows(name, 0, x.shape[-1]))
-
-    def _project(self, x: Tensor, name: str, *, has_bias: bool) -> Tensor:
-        return self._product(x, f"{name}.weight", f"{name}.bias" if has_bias else None)
-
-    def _product(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+    def projected(self, x: Tensor, weight: RoleRows, bias: RoleRows | None) -> Tensor:
         """[2, n, out] for x [2, n, in]."""
-        product = torch.cat([linear(x, block) for _, block in self._blocks(weight)], dim=-1)
-        return self._rounded(product if bias is None else product + self._rows(bias, 0, product.shape[-1]))
+        blocks = self._blocks(weight, self._config.weight_format)
+        product = torch.cat([linear(x, block) for _, block in blocks], dim=-1)
+        return self.rounded(product if bias is None else product + self.vector(bias))
 
-    def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, rows) per block of a matrix; the next block overwrites the rows."""
-        num_rows, width = self._checkpoint.tensors[name].shape
+    def _blocks(self, matrix: RoleRows, weights: WeightFormat | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows) per block of a matrix in the format `weights`.
+
+        The next block overwrites the rows.
+        """
+        num_rows, width = matrix.end - matrix.begin, self._checkpoint.shape_of(matrix.name)[-1]
         step = min(_num_rows(width), num_rows)
         if self._block.numel() < step * width:
             self._stored_block = torch.empty(step * width, dtype=self._dtype)
@@ -272,11 +270,13 @@ class StreamedModel:
             shape = (min(step, num_rows - first), width)
             size = math.prod(shape)
             rows = self._block[:size].view(shape)
-            yield first, rows.copy_(self._load(name, first, self._stored_block[:size].view(shape)))
+            stored = self._stored_block[:size].view(shape)
+            self._load(matrix.name, matrix.begin + first, stored)
+            yield first, rows.copy_(stored if weights is None else rounded_to(weights, stored))
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of a tensor, rounded to the run dtype, in float32."""
-        shape = (end - begin, *self._checkpoint.tensors[name].shape[1:])
+        shape = (end - begin, *self._checkpoint.shape_of(name)[1:])
         return self._load(name, begin, torch.empty(shape, dtype=self._dtype)).float()
 
     def _load(self, name: str, first_row: int, rows: Tensor) -> Tensor:
@@ -284,10 +284,199 @@ class StreamedModel:
         load_rows(self._checkpoint, name, rows, first_row=first_row)
         return rows
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor) -> Tensor:
         """Round the second of `x` [2, ...]."""
         x[1] = x[1].to(self._dtype)
         return x
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+    Activation.RELU2: lambda x: relu(x) ** 2,
+}
+
+
+def _limited(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
+
+
+class _StreamedLayer:
+    """One layer, whose weights are read when they are used."""
+
+    def __init__(self, model: StreamedModel, plan: LayerPlan, places: RolePlaces) -> None:
+        self._model, self._plan, self._places = model, plan, places
+        self._mixer = plan.mixer
+
+    def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
+        plan = self._plan
+        normed = self._normed(hidden, TensorRole.MIXER_NORM)
+        hidden = self._added(hidden, self._attention(normed, lengths), TensorRole.MIXER_OUT_NORM)
+        if plan.placement is not Placement.SHARED:
+            normed = self._normed(hidden, TensorRole.FFN_NORM)
+        return self._added(hidden, self._feed_forward(normed), TensorRole.FFN_OUT_NORM)
+
+    def _added(self, residual: Tensor, x: Tensor, out_norm: TensorRole) -> Tensor:
+        return self._model.rounded(residual + self._plan.residual_scale * self._normed(x, out_norm))
+
+    def _normed(self, x: Tensor, role: TensorRole, norm: Norm | None = None) -> Tensor:
+        """`x` unchanged if the layer has no such norm."""
+        if (weight := self._places.get((role, "weight", None))) is None:
+            return x
+        bias = self._places.get((role, "bias", None))
+        vectors = [self._model.vector(rows) for rows in (weight, bias) if rows is not None]
+        return self._model.normed(x, norm or self._plan.norm, *vectors)
+
+    def _projected(self, x: Tensor, role: TensorRole, expert: int | None = None) -> Tensor:
+        places = self._places
+        return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        plan = self._plan.feed_forward
+        if isinstance(plan, Dense):
+            return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
+        mixed = self._mixed(x, plan)
+        if plan.shared is None:
+            return mixed
+        roles = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
+        shared = self._mlp(x, plan.shared, roles)
+        if plan.has_shared_gate:
+            weight = self._model.rounded(self._projected(x, TensorRole.SHARED_WEIGHT).sigmoid())
+            shared = self._model.rounded(shared * weight)
+        return self._model.rounded(mixed + shared)
+
+    def _mlp(
+        self,
+        x: Tensor,
+        plan: Dense | Experts,
+        roles: tuple[TensorRole, TensorRole, TensorRole],
+        expert: int | None = None,
+    ) -> Tensor:
+        """`roles` are gate, up and down, of one expert or of all tokens."""
+        gate, up, down = roles
+        activation, inner = _ACTIVATIONS[plan.activation], self._projected(x, up, expert)
+        if isinstance(plan, Experts) or plan.is_gated:
+            inner = self._model.rounded(activation(self._projected(x, gate, expert))) * inner
+        else:
+            inner = activation(inner)
+        return self._projected(self._model.rounded(inner), down, expert)
+
+    def _mixed(self, x: Tensor, plan: Experts) -> Tensor:
+        """The experts' results, of tokens that one of both copies of `x` gives to them."""
+        shares = self._shares(x, plan)
+        mixed = torch.zeros_like(x)
+        roles = (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN)
+        for expert in range(plan.count):
+            tokens = shares[..., expert].any(dim=0).nonzero()[:, 0]
+            if len(tokens):
+                found = self._mlp(x[:, tokens], plan, roles, expert)
+                mixed[:, tokens] += found * shares[:, tokens, expert, None]
+        return self._model.rounded(mixed)
+
+    def _shares(self, x: Tensor, plan: Experts) -> Tensor:
+        """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
+        router, weight = plan.router, self._places[TensorRole.ROUTER, "weight", None]
+        if router.is_wide:
+            logits = torch.cat([linear(x, block) for block in self._model.exact_blocks(weight)], dim=-1)
+        else:
+            logits = self._model.projected(x, weight, None)
+        scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
+        ranks = scores
+        if router.has_choice_bias:
+            ranks = scores + self._model.exact(self._places[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND, None])
+        if router.num_groups > 1:
+            groups = ranks.view(*ranks.shape[:2], router.num_groups, -1)
+            best = groups.sort(dim=-1).values[..., -2:].sum(dim=-1)
+            is_kept = _is_among(best, router.num_kept_groups)
+            ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
+        chosen = scores.masked_fill(~_is_among(ranks, plan.per_token), 0.0)
+        if router.is_normalised:
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        return chosen * router.scaling
+
+    def _attention(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        mixer = self._mixer
+        projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, TensorRole.V))
+        query, key, value = (y.view(*y.shape[:2], -1, mixer.head_dim) for y in projected)
+        qk_norm = mixer.qk_norm
+        if qk_norm is not None and not qk_norm.is_after_rotation:
+            query, key = self._normed_heads(query, key, qk_norm)
+        split = (heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value))
+        mixed = []
+        for q, k, v in zip(*split, strict=True):
+            q, k = self._rotated(q), self._rotated(k)
+            if qk_norm is not None and qk_norm.is_after_rotation:
+                q, k = self._normed_heads(q, k, qk_norm)
+            mixed.append(self._mix(self._grown(q), k, v))
+        return self._projected(torch.cat(mixed, 1), TensorRole.O)
+
+    def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
+        pairs = ((query, TensorRole.Q_NORM), (key, TensorRole.K_NORM))
+        if qk_norm.span is NormSpan.HEAD:
+            query, key = (self._normed(x, role, qk_norm.norm) for x, role in pairs)
+        else:
+            query, key = (self._normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)
+        return query, key
+
+    def _grown(self, query: Tensor) -> Tensor:
+        growth = self._mixer.query_growth
+        if growth is None:
+            return query
+        turns = torch.arange(query.shape[1]) // growth.original_length
+        factors = 1 + growth.beta * torch.log(1 + turns.float())
+        return self._model.rounded(query * factors[:, None, None])
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value [2, n, kv_heads,
+        head_dim].
+        """
+        mixer, num_tokens = self._mixer, query.shape[1]
+        queries, keys, values = (
+            x.repeat_interleave(mixer.num_heads // x.shape[2], dim=2).transpose(1, 2)
+            for x in (query, key, value)
+        )
+        positions = torch.arange(num_tokens)
+        distance = positions[:, None] - positions
+        is_hidden = (distance < 0) | (distance >= (mixer.window or num_tokens))
+        scores = queries @ keys.transpose(2, 3) / (1 / mixer.scale)  # the rounding of recorded references
+        if mixer.softcap is not None:
+            scores = _limited(scores, mixer.softcap)
+        weights = self._model.rounded(scores.masked_fill(is_hidden, -math.inf).softmax(dim=-1))
+        return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
+
+    def _rotated(self, heads: Tensor) -> Tensor:
+        """Rotate the pairs of `heads` [2, n, heads, head_dim] in the order of the checkpoint."""
+        rope = self._mixer.rope
+        if rope is None:
+            return heads
+        frequencies = inverse_frequencies(rope, heads.shape[-1])
+        angles = (torch.arange(heads.shape[1])[:, None] * frequencies)[:, None]
+        cos, sin = (f * attention_factor(rope) for f in (angles.cos(), angles.sin()))
+        moving, still = heads[..., : 2 * len(frequencies)], heads[..., 2 * len(frequencies) :]
+        if rope.is_interleaved:
+            first, second = moving[..., ::2], moving[..., 1::2]
+        else:
+            first, second = moving.chunk(2, dim=-1)
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        rotated = torch.stack(pair, dim=-1).flatten(-2) if rope.is_interleaved else torch.cat(pair, dim=-1)
+        return self._model.rounded(torch.cat((rotated, still), dim=-1))
+
+
+def _is_among(ranks: Tensor, count: int) -> Tensor:
+    """Whether each of `ranks` [..., n] is one of the `count` highest; of equal ones, the first are."""
+    places = ranks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return places < count
+
+
+def _inner_size(plan: LayerPlan) -> int:
+    """Elements of one token between the matrices of a feed-forward, of one expert at a time."""
+    inner = plan.feed_forward
+    if isinstance(inner, Dense):
+        return inner.width
+    shared = 0 if inner.shared is None else inner.shared.width
+    return max(inner.width, shared) + 3 * inner.count
 
 
 def _num_rows(width: int) -> int:
@@ -310,8 +499,9 @@ def compute_reference(
         checkpoint = Checkpoint.open(directory)
         if checkpoint.fingerprint != request.fingerprint:
             raise fingerprint_mismatch(checkpoint, expected=request.fingerprint)
-        _check_size(request, checkpoint, free_bytes)
-        return _compute(request, checkpoint, progress)
+        rounded = checkpoint.with_weights(request.weights)
+        _check_size(request, rounded, free_bytes)
+        return _compute(request, rounded, progress)
     except (CheckpointError, ValueError, OSError) as error:
         raise HandshakeMismatch(
             "checkpoint", expected="one to compute a reference from", got=f"{type(error).__name__}: {error}"

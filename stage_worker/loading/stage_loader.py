@@ -10,15 +10,16 @@ import torch
 
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import (
+    Blueprint,
     Checkpoint,
-    ModelConfig,
     differing_parts,
-    kv_bytes_per_token_per_layer,
+    kv_bytes_per_token,
     stage_tensor_names,
 )
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
-from kvcache.pages import KvPages
+from kvcache import group_windows
+from kvcache.pages import KvPages, PageGroups
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import (
     DeviceFailedInLoad,
@@ -65,7 +66,7 @@ class StageCache:
     def begin_stage(
         self,
         model: DecoderStage,
-        pages: KvPages,
+        pages: KvPages | PageGroups,
         grammars: GrammarMasks | None,
         *,
         wire_dtype: WireDType | None = None,
@@ -183,16 +184,18 @@ def _load(
 ) -> LoadedStage:
     started = time.perf_counter()
     cache.end_stage()
-    checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
-    _check_model(assignment, checkpoint)
+    stored = Checkpoint.open(resources.directory(assignment.model_directory))
+    _check_model(assignment, stored)
+    checkpoint = stored.with_weights(assignment.weights)
     model = _new_model(assignment, checkpoint, resources)
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
     read = model.load(checkpoint, parts=cache.parts, progress=progress)
+    free_memory(resources.device)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
-    pages = _new_pages(assignment, checkpoint.config, resources.device)
+    pages = new_pages(assignment, checkpoint.config, resources.device)
     grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
     compute = cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
     executor = StepExecutor(assignment, compute)
@@ -260,6 +263,11 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
             expected=assignment.role.value,
             got="a range that begins or ends elsewhere",
         )
+    num_groups = len(group_windows(checkpoint.config.layer_windows))
+    if len(assignment.group_blocks) != num_groups:
+        raise HandshakeMismatch(
+            "number of block groups", expected=len(assignment.group_blocks), got=num_groups
+        )
 
 
 def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
@@ -285,22 +293,42 @@ def _check_memory(
         )
 
 
-def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
-    num_tokens = assignment.num_blocks * assignment.block_size
-    num_layers = assignment.layer_end - assignment.layer_begin
-    return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
+def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
+    """Number of the block group of each layer of the stage."""
+    windows = group_windows(config.layer_windows)
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    return [windows.index(layer.mixer.window) for layer in layers]
 
 
-def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:
-    return KvPages(
-        num_layers=assignment.layer_end - assignment.layer_begin,
-        num_blocks=assignment.num_blocks,
-        block_size=assignment.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=TORCH_DTYPES[assignment.dtype],
-        device=device,
+def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
+    return assignment.block_size * sum(
+        count * kv_bytes_per_token(layer.mixer, assignment.dtype)
+        for count, layer in zip(counts, layers, strict=True)
     )
+
+
+def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -> KvPages | PageGroups:
+    """Pages of a stage's layers, one set for each block group that they are in."""
+    num_kv_heads, head_dim = config.page_shape(assignment.layer_begin, assignment.layer_end)
+    layer_groups = _layer_groups(assignment, config)
+    numbers = sorted(set(layer_groups))
+    groups = [
+        KvPages(
+            num_layers=layer_groups.count(number),
+            num_blocks=assignment.group_blocks[number],
+            block_size=assignment.block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=TORCH_DTYPES[assignment.dtype],
+            device=device,
+        )
+        for number in numbers
+    ]
+    if len(groups) == 1:
+        return groups[0]
+    return PageGroups(groups, [numbers.index(number) for number in layer_groups])
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:

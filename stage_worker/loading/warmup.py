@@ -6,8 +6,8 @@ from itertools import count
 
 import torch
 
-from checkpoint import ModelConfig
-from kvcache import ActiveSequence, BlockPool
+from checkpoint import Blueprint
+from kvcache import ActiveSequence, BlockPool, combined_digest
 from stage_worker.assignment import Assignment
 from stage_worker.backends.tensor_views import to_wire
 from stage_worker.executor import StepExecutor
@@ -25,7 +25,7 @@ _SAMPLING = (
 _FIRST_CHUNK = 16
 
 
-def warm_up(executor: StepExecutor, assignment: Assignment, config: ModelConfig, *, budget_s: float) -> None:
+def warm_up(executor: StepExecutor, assignment: Assignment, config: Blueprint, *, budget_s: float) -> None:
     """Run chunks and batches up to the largest sizes or `budget_s`, then reset. Raises StepFault."""
     started = time.perf_counter()
     steps = _WarmupSteps(executor, assignment, config)
@@ -54,22 +54,22 @@ def _doubling(first: int, largest: int) -> Iterator[int]:
 
 
 def _largest_chunk(assignment: Assignment) -> int:
-    held = assignment.num_blocks * assignment.block_size
+    held = min(assignment.group_blocks) * assignment.block_size
     return min(assignment.max_step_tokens, assignment.max_sequence_tokens, held)
 
 
 def _largest_batch(assignment: Assignment) -> int:
-    return min(assignment.max_step_sequences, assignment.max_step_tokens, assignment.num_blocks)
+    return min(assignment.max_step_sequences, assignment.max_step_tokens, *assignment.group_blocks)
 
 
 class _WarmupSteps:
-    """Stands in for the coordinator: its own block pool yields signals and digests."""
+    """Stands in for the coordinator: its own block pools yield signals and digests."""
 
-    def __init__(self, executor: StepExecutor, assignment: Assignment, config: ModelConfig) -> None:
+    def __init__(self, executor: StepExecutor, assignment: Assignment, config: Blueprint) -> None:
         self._executor = executor
         self._assignment = assignment
         self._config = config
-        self._pool = BlockPool(assignment.num_blocks)
+        self._pools = [BlockPool(num_blocks) for num_blocks in assignment.group_blocks]
         self._new_id = count(1).__next__
         self._step_id = 0
         self._num_requests = 0
@@ -93,22 +93,25 @@ class _WarmupSteps:
                 max_output_tokens=1,
                 prefix_caching=False,
                 new_id=self._new_id,
+                group=group,
             )
             for _ in keys
+            for group in range(len(self._pools))
         ]
+        keyed = list(zip([key for key in keys for _ in self._pools], sequences, strict=True))
         self._run(
             starts=tuple(
                 StartRecord(key, 0, num_tokens, tokens, _SAMPLING[index % len(_SAMPLING)])
                 for index, key in enumerate(keys)
             ),
-            signals=[self._used(key, sequence) for key, sequence in zip(keys, sequences, strict=True)],
+            signals=[self._used(key, sequence) for key, sequence in keyed],
             slices=tuple(StepSlice(key, 0, tokens, Prefill(0, num_tokens, num_tokens)) for key in keys),
         )
         if decodes:
             self._run(slices=tuple(StepSlice(key, 0, tokens[:1], Decode(num_tokens)) for key in keys))
         freed = [
-            SequenceSignal(key, signal)
-            for key, sequence in zip(keys, sequences, strict=True)
+            SequenceSignal(key, signal, sequence.group)
+            for key, sequence in keyed
             for signal in sequence.destroy_signals()
         ]
         self._run(ends=tuple(EndRecord(key, 0) for key in keys), signals=freed)
@@ -117,7 +120,7 @@ class _WarmupSteps:
         use = sequence.prepare(len(sequence))
         assert use is not None, "a prompt needs blocks"
         sequence.commit(len(sequence))
-        return SequenceSignal(key, use)
+        return SequenceSignal(key, use, sequence.group)
 
     def _run(
         self,
@@ -128,7 +131,7 @@ class _WarmupSteps:
         signals: list[SequenceSignal] | None = None,
     ) -> None:
         for entry in signals or ():
-            self._pool.apply(entry.signal)
+            self._pools[entry.group].apply(entry.signal)
         step = Step.of(
             slices,
             epoch=0,
@@ -136,7 +139,7 @@ class _WarmupSteps:
             starts=starts,
             ends=ends,
             signals=tuple(signals or ()),
-            digest=self._pool.digest,
+            digest=combined_digest([pool.digest for pool in self._pools]),
         )
         self._step_id += 1
         self._executor.run(self._frame(step))
@@ -145,7 +148,7 @@ class _WarmupSteps:
         assignment = self._assignment
         if assignment.role.has_embeddings or not step.num_slices:
             return Frame(step, None)
-        shape = (step.num_tokens, self._config.hidden_size)
+        shape = (step.num_tokens, self._config.boundary_width)
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(TORCH_DTYPES[assignment.dtype])
         return Frame(step, to_wire(hidden, assignment.sent_dtype))

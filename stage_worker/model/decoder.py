@@ -1,8 +1,8 @@
-"""The layers of one stage: a configurable decoder for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+"""The layers of one stage: one decoder for all families, built from a Blueprint.
 
 Numerics follow transformers, so that float32 greedy tokens agree with its `generate`: RMSNorm in float32,
-rounded before its weight; rotary angles in float32, cos and sin rounded to the run dtype; attention scaled
-by head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtype and returned as float32.
+rounded before its weight, or as its kind says; rotary angles in float32, cos and sin rounded to the run
+dtype; residuals in the run dtype; logits computed in the run dtype, then scaled and limited in float32.
 Fused projections compute the same sums as separate ones. `logits` applies the final norm to the rows that
 need logits; hidden states are sent un-normed.
 
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
+from checkpoint import Blueprint, Checkpoint, DType, stage_weight_bytes
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stage_worker.model.operations import rms_norm
+from stage_worker.model.operations import limited
 from stage_worker.model.parts import (
     LoadedParts,
     LoadedWeights,
@@ -36,7 +37,7 @@ from stage_worker.model.parts import (
     PartsRead,
 )
 from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import PagedKv, StepLayout, ViewRules
+from stage_worker.model.step_layout import PagedLayers, Rotary, StepLayout, ViewRules
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout
 
@@ -54,7 +55,7 @@ class DecoderStage:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Blueprint,
         *,
         layer_begin: int,
         layer_end: int,
@@ -80,7 +81,14 @@ class DecoderStage:
         self.windows = config.layer_windows[layer_begin:layer_end]
         self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype, choice)
         self._windows = frozenset(self.windows)
-        self._rope = Rope(config, self.torch_dtype, self.device)
+        mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
+        self._most_kv_elements = max(2 * mixer.kv_size for mixer in mixers)
+        self._ropes = {
+            rotary: Rope(rotary.rope, rotary.head_dim, self.torch_dtype, self.device)
+            for rotary in map(Rotary.of, mixers)
+        }
+        # Rounded like transformers' Gemma.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.torch_dtype))
         self._weights: LoadedWeights | None = None
 
     @property
@@ -132,14 +140,22 @@ class DecoderStage:
 
     @torch.inference_mode()
     def layout(
-        self, slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES
+        self,
+        slices: list[SliceLayout],
+        *,
+        block_size: int,
+        decodes: DecodeRows = NO_DECODES,
+        windows: Collection[int | None] | None = None,
     ) -> StepLayout:
-        """Build the StepLayout of `decodes`, then `slices`. Raises ValueError, see `StepLayout.build`."""
+        """Build the StepLayout of `decodes`, then `slices`, for layers with `windows` (default: all).
+
+        Raises ValueError, see `StepLayout.build`.
+        """
         return StepLayout.build(
             slices,
             decodes=decodes,
-            windows=self._windows,
-            rope=self._rope,
+            windows=self._windows if windows is None else windows,
+            ropes=self._ropes,
             rules=ViewRules(
                 block_size=block_size,
                 dtype=self.torch_dtype,
@@ -158,20 +174,23 @@ class DecoderStage:
             low, high = (int(x) for x in token_ids.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(f"token ids {low}..{high} for a vocabulary of {self.config.vocab_size}")
-        return embedding(token_ids.to(self.device), weight)
+        hidden = embedding(token_ids.to(self.device), weight)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
         """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
         expected = (step.num_tokens, self.config.hidden_size)
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"
             raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
-        if step.writes.begun is not None:
-            pages.clear(step.writes.begun)
-        hidden = self._with_fewest_rows(hidden)
-        for index, layer in enumerate(self._loaded().layers):
-            hidden = layer.forward(hidden, step, pages, index)
+        groups = list(zip(step.groups, pages.groups, strict=True))
+        for layout, part in groups:
+            if layout.writes.begun is not None:
+                part.clear(layout.writes.begun)
+        hidden = _with_fewest_rows(hidden, self.kernels.layer_products)
+        for (group, index), layer in zip(pages.places, self._loaded().layers, strict=True):
+            hidden = layer.forward(hidden, *groups[group], index)
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()
@@ -180,22 +199,19 @@ class DecoderStage:
         weights = self._loaded()
         assert weights.final_norm is not None, "logits() on a stage without output head"
         assert weights.head is not None
-        normed = rms_norm(self._with_fewest_rows(hidden), weights.final_norm, self.config.rms_norm_eps)
-        return weights.head(normed)[: len(hidden)].to(torch.float32)
+        normed = weights.final_norm(_with_fewest_rows(hidden, self.kernels.products))
+        logits = weights.head(normed)[: len(hidden)].to(torch.float32)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits if cap is None else limited(logits, cap)
 
     @property
     def _max_keys(self) -> int:
         """Maximum keys of one layer that a decode view gathers; unlimited on a GPU."""
         if self.device.type != "cpu":
             return sys.maxsize
-        return _GATHERED_BYTES // (2 * self.config.kv_size * self.dtype.size_bytes)
-
-    def _with_fewest_rows(self, hidden: Tensor) -> Tensor:
-        is_packed = self.kernels.products is ProductMethod.ONEDNN
-        missing = _FEWEST_ROWS - len(hidden) if is_packed else 0
-        if missing <= 0:
-            return hidden
-        return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))
+        return _GATHERED_BYTES // (self._most_kv_elements * self.dtype.size_bytes)
 
     def _needed(self) -> NeededParts:
         return NeededParts(
@@ -220,3 +236,10 @@ class DecoderStage:
 
     def _new_tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.torch_dtype, device=self.device)
+
+
+def _with_fewest_rows(hidden: Tensor, products: ProductMethod) -> Tensor:
+    missing = _FEWEST_ROWS - len(hidden) if products is ProductMethod.ONEDNN else 0
+    if missing <= 0:
+        return hidden
+    return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))

@@ -1,4 +1,4 @@
-"""One decoder layer: paged attention and gated MLP, each after a norm.
+"""One decoder layer: paged attention and MLP, with norms around them.
 
 One-token slices attend in one call (`Operations.decode`), longer ones one at a time by SDPA. For bfloat16
 on a CPU without AMX, where SDPA has a quarter of the speed of a product, they use batched products over
@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import ModelConfig
-from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
-from stage_worker.model.layer_weights import CompiledProjection, LayerWeights, project
-from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
-from stage_worker.model.step_layout import PagedKv, PrefillView, StepLayout
+from checkpoint import Attention, Dense, Experts, LayerPlan
+from checkpoint.blueprint import NormSpan, Placement, QkNorm
+from checkpoint.names import TensorRole
+from stage_worker.model.experts import ExpertMixture
+from stage_worker.model.feed_forward import FeedForward, Mlp
+from stage_worker.model.kernels import AttentionMethod, Kernels
+from stage_worker.model.layer_weights import DenseWeights, LayerWeights, project
+from stage_worker.model.norms import RowNorm, row_norm
+from stage_worker.model.operations import Operations, attend_prompt, limited, operations
+from stage_worker.model.step_layout import PagedKv, PrefillView, Rotary, StepLayout
 
 
 def attend(
@@ -27,7 +32,7 @@ def attend(
     *,
     operations: Operations,
     layer: int,
-    window: int | None,
+    mixer: Attention,
     step: StepLayout,
     pages: PagedKv,
 ) -> None:
@@ -36,15 +41,15 @@ def attend(
     `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages;
     `layer` counts from the stage's first.
     """
-    views = step.views[window]
+    views = step.views[mixer.window]
     for view in views.decodes:
-        operations.decode(query, output, layer, view, step, pages)
+        operations.decode(query, output, layer, view, mixer, step, pages)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
         rows = slice(begin, end)
         if step.kernels.prefill is AttentionMethod.IN_PLACE:
-            attend_prompt(query[rows], fresh[rows], output[rows], pages.store(layer), prefill, window)
+            attend_prompt(query[rows], fresh[rows], output[rows], pages.store(layer), prefill, mixer)
         else:
-            _prefill(query[rows], fresh[rows], layer, prefill, step, pages, output[rows])
+            _prefill(query[rows], fresh[rows], layer, prefill, mixer, step, pages, output[rows])
 
 
 def _prefill(
@@ -52,6 +57,7 @@ def _prefill(
     fresh: Tensor,
     layer: int,
     view: PrefillView,
+    mixer: Attention,
     step: StepLayout,
     pages: PagedKv,
     output: Tensor,
@@ -66,12 +72,14 @@ def _prefill(
     sizes = (num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     grouped, target = (x.view(sizes).permute(1, 2, 0, 3) for x in (query, output))
     if step.kernels.prefill is AttentionMethod.SDPA:
-        _prefill_sdpa(grouped, keys, values, view, target)
+        _prefill_sdpa(grouped, keys, values, view, mixer, target)
     else:
-        _prefill_products(grouped, keys, values, view, target)
+        _prefill_products(grouped, keys, values, view, mixer, target)
 
 
-def _prefill_sdpa(query: Tensor, keys: Tensor, values: Tensor, view: PrefillView, target: Tensor) -> None:
+def _prefill_sdpa(
+    query: Tensor, keys: Tensor, values: Tensor, view: PrefillView, mixer: Attention, target: Tensor
+) -> None:
     shared = (-1, query.shape[1], -1, -1)
     found = scaled_dot_product_attention(
         query,
@@ -79,19 +87,24 @@ def _prefill_sdpa(query: Tensor, keys: Tensor, values: Tensor, view: PrefillView
         values[:, None].expand(shared),
         attn_mask=view.mask,
         is_causal=view.mask is None,
+        scale=mixer.scale,
     )
     target.copy_(found)
 
 
-def _prefill_products(query: Tensor, keys: Tensor, values: Tensor, view: PrefillView, target: Tensor) -> None:
+def _prefill_products(
+    query: Tensor, keys: Tensor, values: Tensor, view: PrefillView, mixer: Attention, target: Tensor
+) -> None:
     """`query` and `target` [kv_heads, group, n, head_dim], `keys` and `values` [kv_heads, s, head_dim]."""
     wide_keys = _contiguous(keys, torch.float32).transpose(1, 2)
     values = _contiguous(values, values.dtype)
     kv_heads, group, _, head_dim = query.shape
     for block in view.blocks:
         (first, last), (low, high) = block.queries, block.keys
-        wide = _contiguous(query[:, :, first:last], torch.float32).mul_(head_dim**-0.5)
+        wide = _contiguous(query[:, :, first:last], torch.float32).mul_(mixer.scale)
         scores = torch.bmm(wide.flatten(1, 2), wide_keys[:, :, low:high])
+        if mixer.softcap is not None:
+            scores = limited(scores, mixer.softcap)
         by_query = scores.view(kv_heads, group, last - first, high - low)
         for begin, mask in block.edges:
             by_query[..., begin : begin + mask.shape[1]].add_(mask)
@@ -104,34 +117,67 @@ def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
-def _unchanged(gated: Tensor) -> Tensor:
-    return gated
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class HeadNorms:
+    """Norms of a step's queries and keys, in place."""
+
+    def __init__(self, qk_norm: QkNorm, mixer: Attention, weights: LayerWeights) -> None:
+        ranges = ((0, mixer.num_heads), (mixer.num_heads, mixer.num_heads + mixer.num_kv_heads))
+        norms = (
+            row_norm(qk_norm.norm, weights.norms[role]) for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
+        )
+        self._parts = tuple(zip(ranges, norms, strict=True))
+        self._is_whole = qk_norm.span is NormSpan.WIDTH
+
+    def __call__(self, heads: Tensor) -> None:
+        """Norm `heads` [n, heads + 2 * kv_heads, head_dim]: queries, keys, values."""
+        for (begin, end), norm in self._parts:
+            part = heads[:, begin:end]
+            normed = norm(part.flatten(1)).view_as(part) if self._is_whole else norm(part)
+            part.copy_(normed)
+
+
+def _feed_forward(
+    plan: LayerPlan, weights: LayerWeights, operations: Operations, kernels: Kernels
+) -> FeedForward:
+    given, layer_plan = weights.feed_forward, plan.feed_forward
+    if isinstance(given, DenseWeights):
+        assert isinstance(layer_plan, Dense), "weights of another kind"
+        return Mlp(layer_plan, given, operations, kernels)
+    assert isinstance(layer_plan, Experts), "weights of another kind"
+    return ExpertMixture(layer_plan, given, operations, kernels)
 
 
 class DecoderLayer:
     """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
 
-    def __init__(
-        self, config: ModelConfig, weights: LayerWeights, kernels: Kernels, *, window: int | None
-    ) -> None:
+    def __init__(self, plan: LayerPlan, weights: LayerWeights, kernels: Kernels) -> None:
         """Packed weights replace the given ones."""
-        self._window = window
+        self._mixer = mixer = plan.mixer
+        self._rotary = Rotary.of(mixer)
         self._operations = operations(kernels)
-        self._eps = config.rms_norm_eps
-        self._head_dim = config.head_dim
-        self._num_heads = config.num_attention_heads
-        self._num_rotated = config.num_attention_heads + config.num_kv_heads
-        self._input_norm, self._mlp_norm = weights.input_norm, weights.post_attention_norm
-        self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
-        self._qkv = project(weights.qkv, weights.qkv_bias, kernels)
-        self._o = project(weights.o, weights.o_bias, kernels)
-        self._gate_up = (
-            CompiledProjection(weights.gate_up, weights.gate_up_bias, is_gated=True)
-            if kernels.products is ProductMethod.COMPILED
-            else project(weights.gate_up, weights.gate_up_bias, kernels)
-        )
-        self._gate = _unchanged if kernels.products is ProductMethod.COMPILED else self._operations.gate
-        self._down = project(weights.down, weights.down_bias, kernels)
+        self._residual_scale = plan.residual_scale
+        self._is_shared = plan.placement is Placement.SHARED
+        rms = self._operations.rms_norm
+        norms = {
+            role: row_norm(plan.norm, given, rms)
+            for role, given in weights.norms.items()
+            if role not in (TensorRole.Q_NORM, TensorRole.K_NORM)
+        }
+        self._mixer_norm = norms.get(TensorRole.MIXER_NORM, _unchanged)
+        self._ffn_norm = norms.get(TensorRole.FFN_NORM, _unchanged)
+        self._mixer_out_norm = norms.get(TensorRole.MIXER_OUT_NORM)
+        self._ffn_out_norm = norms.get(TensorRole.FFN_OUT_NORM)
+        head_norms = None if mixer.qk_norm is None else HeadNorms(mixer.qk_norm, mixer, weights)
+        is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
+        self._norm_heads = None if is_late else head_norms
+        self._norm_rotated = head_norms if is_late else None
+        self._qkv = project(weights.qkv, weights.qkv_bias, kernels.layer_products)
+        self._o = project(weights.o, weights.o_bias, kernels.layer_products)
+        self._feed_forward = _feed_forward(plan, weights, self._operations, kernels)
 
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
@@ -139,32 +185,48 @@ class DecoderLayer:
         `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
         tokens: further rows are computed without attention.
         """
-        normed = self._operations.rms_norm(hidden, self._input_norm, self._eps)
-        hidden = self._o.added_to(hidden, self._attention(normed, step, pages, layer))
-        normed = self._operations.rms_norm(hidden, self._mlp_norm, self._eps)
-        # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
-        return self._down.added_to(hidden, self._gate(self._gate_up(normed)))
+        normed = self._mixer_norm(hidden)
+        mixed = self._attention(normed, step, pages, layer)
+        if self._is_plain(self._mixer_out_norm):
+            hidden = self._o.added_to(hidden, mixed)
+        else:
+            hidden = self._added(hidden, self._o(mixed), self._mixer_out_norm)
+        if not self._is_shared:
+            normed = self._ffn_norm(hidden)
+        if self._is_plain(self._ffn_out_norm):
+            return self._feed_forward.added_to(hidden, normed, step.num_tokens)
+        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm)
+
+    def _is_plain(self, norm: RowNorm | None) -> bool:
+        """Whether outputs are added as they are."""
+        return norm is None and self._residual_scale == 1.0
+
+    def _added(self, residual: Tensor, x: Tensor, norm: RowNorm | None) -> Tensor:
+        """`residual` plus the normed and scaled `x`, which may be modified."""
+        normed = x if norm is None else norm(x)
+        return normed.mul_(self._residual_scale).add_(residual)
 
     def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
-        num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._num_heads
-        heads = self._qkv(normed).view(num_rows, -1, self._head_dim)[:num_tokens]
+        num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
+        heads = self._qkv(normed).view(num_rows, -1, self._mixer.head_dim)[:num_tokens]
         query, fresh = heads[:, :num_heads], heads[:, num_heads:]
-        if self._q_norm is not None and self._k_norm is not None:
-            key = heads[:, num_heads : self._num_rotated]
-            query.copy_(rms_norm(query, self._q_norm, self._eps))
-            key.copy_(rms_norm(key, self._k_norm, self._eps))
+        if self._norm_heads is not None:
+            self._norm_heads(heads)
+        rotary = step.rotary[self._rotary]
         # All slices are written before any attends, since slices may share pages.
-        self._operations.rotate_and_write(heads, num_heads, layer, step, pages)
+        self._operations.rotate_and_write(heads, num_heads, layer, rotary, step, pages, self._norm_rotated)
+        if rotary.query_scale is not None:
+            query.mul_(rotary.query_scale)
         new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
-        mixed = new(num_rows, num_heads, self._head_dim)
+        mixed = new(num_rows, num_heads, self._mixer.head_dim)
         attend(
             query,
             fresh,
             mixed[:num_tokens],
             operations=self._operations,
             layer=layer,
-            window=self._window,
+            mixer=self._mixer,
             step=step,
             pages=pages,
         )

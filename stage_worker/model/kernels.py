@@ -13,7 +13,8 @@ from types import ModuleType
 
 import torch
 
-from checkpoint import ModelConfig
+from checkpoint import Blueprint, Experts, LayerPlan, WeightFormat
+from checkpoint.blueprint import Activation, NormKind
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
 _MODULE = "stage_worker.model._cpu_kernels"
@@ -38,15 +39,29 @@ def missing_because() -> str | None:
     return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
 
 
-def unavailable_because(config: ModelConfig) -> str | None:
+def unavailable_because(config: Blueprint) -> str | None:
     """Why the compiled functions cannot compute this model on this host; None if they can."""
     if (reason := missing_because()) is not None:
         return reason
-    if config.head_dim not in _HEAD_DIMS or config.q_size > _MOST_ELEMENTS:
-        return f"{config.num_attention_heads} heads of {config.head_dim} are not supported by the kernels"
-    if config.hidden_size % _LANES or config.intermediate_size % _LANES:
-        return f"widths {config.hidden_size} and {config.intermediate_size} are not multiples of {_LANES}"
-    return None
+    reasons = (_not_for(config.hidden_size, layer) for layer in config.kinds)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
+    attention, dense = layer.mixer, layer.feed_forward
+    if isinstance(dense, Experts):
+        return "mixtures of experts are not supported by the kernels"
+    if attention.head_dim not in _HEAD_DIMS or attention.q_size > _MOST_ELEMENTS:
+        return f"{attention.num_heads} heads of {attention.head_dim} are not supported by the kernels"
+    if hidden_size % _LANES or dense.width % _LANES:
+        return f"widths {hidden_size} and {dense.width} are not multiples of {_LANES}"
+    if layer.norm.kind is not NormKind.RMS:
+        return f"norms with {layer.norm.kind.value} are not supported by the kernels"
+    if not dense.is_gated or dense.activation is not Activation.SILU:
+        return f"an MLP with {dense.activation.value} is not supported by the kernels"
+    if attention.qk_norm is not None and attention.qk_norm.is_after_rotation:
+        return "norms after the rotation are not supported by the kernels"
+    return "limited scores are not supported by the kernels" if attention.softcap is not None else None
 
 
 class ProductMethod(Enum):
@@ -55,6 +70,11 @@ class ProductMethod(Enum):
     LINEAR = "plain weights"
     ONEDNN = "packed weights"
     COMPILED = "compiled products"
+    INT8 = "int8 weights"
+    INT4 = "int4 weights"
+
+
+_PRODUCTS_OF = {WeightFormat.INT8: ProductMethod.INT8, WeightFormat.INT4: ProductMethod.INT4}
 
 
 class AttentionMethod(Enum):
@@ -77,12 +97,13 @@ class Kernels:
     products: ProductMethod
     decode: AttentionMethod
     prefill: AttentionMethod
+    weights: WeightFormat | None = None
     not_compiled_because: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(
         cls,
-        config: ModelConfig,
+        config: Blueprint,
         device: torch.device,
         dtype: torch.dtype,
         choice: KernelChoice = KernelChoice.AUTO,
@@ -91,24 +112,39 @@ class Kernels:
 
         Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
         one query per sequence. Compiled products and attention of prompts need torch's threads. Raises
-        KernelsUnavailable for COMPILED where unsupported.
+        KernelsUnavailable for COMPILED where unsupported, and for quantised weights except on a CPU.
         """
+        found = cls._of_run_dtype(config, device, dtype, choice)
+        weights = config.weight_format
+        if weights is not None and device.type != "cpu":
+            raise KernelsUnavailable(f"--quantize {weights.value} is for workers on a CPU, not on {device}")
+        return replace(found, weights=weights)
+
+    @classmethod
+    def _of_run_dtype(
+        cls, config: Blueprint, device: torch.device, dtype: torch.dtype, choice: KernelChoice
+    ) -> Kernels:
         if choice is KernelChoice.PLAIN:
-            return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
+            return _plain(config, "chosen with --kernels plain")
         reason = _not_on(device) or _not_in(dtype) or unavailable_because(config)
         if choice is KernelChoice.COMPILED and reason is not None:
             raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
-            return replace(PLAIN, not_compiled_because=reason)
+            return _plain(config, reason)
         has_amx = torch.cpu._is_amx_tile_supported()
         if reason is None and not has_amx and load().num_threads() == torch.get_num_threads():
             return ALL_COMPILED
         return cls(
             products=ProductMethod.ONEDNN,
             decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
-            prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
+            prefill=AttentionMethod.SDPA if has_amx and not _has_caps(config) else AttentionMethod.PRODUCTS,
             not_compiled_because=reason,
         )
+
+    @property
+    def layer_products(self) -> ProductMethod:
+        """Products of the layers; the output head has `products`, since its matrix is not quantised."""
+        return self.products if self.weights is None else _PRODUCTS_OF[self.weights]
 
     @property
     def choice(self) -> KernelChoice:
@@ -118,13 +154,25 @@ class Kernels:
 
     def __str__(self) -> str:
         reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
-        return (
-            f"{self.products.value}, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
-        )
+        decode = f"decode by {self.decode.value}{reason}"
+        return f"{self.layer_products.value}, {decode}, prefill by {self.prefill.value}"
 
 
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
-"""Supported by every device and dtype."""
+"""Supported by every device and dtype, for layers without a limit of scores."""
+
+_CAPPED = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
+"""scaled_dot_product_attention has no limit of scores."""
+
+
+def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
+    """torch's operators that every device and dtype supports."""
+    return replace(_CAPPED if _has_caps(config) else PLAIN, not_compiled_because=not_compiled_because)
+
+
+def _has_caps(config: Blueprint) -> bool:
+    return any(layer.mixer.softcap is not None for layer in config.kinds)
+
 
 ALL_COMPILED = Kernels(
     products=ProductMethod.COMPILED, decode=AttentionMethod.IN_PLACE, prefill=AttentionMethod.IN_PLACE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import DType, ModelConfig
-from checkpoint.tensors import layer_tensor_name
-from stage_worker.model.kernels import Kernels, ProductMethod, load
+from checkpoint import Attention, Blueprint, Dense, DType, Experts
+from checkpoint.dtypes import INT4_GROUP
+from checkpoint.names import TensorRole
+from checkpoint.tensors import CHOICE_BIAS_KIND, layer_tensors, role_shapes, row_axis
+from stage_worker.model.kernels import ProductMethod, load
+from stage_worker.model.norms import NormWeights
+from stage_worker.model.quantize import int4_groups, int8_rows
+from stage_worker.model.rope import head_order
 
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
 
@@ -31,9 +36,9 @@ class Projection(Protocol):
         """Return `residual` [n, out] plus the projection of `x` [n, in], as a new tensor."""
 
 
-def project(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Projection:
+def project(weight: Tensor, bias: Tensor | None, products: ProductMethod) -> Projection:
     """The projection by `weight`; packing copies the weight."""
-    return _PROJECTIONS[kernels.products](weight, bias)
+    return _PROJECTIONS[products](weight, bias)
 
 
 class PlainProjection:
@@ -72,6 +77,8 @@ class PackedProjection:
         return total
 
 
+_QUANTIZED_ROWS = 1024
+"""Rows that are quantised at a time, whole panels of torch's int4 layout."""
 _PANEL = 64
 """Rows of a weight that are packed together, see `_cpu_kernels.c`."""
 
@@ -122,10 +129,62 @@ class CompiledProjection:
         return result
 
 
+class Int8Projection:
+    """torch's product with int8 weights, each row with a scale; sums in float32, rounds once.
+
+    Source: `_weight_int8pack_mm` of torch 2.13, which takes rows of any dtype.
+    """
+
+    __slots__ = ("_bias", "_codes", "_scales")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = bias
+        chunks = [int8_rows(rows) for rows in torch.split(weight, _QUANTIZED_ROWS)]
+        self._codes, self._scales = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = torch._weight_int8pack_mm(x.contiguous(), self._codes, self._scales)
+        return product if self._bias is None else product.add_(self._bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(residual)
+
+
+class Int4Projection:
+    """torch's product with int4 weights in groups of `INT4_GROUP` columns; sums in float32, rounds once.
+
+    Faster than a bfloat16 product for up to four rows, and slower for more than eight (bench/STUDIES.md).
+    Source: `_weight_int4pack_mm_for_cpu` of torch 2.13.
+    """
+
+    __slots__ = ("_bias", "_packed", "_scales")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = bias
+        packed, scales = [], []
+        for rows in torch.split(weight, _QUANTIZED_ROWS):
+            codes, scale, offset = int4_groups(rows)
+            packed.append(torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
+            scales.append(torch.stack((scale, offset), dim=2))
+        self._packed = torch.cat(packed)
+        self._scales = torch.cat(scales).transpose(0, 1).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = torch._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self._packed, INT4_GROUP, self._scales
+        )
+        return product if self._bias is None else product.add_(self._bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(residual)
+
+
 _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
     ProductMethod.LINEAR: PlainProjection,
     ProductMethod.ONEDNN: PackedProjection,
     ProductMethod.COMPILED: CompiledProjection,
+    ProductMethod.INT8: Int8Projection,
+    ProductMethod.INT4: Int4Projection,
 }
 
 Destinations = dict[str, Tensor]
@@ -136,59 +195,168 @@ NewTensor = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; `qkv` and `gate_up` stack their parts by rows."""
+class DenseWeights:
+    """An MLP. Matrices are [out, in]; `up` of a gated one has the gate's rows first."""
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    post_attention_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
 
 
-def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
-    """Allocate uninitialised weights of the model's layer number `layer`, and their destinations."""
-    places: Destinations = {}
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ExpertsWeights:
+    """A mixture of experts: router [experts, hidden_size], `up` [experts, 2 * width, hidden_size] with the
+    gate's rows first, `down` [experts, hidden_size, width].
 
-    def one(suffix: str, *shape: int) -> Tensor:
-        return places.setdefault(layer_tensor_name(layer, suffix), new(*shape))
+    `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
+    [1, hidden_size].
+    """
 
-    def stacked(suffixes: dict[str, int], *width: int) -> Tensor:
-        fused = new(sum(suffixes.values()), *width)
-        for suffix, view in zip(suffixes, torch.split(fused, list(suffixes.values())), strict=True):
-            places[layer_tensor_name(layer, suffix)] = view
-        return fused
+    router: Tensor
+    choice_bias: Tensor | None
+    up: Tensor
+    down: Tensor
+    shared: DenseWeights | None
+    shared_weight: Tensor | None
 
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    qkv = {f"self_attn.{x}_proj": size for x, size in zip("qkv", _qkv_sizes(config), strict=True)}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows."""
+
+    norms: Mapping[TensorRole, NormWeights]
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    feed_forward: DenseWeights | ExpertsWeights
+
+
+_STACKED = (
+    (TensorRole.Q, TensorRole.K, TensorRole.V),
+    (TensorRole.GATE, TensorRole.UP),
+    (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+    (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
+)
+_NORMS = (
+    *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
+    *(TensorRole.Q_NORM, TensorRole.K_NORM),
+)
+
+
+def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
+    """Allocate uninitialised weights of layer number `layer`, and their destinations."""
+    tensors = _Allocation(config, layer, new)
     weights = LayerWeights(
-        input_norm=one("input_layernorm.weight", hidden),
-        qkv=stacked(_suffixed(qkv, "weight"), hidden),
-        qkv_bias=stacked(_suffixed(qkv, "bias")) if config.qkv_bias else None,
-        q_norm=one("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
-        k_norm=one("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
-        o=one("self_attn.o_proj.weight", hidden, config.q_size),
-        o_bias=one("self_attn.o_proj.bias", hidden) if config.o_bias else None,
-        post_attention_norm=one("post_attention_layernorm.weight", hidden),
-        gate_up=stacked(_suffixed(gate_up, "weight"), hidden),
-        gate_up_bias=stacked(_suffixed(gate_up, "bias")) if config.mlp_bias else None,
-        down=one("mlp.down_proj.weight", hidden, inner),
-        down_bias=one("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        norms={
+            role: NormWeights(tensors.found(role, "weight"), tensors.get(role, "bias"))
+            for role in _NORMS
+            if tensors.get(role, "weight") is not None
+        },
+        qkv=tensors.found(TensorRole.Q, "weight"),
+        qkv_bias=tensors.get(TensorRole.Q, "bias"),
+        o=tensors.found(TensorRole.O, "weight"),
+        o_bias=tensors.get(TensorRole.O, "bias"),
+        feed_forward=_feed_forward(config.layers[layer].feed_forward, tensors),
     )
-    return weights, places
+    return weights, tensors.destinations()
 
 
-def _qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
-    return config.q_size, config.kv_size, config.kv_size
+def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights | ExpertsWeights:
+    if isinstance(plan, Dense):
+        return _dense(tensors, TensorRole.UP, TensorRole.DOWN)
+    has_shared = plan.shared is not None
+    return ExpertsWeights(
+        router=tensors.found(TensorRole.ROUTER, "weight"),
+        choice_bias=tensors.get(TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND),
+        up=tensors.found(TensorRole.EXPERT_UP, "weight"),
+        down=tensors.found(TensorRole.EXPERT_DOWN, "weight"),
+        shared=_dense(tensors, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN) if has_shared else None,
+        shared_weight=tensors.get(TensorRole.SHARED_WEIGHT, "weight"),
+    )
 
 
-def _suffixed(sizes: dict[str, int], kind: str) -> dict[str, int]:
-    return {f"{name}.{kind}": size for name, size in sizes.items()}
+def _dense(tensors: _Allocation, up: TensorRole, down: TensorRole) -> DenseWeights:
+    return DenseWeights(
+        up=tensors.found(up, "weight"),
+        up_bias=tensors.get(up, "bias"),
+        down=tensors.found(down, "weight"),
+        down_bias=tensors.get(down, "bias"),
+    )
+
+
+class _Allocation:
+    """Tensors of a layer; the parts of a stacked one are views of it."""
+
+    def __init__(self, config: Blueprint, layer: int, new: NewTensor) -> None:
+        self._tensors = layer_tensors(config, layer)
+        shapes = role_shapes(config.hidden_size, config.layers[layer])
+        self._places: dict[tuple[TensorRole, str], tuple[Tensor, int, int]] = {}
+        """Each part's tensor and range of rows."""
+        stacks = {role: stack for stack in _STACKED for role in stack}
+        wide = _wide_roles(config.layers[layer].feed_forward)
+        for role, kind in shapes:
+            if (role, kind) in self._places:
+                continue
+            parts = [part for part in stacks.get(role, (role,)) if (part, kind) in shapes]
+            axis = row_axis(role)
+            sizes = [shapes[part, kind][axis] for part in parts]
+            tensor = new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
+            if role in wide:
+                tensor = tensor.float()
+            for index, part in enumerate(parts):
+                begin = sum(sizes[:index])
+                self._places[part, kind] = (tensor, begin, begin + sizes[index])
+
+    def get(self, role: TensorRole, kind: str) -> Tensor | None:
+        """The tensor that holds a part, with those that are stacked on it."""
+        place = self._places.get((role, kind))
+        return None if place is None else place[0]
+
+    def found(self, role: TensorRole, kind: str) -> Tensor:
+        tensor = self.get(role, kind)
+        assert tensor is not None, f"a layer without {role.value}"
+        return tensor
+
+    def destinations(self) -> Destinations:
+        places: Destinations = {}
+        for tensor in self._tensors:
+            found = [self._places[role, tensor.kind] for role in tensor.roles]
+            (into, begin, _), (last, _, end) = found[0], found[-1]
+            if tensor.expert is not None:
+                into = last = into[tensor.expert]
+                place = into[begin:end]
+            else:
+                place = into.narrow(row_axis(tensor.roles[0]), begin, end - begin)
+            if len(tensor.shape) > place.dim():
+                place = place[None]
+            is_whole = into is last and place.shape == tensor.shape and place.is_contiguous()
+            assert is_whole, f"{tensor.name} is scattered"
+            places[tensor.name] = place
+        return places
+
+
+def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
+    """Roles whose tensors are float32 in memory."""
+    is_wide = isinstance(plan, Experts) and plan.router.is_wide
+    return (TensorRole.CHOICE_BIAS, TensorRole.ROUTER) if is_wide else (TensorRole.CHOICE_BIAS,)
+
+
+def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
+    """Reorder the rows of queries and keys so that the elements of each rotated pair are half a head apart.
+
+    Scores do not depend on the order of a head's elements, if queries and keys share it.
+    """
+    if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
+        return
+    num_rows = mixer.q_size + mixer.kv_size
+    rows = [weights.qkv[:num_rows]]
+    if weights.qkv_bias is not None:
+        rows.append(weights.qkv_bias[:num_rows])
+    rows += [
+        weights.norms[role].weight for role in (TensorRole.Q_NORM, TensorRole.K_NORM) if role in weights.norms
+    ]
+    for tensor in rows:
+        heads = tensor.view(-1, mixer.head_dim, *tensor.shape[1:])
+        heads.copy_(heads[:, order])

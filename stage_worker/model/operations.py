@@ -12,6 +12,7 @@ threads of torch, the others only the calling thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as scaled_to_unit
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from checkpoint import Attention
 from stage_worker.model.kernels import AttentionMethod, Kernels, load
 from stage_worker.model.rope import rotate_
-from stage_worker.model.step_layout import DecodeView, PagedKv, PrefillView, StepLayout
+from stage_worker.model.step_layout import DecodeView, PagedKv, PrefillView, RotaryTable, StepLayout
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,34 +36,46 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled_to_unit(x, weight.shape, None, eps).mul_(weight)
 
 
+def limited(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap). Source: Bello et al. 2016, arXiv:1611.09940, as in Gemma 2."""
+    return (x / cap).tanh_().mul_(cap)
+
+
 _FEW_ELEMENTS = 1 << 19
 """Up to here, converting keys to float32 is cheaper than multiplying twice."""
 
 
-def decode_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def decode_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, mixer: Attention) -> Tensor:
     """Attention of `query` [kv_heads, b, group, head_dim], returned in that shape.
 
     `keys` and `values` are [kv_heads, b, s, head_dim]; `mask` [1, b, 1, s] is added to the scores.
     """
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=mixer.scale)
 
 
-def decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Like `decode_sdpa`, with a float32 mask.
+def decode_products(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, mixer: Attention
+) -> Tensor:
+    """Like `decode_sdpa`, with a float32 mask, and with a limit of scores.
 
     torch has no bfloat16 product with a float32 result on a CPU. Many keys are multiplied twice: the
     second product is the rounding error of the first (beta=-1 is added to the unrounded sum).
     """
     shape = (*query.shape[:3], keys.shape[2])
     queries, keys = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
-    if keys.numel() <= _FEW_ELEMENTS:
+    if keys.numel() <= _FEW_ELEMENTS or keys.dtype is torch.float32:
         parts = [torch.bmm(queries.to(torch.float32), keys.to(torch.float32))]
     else:
         rounded = torch.bmm(queries, keys)
         parts = [rounded, torch.baddbmm(rounded, queries, keys, beta=-1)]
-    scores = torch.zeros(shape, dtype=torch.float32) if mask is None else mask
-    for part in parts:
-        scores = torch.add(scores, part.view(shape), alpha=query.shape[3] ** -0.5)
+    if mixer.softcap is not None:
+        exact = torch.stack(parts).sum(0, dtype=torch.float32).view(shape)
+        capped = limited(exact * mixer.scale, mixer.softcap)
+        scores = capped if mask is None else capped + mask
+    else:
+        scores = torch.zeros(shape, device=query.device) if mask is None else mask
+        for part in parts:
+            scores = torch.add(scores, part.view(shape), alpha=mixer.scale)
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
     return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
 
@@ -81,10 +95,18 @@ class NativeOperations:
         return out
 
     def rotate_and_write(
-        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+        self,
+        heads: Tensor,
+        num_heads: int,
+        layer: int,
+        rotary: RotaryTable,
+        step: StepLayout,
+        pages: PagedKv,
+        between: Callable[[Tensor], None] | None = None,
     ) -> None:
+        assert between is None, "no operation between rotation and write"
         num_tokens, all_heads, head_dim = heads.shape
-        store, cos, sin = pages.store(layer), step.cos, step.sin
+        store, cos, sin = pages.store(layer), rotary.cos, rotary.sin
         if step.writes.highest_slot >= store.shape[0] * store.shape[3]:
             raise IndexError(f"slot {step.writes.highest_slot} of {store.shape[0] * store.shape[3]} needed")
         shape = (num_heads, (all_heads - num_heads) // 2, head_dim, store.shape[3])
@@ -101,7 +123,14 @@ class NativeOperations:
         )
 
     def decode(
-        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+        self,
+        query: Tensor,
+        output: Tensor,
+        layer: int,
+        view: DecodeView,
+        mixer: Attention,
+        step: StepLayout,
+        pages: PagedKv,
     ) -> None:
         _, num_heads, head_dim = query.shape
         batch, width = view.pages.shape
@@ -122,7 +151,7 @@ class NativeOperations:
             output.stride(0),
             batch,
             width * block_size,
-            head_dim**-0.5,
+            mixer.scale,
             (num_heads, kv_heads, head_dim, block_size),
         )
 
@@ -134,7 +163,7 @@ class NativeOperations:
 
 
 def attend_prompt(
-    query: Tensor, fresh: Tensor, output: Tensor, store: Tensor, view: PrefillView, window: int | None
+    query: Tensor, fresh: Tensor, output: Tensor, store: Tensor, view: PrefillView, mixer: Attention
 ) -> None:
     """Compiled attention of one slice's queries, see `decoder_layer.attend`.
 
@@ -148,7 +177,7 @@ def attend_prompt(
     load().attend_prompt(
         *(query.data_ptr(), query.stride(0), fresh.data_ptr(), fresh.stride(0)),
         *(store.data_ptr(), 0 if table is None else table.data_ptr()),
-        *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, window or 0, head_dim**-0.5),
+        *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, mixer.window or 0, mixer.scale),
         (num_heads, kv_heads, head_dim, block_size),
     )
 
@@ -160,15 +189,30 @@ class Operations(Protocol):
         """See `rms_norm` of this module; `x` is [n, width]."""
 
     def rotate_and_write(
-        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+        self,
+        heads: Tensor,
+        num_heads: int,
+        layer: int,
+        rotary: RotaryTable,
+        step: StepLayout,
+        pages: PagedKv,
+        between: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Rotate queries and keys in place, and write keys and values to the step's pages.
 
-        `heads` is [n, num_heads + 2 * kv_heads, head_dim]: queries, keys, values.
+        `heads` is [n, num_heads + 2 * kv_heads, head_dim]: queries, keys, values. `between` changes them
+        after the rotation, by torch's operators only.
         """
 
     def decode(
-        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+        self,
+        query: Tensor,
+        output: Tensor,
+        layer: int,
+        view: DecodeView,
+        mixer: Attention,
+        step: StepLayout,
+        pages: PagedKv,
     ) -> None:
         """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`."""
 
@@ -188,22 +232,39 @@ class TorchOperations:
         return rms_norm(x, weight, eps)
 
     def rotate_and_write(
-        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+        self,
+        heads: Tensor,
+        num_heads: int,
+        layer: int,
+        rotary: RotaryTable,
+        step: StepLayout,
+        pages: PagedKv,
+        between: Callable[[Tensor], None] | None = None,
     ) -> None:
         kv_heads = (heads.shape[1] - num_heads) // 2
-        rotate_(heads[:, : num_heads + kv_heads], step.cos, step.sin)
+        rotate_(heads[:, : num_heads + kv_heads], rotary.cos, rotary.sin)
+        if between is not None:
+            between(heads)
         fresh, rows = heads[:, num_heads:], step.writes.rows
         pages.write(layer, fresh if rows is None else fresh.index_select(0, rows), step.writes.slots)
 
     def decode(
-        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+        self,
+        query: Tensor,
+        output: Tensor,
+        layer: int,
+        view: DecodeView,
+        mixer: Attention,
+        step: StepLayout,
+        pages: PagedKv,
     ) -> None:
         chosen = query if view.rows is None else query.index_select(0, view.rows)
         batch, num_heads, head_dim = chosen.shape
         keys, values = pages.gather(layer, view.pages)
         grouped = chosen.reshape(batch, keys.shape[0], -1, head_dim).transpose(0, 1)
         attend = decode_sdpa if step.kernels.decode is AttentionMethod.SDPA else decode_products
-        found = attend(grouped, keys, values, view.mask).transpose(0, 1).reshape(batch, num_heads, head_dim)
+        found = attend(grouped, keys, values, view.mask, mixer)
+        found = found.transpose(0, 1).reshape(batch, num_heads, head_dim)
         if view.rows is None:
             output.copy_(found)
         else:

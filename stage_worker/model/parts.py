@@ -10,10 +10,18 @@ from torch import Tensor
 
 from checkpoint import Checkpoint
 from checkpoint.files import FileIdentity
-from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name, layer_tensor_shapes
+from checkpoint.tensors import final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import NewTensor, PlainProjection, Projection, allocate_layer, project
+from stage_worker.model.layer_weights import (
+    NewTensor,
+    PlainProjection,
+    Projection,
+    allocate_layer,
+    project,
+    reorder_heads,
+)
+from stage_worker.model.norms import NormWeights, RowNorm, row_norm
 from stage_worker.model.weights import ReadProgress, load_tensors
 
 
@@ -44,7 +52,7 @@ class LoadedWeights:
 
     layers: tuple[DecoderLayer, ...]
     embeddings: Tensor | None
-    final_norm: Tensor | None
+    final_norm: RowNorm | None
     head: Projection | None
 
 
@@ -55,7 +63,7 @@ class LoadedParts:
         self.origin: PartsOrigin | None = None
         self.layers: dict[int, DecoderLayer] = {}
         self.embeddings: Tensor | None = None
-        self.final_norm: Tensor | None = None
+        self.final_norm: RowNorm | None = None
         self.head: Projection | None = None
 
     def clear(self) -> None:
@@ -102,7 +110,7 @@ class LoadedParts:
         elif needed.has_embeddings:
             self.head = None if matrix is None else PlainProjection(matrix, None)
         elif matrix is not None:
-            self.head = project(matrix, None, kernels)
+            self.head = project(matrix, None, kernels.products)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,7 @@ class PartLoader:
     ) -> None:
         """`parts` are reusable ones of `needed`, see `LoadedParts.retain`."""
         self._checkpoint, self._config = checkpoint, checkpoint.config
+        self._names = checkpoint.config.names
         self._parts, self._needed = parts, needed
         self._kernels, self._new = kernels, new
 
@@ -145,8 +154,8 @@ class PartLoader:
         """Read the missing parts; raises like `load_tensors` and `progress`, keeping the complete ones."""
         missing = list(self._missing())
         names = [name for part in missing for name in part.tensors]
-        tensors = self._checkpoint.tensors
-        num_bytes = sum(tensors[name].num_bytes for name in names)
+        checkpoint = self._checkpoint
+        num_bytes = sum(entry.num_bytes for name in names for entry in checkpoint.parts_of(name))
         report = self._report(missing, num_bytes)
         progress.expect(num_bytes)
         for part in missing:
@@ -158,20 +167,15 @@ class PartLoader:
     def _missing(self) -> Iterator[_Missing]:
         parts, needed = self._parts, self._needed
         if needed.has_embeddings and parts.embeddings is None:
-            yield _Missing("embeddings", (EMBEDDINGS,), self._read_embeddings)
-        suffixes = layer_tensor_shapes(self._config)
+            yield _Missing("embeddings", (self._names.embeddings,), self._read_embeddings)
         for layer in needed.layers:
             if layer not in parts.layers:
-                names = tuple(layer_tensor_name(layer, suffix) for suffix in suffixes)
+                names = tuple(tensor.name for tensor in layer_tensors(self._config, layer))
                 yield _Missing(layer, names, self._layer_reader(layer))
         if needed.has_head and parts.final_norm is None:
-            yield _Missing("final norm", (FINAL_NORM,), self._read_final_norm)
+            yield _Missing("final norm", final_norm_tensors(self._config), self._read_final_norm)
         if needed.has_head and parts.head is None and not (needed.is_tied and needed.has_embeddings):
-            yield _Missing("head", (self._head_name,), self._read_head)
-
-    @property
-    def _head_name(self) -> str:
-        return EMBEDDINGS if self._needed.is_tied else OUTPUT_HEAD
+            yield _Missing("head", (head_tensor(self._config),), self._read_head)
 
     def _layer_reader(self, layer: int) -> Callable[[ReadProgress], None]:
         def read(progress: ReadProgress) -> None:
@@ -180,18 +184,24 @@ class PartLoader:
         return read
 
     def _read_layer(self, layer: int, progress: ReadProgress) -> DecoderLayer:
+        plan = self._config.layers[layer]
         weights, destinations = allocate_layer(self._config, layer, self._new)
         load_tensors(self._checkpoint, destinations, progress=progress)
-        return DecoderLayer(self._config, weights, self._kernels, window=self._config.layer_windows[layer])
+        reorder_heads(plan.mixer, weights)
+        return DecoderLayer(plan, weights, self._kernels)
 
     def _read_embeddings(self, progress: ReadProgress) -> None:
-        self._parts.embeddings = self._read_matrix(EMBEDDINGS, progress)
+        self._parts.embeddings = self._read_matrix(self._names.embeddings, progress)
 
     def _read_final_norm(self, progress: ReadProgress) -> None:
-        self._parts.final_norm = self._read_tensor(FINAL_NORM, progress, self._config.hidden_size)
+        names, width = final_norm_tensors(self._config), self._config.hidden_size
+        weight, *bias = (self._read_tensor(name, progress, width) for name in names)
+        weights = NormWeights(weight, bias[0] if bias else None)
+        self._parts.final_norm = row_norm(self._config.final_norm, weights)
 
     def _read_head(self, progress: ReadProgress) -> None:
-        self._parts.head = project(self._read_matrix(self._head_name, progress), None, self._kernels)
+        matrix = self._read_matrix(head_tensor(self._config), progress)
+        self._parts.head = project(matrix, None, self._kernels.products)
 
     def _read_matrix(self, name: str, progress: ReadProgress) -> Tensor:
         return self._read_tensor(name, progress, self._config.vocab_size, self._config.hidden_size)

@@ -1,9 +1,10 @@
-"""Rotary position embedding with the scalings linear, llama3 and yarn.
+"""Rotary position embedding with the scalings linear, llama3, yarn and longrope.
 
 Angles are computed in float32 from absolute positions; cos and sin are rounded to the run dtype last, as
 in transformers (modeling_rope_utils.py and LlamaRotaryEmbedding.forward), so that float32 tokens agree.
-Element i of a head is paired with element i + head_dim / 2 ("rotate half"), the order of Hugging Face's
-query and key projections. Source: Su et al. 2021, arXiv:2104.09864.
+Element i of a head is paired with element i + head_dim / 2 ("rotate half"), the order of most families'
+query and key projections; others are reordered when loaded (`head_order`), and elements without rotation
+get the angle 0. Source: Su et al. 2021, arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from checkpoint import ModelConfig, RopeConfig, RopeKind
+from checkpoint import RopeConfig, RopeKind
 
 _KEPT_POSITIONS = 16_384
 """Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
 
 
 class Rope:
-    """The rotary embedding of one model, rounded to one dtype on one device."""
+    """The rotary embedding of heads of one width, rounded to one dtype on one device."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig | None, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Frequencies are computed on the CPU, so that every stage has the same bits."""
-        self._inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
-        self._attention_factor = _attention_factor(config.rope)
+        self._inv_freq = inverse_frequencies(config, head_dim).to(device)
+        self._num_still = head_dim // 2 - len(self._inv_freq)
+        self._attention_factor = 1.0 if config is None else attention_factor(config)
         self._dtype, self._device = dtype, device
         self._kept = self._compute(torch.arange(0, device=device))
 
@@ -48,6 +53,8 @@ class Rope:
         """[n, 2, 1, head_dim]: cos, then sin."""
         angles = positions[:, None].to(torch.float32) * self._inv_freq
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        if self._num_still:
+            cos, sin = pad(cos, (0, self._num_still), value=1.0), pad(sin, (0, self._num_still))
         both = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
         return both[:, :, None].to(self._dtype)
 
@@ -59,8 +66,23 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.mul_(cos).add_(swapped)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
+    """The elements of a head in the order of `rotate_`; None for the usual order."""
+    width = rope.width or head_dim
+    if width == head_dim and not rope.is_interleaved:
+        return None
+    halves = (range(width // 2), range(width // 2, width))
+    first, second = (range(0, width, 2), range(1, width, 2)) if rope.is_interleaved else halves
+    middle = (width + head_dim) // 2
+    return [*first, *range(width, middle), *second, *range(middle, head_dim)]
+
+
+def inverse_frequencies(rope: RopeConfig | None, head_dim: int) -> Tensor:
+    """Angles per position of the rotated pairs of a head, float32."""
+    if rope is None:
+        return torch.empty(0)
+    width = rope.width or head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     wavelength_base: Tensor = rope.theta**exponents
     plain = 1.0 / wavelength_base
     match rope.kind:
@@ -71,7 +93,9 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case RopeKind.LLAMA3:
             return _llama3(rope, plain)
         case RopeKind.YARN:
-            return _yarn(rope, wavelength_base, head_dim)
+            return _yarn(rope, wavelength_base, width)
+        case RopeKind.LONGROPE:
+            return 1.0 / (torch.tensor(rope.short_factors) * wavelength_base)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
@@ -111,12 +135,12 @@ def _yarn_dimension(rope: RopeConfig, num_rotations: float, head_dim: int) -> fl
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
 
-def _attention_factor(rope: RopeConfig) -> float:
-    """Scale of cos and sin; 1 except for yarn, whose attention temperature it includes."""
-    if rope.kind is not RopeKind.YARN:
-        return 1.0
+def attention_factor(rope: RopeConfig) -> float:
+    """Scale of cos and sin: the attention temperature of yarn and longrope, else 1."""
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind is not RopeKind.YARN:
+        return 1.0
     if rope.mscale is not None and rope.mscale_all_dim is not None:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import Attention, RopeConfig
+from checkpoint.blueprint import QueryGrowth
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope
 from stage_worker.validation import SliceLayout
 from wire.errors import require
+
+
+class PagedLayers(Protocol):
+    """Pages of a stage's layers: those of layer i are layer `places[i][1]` of `groups[places[i][0]]`."""
+
+    @property
+    def groups(self) -> Sequence[PagedKv]:
+        """Pages of each block group of the stage, widest window first."""
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]: ...
 
 
 class PagedKv(Protocol):
@@ -106,8 +119,14 @@ class PrefillView:
     blocks: tuple[QueryBlock, ...]
 
     def to(self, device: torch.device) -> PrefillView:
-        """This view on `device`; blocks stay on the CPU."""
-        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device))
+        """This view on `device`."""
+        if device.type == "cpu":
+            return self
+        blocks = tuple(
+            replace(block, edges=tuple((begin, mask.to(device)) for begin, mask in block.edges))
+            for block in self.blocks
+        )
+        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device), blocks=blocks)
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -277,20 +296,63 @@ class AttentionViews:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RotaryTable:
+    """`cos` and `sin` of a step's tokens, [num_tokens, 1, head_dim], see `Rope.cos_sin`.
+
+    Rotated queries are multiplied by `query_scale` [num_tokens, 1, 1]; None for 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """What the tables of a mixer depend on."""
+
+    rope: RopeConfig | None
+    head_dim: int
+    growth: QueryGrowth | None
+
+    @classmethod
+    def of(cls, mixer: Attention) -> Rotary:
+        return cls(mixer.rope, mixer.head_dim, mixer.query_growth)
+
+
+def _rotary_table(key: Rotary, rope: Rope, positions: Sequence[int]) -> RotaryTable:
+    cos, sin = rope.cos_sin(positions)
+    return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos))
+
+
+def _query_scale(growth: QueryGrowth | None, positions: Sequence[int], like: Tensor) -> Tensor | None:
+    if growth is None or max(positions) < growth.original_length:
+        return None
+    turns = torch.tensor(positions) // growth.original_length
+    scale = 1 + growth.beta * torch.log1p(turns.to(torch.float32))
+    return scale.to(like)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepLayout:
     """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
-    `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of
-    slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
+    `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
+    ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
+    with layers of several block groups has one layout for each, the later ones as `others` of the first.
     """
 
     num_tokens: int
     kernels: Kernels
-    cos: Tensor
-    sin: Tensor
+    rotary: Mapping[Rotary, RotaryTable]
     writes: KvWrites
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, AttentionViews]
+    others: tuple[StepLayout, ...] = ()
+
+    @property
+    def groups(self) -> tuple[StepLayout, ...]:
+        """The layout of each block group of the stage, this one first."""
+        return (self, *self.others)
 
     @classmethod
     def build(
@@ -299,7 +361,7 @@ class StepLayout:
         *,
         decodes: DecodeRows = NO_DECODES,
         windows: Collection[int | None],
-        rope: Rope,
+        ropes: Mapping[Rotary, Rope],
         rules: ViewRules,
         device: torch.device,
     ) -> StepLayout:
@@ -307,7 +369,7 @@ class StepLayout:
 
         Rows are consecutive in this order.
 
-        `windows` are the stage's distinct windows. Raises ValueError if a slice's pages lack positions
+        `windows` are the distinct windows of the layers. Raises ValueError if a slice's pages lack positions
         that it writes or sees, or without slices.
         """
         if not slices and not len(decodes):
@@ -320,12 +382,10 @@ class StepLayout:
         positions = decodes.positions.tolist()
         for item in slices:
             positions.extend(range(item.first_position, item.end_position))
-        cos, sin = rope.cos_sin(positions)
         return cls(
             num_tokens=len(positions),
             kernels=rules.kernels,
-            cos=cos,
-            sin=sin,
+            rotary={key: _rotary_table(key, rope, positions) for key, rope in ropes.items()},
             writes=_kv_writes(decodes, slices, ranges, rules.block_size, device),
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
             views={window: _views(decodes, slices, ranges, window, rules, device) for window in windows},

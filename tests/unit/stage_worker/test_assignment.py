@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpoint import DType
+from checkpoint import DType, WeightFormat
 from stage_worker.assignment import decode_assignment, wants
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -40,6 +40,18 @@ def test_hidden_states_are_sent_as_computed_by_default(
 def test_a_stage_with_another_wire_dtype_is_reloaded(message: join_pb2.AssignStage) -> None:
     in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert not decode_assignment(message).loads_like(decode_assignment(in_int8))
+
+
+def test_a_stage_with_other_weights_is_reloaded(message: join_pb2.AssignStage) -> None:
+    in_int4 = join_pb2.AssignStage()
+    in_int4.CopyFrom(message)
+    in_int4.weights = cluster_pb2.WEIGHT_FORMAT_INT4
+    assert decode_assignment(message).weights is None
+    assert decode_assignment(in_int4).weights is WeightFormat.INT4
+    assert not decode_assignment(message).loads_like(decode_assignment(in_int4))
+    in_int4.weights = 77  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="weight format number 77 is not known"):
+        decode_assignment(in_int4)
 
 
 def test_a_load_continues_if_the_worker_overrides_the_wire_dtype(message: join_pb2.AssignStage) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoint import ModelConfig
+from checkpoint import Blueprint
 from stage_worker.model.kernels import (
     ALL_COMPILED,
     PLAIN,
@@ -30,7 +30,7 @@ CHOICES = {
 }
 
 
-def skip_unless_possible(kernels: Kernels, config: ModelConfig) -> None:
+def skip_unless_possible(kernels: Kernels, config: Blueprint) -> None:
     """Skip the test with the reason if this machine or installation lacks the kernel."""
     if kernels.products is ProductMethod.ONEDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 for this CPU")

@@ -85,7 +85,7 @@ class Pipeline:
             )
             stage.load(checkpoint)
             self.stages.append(stage)
-            sizes = (end - begin, 96, block_size, config.num_kv_heads, config.head_dim)
+            sizes = (end - begin, 96, block_size, *config.page_shape(begin, end))
             self.pages.append(NanPages(*sizes, stage.torch_dtype))
         self.block_size = block_size
         self.free = list(range(96))

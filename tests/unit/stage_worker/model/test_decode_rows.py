@@ -17,7 +17,7 @@ from kvcache import BlockTables, Deref, Destroy, FullBlock, Grow, PartialBlock, 
 from stage_worker.model.decode_rows import DecodeRows, PageMatrix
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import StepLayout, ViewRules
+from stage_worker.model.step_layout import Rotary, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 
@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def rope(tmp_path_factory: pytest.TempPathFactory) -> Rope:
     directory: Path = make_checkpoint(tmp_path_factory.mktemp("m"), "llama", num_layers=1)
-    return Rope(Checkpoint.open(directory).config, torch.float32, CPU)
+    mixer = Checkpoint.open(directory).config.layers[0].mixer
+    return Rope(mixer.rope, mixer.head_dim, torch.float32, CPU)
 
 
 def kernels(decode: AttentionMethod) -> Kernels:
@@ -49,7 +50,7 @@ def layout(
         slices,
         **columns,
         windows=[window],
-        rope=rope,
+        ropes={Rotary(None, 16, None): rope},
         rules=ViewRules(block_size=BLOCK, dtype=torch.float32, kernels=kernels(method), max_keys=max_keys),
         device=CPU,
     )

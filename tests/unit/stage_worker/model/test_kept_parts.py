@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType, stage_tensor_names
-from checkpoint.tensors import EMBEDDINGS
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import PLAIN, Kernels, ProductMethod
 from stage_worker.model.parts import LoadedParts, PartsRead
@@ -100,9 +99,8 @@ def new_stage(
 def outputs(stage: DecoderStage) -> list[Tensor]:
     """Hidden states, and logits of LAST, for a prompt in two chunks and four decodes."""
     config, size = stage.config, stage.config.hidden_size
-    pages = NanPages(
-        len(stage.layers), NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, stage.torch_dtype
-    )
+    shape = config.page_shape(stage.layers.start, stage.layers.stop)
+    pages = NanPages(len(stage.layers), NUM_BLOCKS, BLOCK, *shape, stage.torch_dtype)
     generator = torch.Generator().manual_seed(3)
     found, done = [], 0
     for count in (21, 8, 1, 1, 1, 1):
@@ -156,7 +154,7 @@ def test_any_sequence_of_ranges_equals_a_fresh_load_and_reads_only_new_layers(
         wanted = names_of(checkpoint, begin, end)
         missing = wanted - held
         if begin == 0 and is_only_packed(before, tied=tied, kernels=kernels):
-            missing.add(EMBEDDINGS)
+            missing.add("model.embed_tokens.weight")
         read = stage.load(checkpoint, parts=parts, progress=reading)
         assert reading.num_bytes == read.num_bytes == bytes_of(checkpoint, missing)
         assert reading.expected == [read.num_bytes]

@@ -27,6 +27,7 @@ from stage_worker.model.kernels import (
 )
 from stage_worker.model.layer_weights import (
     CompiledProjection,
+    DenseWeights,
     PackedProjection,
     PlainProjection,
     allocate_layer,
@@ -78,7 +79,7 @@ class Runner:
         )
         self._stage.load(checkpoint)
         self.pages = NanPages(
-            LAYERS, NUM_BLOCKS, BLOCK, config.num_kv_heads, config.head_dim, self._stage.torch_dtype
+            LAYERS, NUM_BLOCKS, BLOCK, *config.page_shape(0, LAYERS), self._stage.torch_dtype
         )
         self._generator = torch.Generator().manual_seed(5)
         self._done: dict[int, int] = {}
@@ -295,8 +296,9 @@ def test_packed_weights_are_in_memory_once(
     skip_unless_possible(kernels, config)
     new = functools.partial(torch.zeros, dtype=torch.bfloat16)
     weights, destinations = allocate_layer(config, 0, new)
-    matrix = weakref.ref(weights.gate_up)
-    layer = DecoderLayer(config, weights, kernels, window=None)
+    assert isinstance(weights.feed_forward, DenseWeights)
+    matrix = weakref.ref(weights.feed_forward.up)
+    layer = DecoderLayer(config.layers[0], weights, kernels)
     del weights, destinations
     gc.collect()
     assert (matrix() is not None) is is_kept, layer
@@ -326,7 +328,8 @@ def test_unavailable_compiled_kernels_are_rejected_with_the_reason(
 ) -> None:
     config, cpu = checkpoints["llama"].config, torch.device("cpu")
     skip_unless_possible(IN_PLACE, config)
-    narrow = replace(config, head_dim=16)
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, head_dim=16)) for layer in config.layers)
+    narrow = replace(config, layers=layers)
     for shape, device, dtype, reason in (
         (config, "cpu", torch.float32, "for bf16, not for float32"),
         (config, "cuda:1", torch.bfloat16, "for CPUs, not for cuda:1"),

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint
+from checkpoint import Attention, Checkpoint
 from stage_worker.model.decoder_layer import attend
 from stage_worker.model.kernels import ALL_COMPILED, PLAIN, Kernels
 from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
 from stage_worker.model.rope import Rope, rotate_
-from stage_worker.model.step_layout import StepLayout, ViewRules
+from stage_worker.model.step_layout import Rotary, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, skip_unless_possible
@@ -32,6 +32,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def native(checkpoint: Checkpoint) -> Operations:
     skip_unless_possible(IN_PLACE, checkpoint.config)
     return operations(IN_PLACE)
+
+
+def _rope(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Rope:
+    mixer = checkpoint.config.layers[0].mixer
+    return Rope(mixer.rope, mixer.head_dim, dtype, device)
 
 
 def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -57,7 +62,7 @@ def test_the_norm_equals_transformers_bit_by_bit(size: tuple[int, ...], dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_equals_transformers_bit_by_bit(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     positions = [0, 3, 700, 16_383, 20_000]
-    cos, sin = Rope(checkpoint.config, dtype, torch.device("cpu")).cos_sin(positions)
+    cos, sin = _rope(checkpoint, dtype, torch.device("cpu")).cos_sin(positions)
     angles = torch.tensor(positions)[:, None] * (1.0 / 10_000.0 ** (torch.arange(0, 32, 2) / 32))
     doubled = torch.cat((angles, angles), dim=-1)[:, None]
     plain_cos, plain_sin = doubled.cos().to(dtype), doubled.sin().to(dtype)
@@ -69,7 +74,7 @@ def test_rotation_equals_transformers_bit_by_bit(dtype: torch.dtype, checkpoint:
 
 
 def test_cached_angles_equal_computed_ones(checkpoint: Checkpoint) -> None:
-    rope = Rope(checkpoint.config, torch.bfloat16, torch.device("cpu"))
+    rope = _rope(checkpoint, torch.bfloat16, torch.device("cpu"))
     alone = [rope.cos_sin([position]) for position in (5, 900, 40_000)]
     for together, single in zip(rope.cos_sin([5, 900, 40_000]), zip(*alone, strict=True), strict=True):
         assert torch.equal(together, torch.cat(single))
@@ -93,13 +98,24 @@ def test_the_compiled_gate_rounds_where_the_plain_one_does(native: Operations) -
 def layout(
     checkpoint: Checkpoint, kernels: Kernels, slices: list[SliceLayout], window: int | None
 ) -> StepLayout:
-    device = torch.device("cpu")
+    device, mixer = torch.device("cpu"), checkpoint.config.layers[0].mixer
     return StepLayout.build(
         slices,
         windows=[window],
-        rope=Rope(checkpoint.config, torch.bfloat16, device),
+        ropes={Rotary.of(mixer): Rope(mixer.rope, mixer.head_dim, torch.bfloat16, device)},
         rules=ViewRules(block_size=BLOCK, dtype=torch.bfloat16, kernels=kernels, max_keys=1 << 20),
         device=device,
+    )
+
+
+def mixer_of(head_dim: int, window: int | None = None) -> Attention:
+    return Attention(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        rope=None,
+        scale=head_dim**-0.5,
+        window=window,
     )
 
 
@@ -116,7 +132,7 @@ def test_compiled_rotation_and_writes_equal_torch_bit_by_bit(
     stores, turned = [], []
     for chosen in (native, operations(PLAIN)):
         pages, mine = NanPages(2, 8, BLOCK, KV_HEADS, 32, torch.bfloat16), heads.clone()
-        chosen.rotate_and_write(mine, HEADS, 1, step, pages)
+        chosen.rotate_and_write(mine, HEADS, 1, *step.rotary.values(), step, pages)
         stores.append(pages.contents())
         turned.append(mine)
     assert torch.equal(*turned)
@@ -157,7 +173,7 @@ def test_attention_of_one_query_equals_the_formula(
     output = torch.full_like(query, float("nan"))
     step = layout(checkpoint, kernels, slices, window)
     for view in step.views[window].decodes:
-        operations(kernels).decode(query, output, 0, view, step, pages)
+        operations(kernels).decode(query, output, 0, view, mixer_of(head_dim, window), step, pages)
     expected = torch.stack(
         [
             attention_by_formula(
@@ -207,7 +223,7 @@ def test_attention_of_several_queries_equals_the_formula(
         *(heads[:, :HEADS], heads[:, HEADS:], output),
         operations=operations(kernels),
         layer=0,
-        window=window,
+        mixer=mixer_of(head_dim, window),
         step=step,
         pages=pages,
     )
@@ -236,7 +252,7 @@ def test_chosen_rows_of_a_mixed_step_are_filled_and_no_others(
     output = torch.zeros(4, HEADS, 32, dtype=torch.bfloat16)
     (view,) = step.views[None].decodes
     query = random(4, HEADS, 32, dtype=torch.bfloat16)
-    native.decode(query, output, 0, view, step, pages)
+    native.decode(query, output, 0, view, mixer_of(32), step, pages)
     assert output[:2].eq(0).all()
     torch.testing.assert_close(output[2:], torch.ones(2, HEADS, 32, dtype=torch.bfloat16), rtol=2**-7, atol=0)
 
@@ -248,13 +264,13 @@ def test_pages_and_slots_that_do_not_exist_are_not_touched(
     step = layout(checkpoint, IN_PLACE, [SliceLayout(first_position=9, num_tokens=1, pages=(1, 8))], None)
     heads = random(1, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
     with pytest.raises(IndexError, match="slot 65"):
-        native.rotate_and_write(heads, HEADS, 0, step, pages)
+        native.rotate_and_write(heads, HEADS, 0, *step.rotary.values(), step, pages)
     (view,) = step.views[None].decodes
     with pytest.raises(IndexError, match="page 8 needed, 8 available"):
-        native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), 0, view, step, pages)
+        native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), 0, view, mixer_of(32), step, pages)
     later = SliceLayout(first_position=14, num_tokens=2, pages=(1, 8))
     step = layout(checkpoint, ALL_COMPILED, [later], None)
     heads = random(2, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
     query, fresh = heads[:, :HEADS], heads[:, HEADS:]
     with pytest.raises(IndexError, match="page 8 needed, 8 available"):
-        attend_prompt(query, fresh, query.clone(), pages.store(0), step.views[None].prefills[0], None)
+        attend_prompt(query, fresh, query.clone(), pages.store(0), step.views[None].prefills[0], mixer_of(32))

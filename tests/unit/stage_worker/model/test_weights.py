@@ -122,8 +122,13 @@ def test_weight_bytes_equals_the_allocated_memory(family: str, tied: bool, tmp_p
 
 def _allocated_bytes(stage: DecoderStage) -> int:
     weights = stage._loaded()
-    held = [part for layer in weights.layers for part in vars(layer).values()]
-    held += [weights.embeddings, weights.final_norm, weights.head]
+    owners = [owner for layer in weights.layers for owner in (layer, layer._feed_forward)]
+    held = [part for owner in owners for part in vars(owner).values()]
+    norms = [layer._mixer_norm for layer in weights.layers] + [layer._ffn_norm for layer in weights.layers]
+    head_norms = (layer._norm_heads for layer in weights.layers if layer._norm_heads is not None)
+    norms += [norm for head_norm in head_norms for _, norm in head_norm._parts]
+    held += [getattr(norm, "_weight", None) for norm in (*norms, weights.final_norm)]
+    held += [weights.embeddings, weights.head]
     projections = [part for part in held if isinstance(part, PlainProjection)]
     tensors = [t for projection in projections for t in (projection.weight, projection.bias)] + held
     storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
@@ -172,7 +177,9 @@ if sys.argv[3] == "keep mappings":
     import mmap
     from stage_worker.model import weights
     class KeptMapping(mmap.mmap):
-        def close(self): kept.append(self)
+        def __new__(cls, *given, **named):
+            kept.append(super().__new__(cls, *given, **named))
+            return kept[-1]
     kept = []
     weights.mmap.mmap = KeptMapping
 stage.load(checkpoint, parts=parts)

@@ -1,0 +1,138 @@
+"""Mixture of experts: tokens sorted by expert, and one product per expert that is chosen.
+
+Each token's results are added in float32 in the order of its choices, and rounded once, whatever other
+tokens the step has. Equal scores are chosen in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, linear
+
+from checkpoint import Experts
+from checkpoint.blueprint import Router, RouterScore
+from stage_worker.model.feed_forward import Mlp, gated
+from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import ExpertsWeights
+from stage_worker.model.operations import Operations
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertChoice:
+    """Experts int64 [n, per_token] of each token, and their weights float32 [n, per_token]."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+def choose(logits: Tensor, router: Router, per_token: int, choice_bias: Tensor | None) -> ExpertChoice:
+    """Choose by `logits` [n, experts]; `choice_bias` [experts] is float32."""
+    wide = logits.float()
+    scores = wide.sigmoid() if router.score is RouterScore.SIGMOID else wide.softmax(dim=-1)
+    ranks = scores if choice_bias is None else scores + choice_bias
+    if router.num_groups > 1:
+        ranks = _of_kept_groups(ranks, router)
+    experts = _highest(ranks, per_token)
+    weights = scores.gather(1, experts)
+    if router.is_normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(_LEAST_SUM)
+    return ExpertChoice(experts, weights * router.scaling)
+
+
+_LEAST_SUM = 1e-20
+"""Below any sum of scores that float32 does not round to 0. Source: DeepSeek-V3's router."""
+
+
+def _of_kept_groups(ranks: Tensor, router: Router) -> Tensor:
+    """`ranks` [n, experts] with -inf outside of the best groups."""
+    by_group = ranks.view(len(ranks), router.num_groups, -1)
+    of_groups = by_group.topk(2, dim=-1).values.sum(dim=-1)
+    is_dropped = torch.ones_like(of_groups, dtype=torch.bool)
+    is_dropped.scatter_(1, _highest(of_groups, router.num_kept_groups), False)
+    return by_group.masked_fill(is_dropped[..., None], -torch.inf).flatten(1)
+
+
+def _highest(ranks: Tensor, count: int) -> Tensor:
+    """Places [n, count] of the highest of `ranks` [n, m]; equal ones in order, unlike `topk`."""
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+Products = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows [m, out] of rows [m, in] sorted by expert, matrices [experts, out, in], and the numbers of rows of
+each expert, int64 [experts].
+"""
+
+
+def separate_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """One product per expert that has rows: reads no other expert's matrix."""
+    product = x.new_empty(len(x), matrices.shape[1])
+    begin = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            rows = slice(begin, begin + count)
+            product[rows] = linear(x[rows], matrices[expert])
+            begin += count
+    return product
+
+
+def grouped_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """One call, which a GPU needs no numbers of rows for on the host."""
+    ends = counts.cumsum(0).to(torch.int32)
+    return grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+
+
+class ExpertMixture:
+    """See `Experts`."""
+
+    def __init__(
+        self, plan: Experts, weights: ExpertsWeights, operations: Operations, kernels: Kernels
+    ) -> None:
+        """Packed weights of the shared expert replace the given ones."""
+        self._plan, self._weights = plan, weights
+        self._gate = gated(plan.activation, operations)
+        self._products = _products_on(weights.up)
+        self._shared: Mlp | None = None
+        if plan.shared is not None and weights.shared is not None:
+            self._shared = Mlp(plan.shared, weights.shared, operations, kernels)
+
+    def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
+        given = x[:num_tokens]
+        mixed = self._mixed(given)
+        if self._shared is not None:
+            mixed.add_(self._weighted_shared(self._shared(given, num_tokens), given))
+        missing = len(x) - num_tokens
+        return torch.cat((mixed, x.new_zeros(missing, x.shape[1]))) if missing else mixed
+
+    def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
+        return self(x, num_tokens).add_(residual)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """The chosen experts' results for `x` [n, hidden_size], weighted and added."""
+        plan, weights = self._plan, self._weights
+        logits = linear(x.to(weights.router.dtype), weights.router)
+        choice = choose(logits, plan.router, plan.per_token, weights.choice_bias)
+        chosen = choice.experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=plan.count)
+        rows = x[order // plan.per_token]
+        inner = self._gate(self._products(rows, weights.up, counts))
+        by_expert = self._products(inner, weights.down, counts)
+        found = torch.empty_like(by_expert)
+        found[order] = by_expert
+        by_token = found.view(len(x), plan.per_token, -1).float()
+        return (by_token * choice.weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def _weighted_shared(self, shared: Tensor, x: Tensor) -> Tensor:
+        if self._weights.shared_weight is None:
+            return shared
+        return linear(x, self._weights.shared_weight).sigmoid().mul(shared)
+
+
+def _products_on(matrices: Tensor) -> Products:
+    """torch groups bfloat16 products on GPUs; elsewhere it loops over all experts, or has none."""
+    is_grouped = matrices.device.type == "cuda" and matrices.dtype is torch.bfloat16
+    return grouped_products if is_grouped else separate_products

@@ -1,0 +1,83 @@
+"""Feed-forward of a layer: activations, and the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from checkpoint import Dense
+from checkpoint.blueprint import Activation
+from stage_worker.model.kernels import Kernels, ProductMethod
+from stage_worker.model.layer_weights import CompiledProjection, DenseWeights, Projection, project
+from stage_worker.model.operations import Operations
+
+Function = Callable[[Tensor], Tensor]
+
+
+class FeedForward(Protocol):
+    """Computes rows [m, hidden_size] independently; those from `num_tokens` on may be anything."""
+
+    def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
+        """[m, hidden_size] for `x` [m, hidden_size]."""
+
+    def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
+        """Return `residual` [m, hidden_size] plus the result for `x`, as a new tensor."""
+
+
+_ACTIVATIONS: dict[Activation, Function] = {
+    Activation.SILU: silu,
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+    Activation.RELU2: lambda x: relu(x).square_(),
+}
+
+
+def gated(activation: Activation, operations: Operations) -> Function:
+    """The product of the activated gate and up, [n, width], of both concatenated [n, 2 * width]."""
+    if activation is Activation.SILU:  # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
+        return operations.gate
+    function = _ACTIVATIONS[activation]
+
+    def gate(gate_up: Tensor) -> Tensor:
+        first, second = gate_up.chunk(2, dim=-1)
+        return function(first).mul_(second)
+
+    return gate
+
+
+class Mlp:
+    """See `Dense`."""
+
+    def __init__(self, plan: Dense, weights: DenseWeights, operations: Operations, kernels: Kernels) -> None:
+        """Packed weights replace the given ones."""
+        self._up = _up(plan, weights, kernels)
+        self._inner = _inner(plan, operations, kernels)
+        self._down = project(weights.down, weights.down_bias, kernels.layer_products)
+
+    def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
+        return self._down(self._inner(self._up(x)))
+
+    def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
+        return self._down.added_to(residual, self._inner(self._up(x)))
+
+
+def _inner(plan: Dense, operations: Operations, kernels: Kernels) -> Function:
+    """The function between the matrices."""
+    if not plan.is_gated:
+        return _ACTIVATIONS[plan.activation]
+    if plan.activation is Activation.SILU and kernels.layer_products is ProductMethod.COMPILED:
+        return _unchanged
+    return gated(plan.activation, operations)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _up(plan: Dense, weights: DenseWeights, kernels: Kernels) -> Projection:
+    if kernels.layer_products is ProductMethod.COMPILED and plan.is_gated:
+        return CompiledProjection(weights.up, weights.up_bias, is_gated=True)
+    return project(weights.up, weights.up_bias, kernels.layer_products)

@@ -1,0 +1,78 @@
+"""Normalisation of rows, see `checkpoint.blueprint.NormKind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+from torch.nn.functional import rms_norm as scaled_to_unit
+
+from checkpoint import Norm
+from checkpoint.blueprint import NormKind
+from stage_worker.model.operations import rms_norm
+
+RowNorm = Callable[[Tensor], Tensor]
+"""Returns the normed rows of `x` [..., width], in the dtype of `x`."""
+RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
+"""See `Operations.rms_norm`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """Weight and bias [width] in the run dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def row_norm(norm: Norm, weights: NormWeights, rms: RmsNorm = rms_norm) -> RowNorm:
+    """The norm with `weights`; `rms` computes the usual kind."""
+    match norm.kind:
+        case NormKind.RMS:
+            return _Rms(weights.weight, norm.eps, rms)
+        case NormKind.RMS_WIDE:
+            return _WideRms(weights.weight.float(), norm.eps)
+        case NormKind.RMS_OFFSET:
+            return _WideRms(weights.weight.float() + 1.0, norm.eps)
+        case NormKind.LAYER:
+            return _Layer(weights.weight.float(), weights.bias, norm.eps)
+        case NormKind.LAYER_OFFSET:
+            return _Layer(weights.weight.float() + 1.0, weights.bias, norm.eps)
+
+
+class _Rms:
+    __slots__ = ("_eps", "_rms", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float, rms: RmsNorm) -> None:
+        self._weight, self._eps, self._rms = weight, eps, rms
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._rms(x, self._weight, self._eps)
+
+
+class _WideRms:
+    """`weight` is float32: transformers' Gemma and OLMo multiply before they round."""
+
+    __slots__ = ("_eps", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return scaled_to_unit(x.to(torch.float32), self._weight.shape, self._weight, self._eps).to(x.dtype)
+
+
+class _Layer:
+    """Source: Ba et al. 2016, arXiv:1607.06450."""
+
+    __slots__ = ("_bias", "_eps", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, None if bias is None else bias.float(), eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return layer_norm(wide, self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)

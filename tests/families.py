@@ -1,0 +1,314 @@
+"""Tiny checkpoints of every family, with settings that make each of its fields visible in the logits."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from checkpoint import Blueprint, RopeConfig, RopeKind
+from checkpoint.architectures import ARCHITECTURES
+from checkpoint.blueprint import Activation, NormKind, RouterScore
+from checkpoint.names import Pack, TensorRole
+from checkpoint.tensors import role_shapes
+from tests.checkpoints import make_checkpoint
+
+NUM_LAYERS = 5
+"""Odd against the patterns of windows and rotations."""
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 2.0,
+    "beta_slow": 0.125,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.5,
+}
+_EPS = {"rms_norm_eps": 0.05}
+_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
+_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_WINDOW = {"sliding_window": 9}
+_LOCAL = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    }
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True} | _THETA,
+    "mistral": _WINDOW | _THETA,
+    "ministral3": _WINDOW | {"rope_parameters": _YARN},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2} | _WINDOW | _THETA,
+    "qwen3": {"head_dim": 24} | _THETA,
+    "qwen3_moe": {
+        "head_dim": 24,
+        "use_sliding_window": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+        "seed": 3,
+    }
+    | _EXPERTS
+    | _WINDOW
+    | _THETA,
+    "mixtral": {"num_local_experts": 8, "seed": 4} | _WINDOW | _THETA,
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 3, "seed": 4} | _THETA,
+    "qwen2_moe": {
+        "use_sliding_window": True,
+        "max_window_layers": 4,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 80,
+    }
+    | _EXPERTS
+    | _WINDOW
+    | _THETA,
+    "glm4_moe": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    },
+    "granitemoe": {
+        "num_local_experts": 8,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    }
+    | _THETA,
+    "ernie4_5_moe": {
+        "moe_num_experts": 16,
+        "moe_k": 3,
+        "moe_intermediate_size": 48,
+        "moe_layer_interval": 2,
+        "moe_layer_start_index": 2,
+        "seed": 6,
+    }
+    | _THETA,
+    "minimax_m2": {
+        "num_local_experts": 16,
+        "num_experts_per_tok": 3,
+        "seed": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    },
+    "smollm3": {"no_rope_layer_interval": 3} | _THETA,
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    }
+    | _THETA,
+    "seed_oss": {"attention_out_bias": True, "head_dim": 24} | _THETA,
+    "arcee": _THETA,
+    "nemotron": {"norm_eps": 0.05} | _THETA,
+    "starcoder2": {"norm_epsilon": 0.05, "seed": 6} | _WINDOW | _THETA,
+    "ernie4_5": {"use_bias": True} | _THETA,
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 3.0, "factor": 1.0, "rope_theta": 1e3}
+    },
+    "phi3": {
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e3,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+            "long_factor": [2.0] * 6,
+            "original_max_position_embeddings": 256,
+        },
+    },
+    "glm4": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}},
+    "olmo2": _THETA,
+    "olmo3": _WINDOW | {"rope_parameters": _LOCAL["rope_parameters"]},
+    "exaone4": _WINDOW | _THETA,
+    "cohere": {"logit_scale": 0.5, "layer_norm_eps": 0.05} | _THETA,
+    "cohere2": {"logit_scale": 0.5, "layer_norm_eps": 0.05} | _WINDOW | _THETA,
+    "gemma2": {
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": False,
+    }
+    | _WINDOW
+    | _THETA,
+    "gemma3_text": {
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": False,
+    }
+    | _WINDOW
+    | _LOCAL,
+}
+assert set(FAMILIES) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
+
+BLOCK_KINDS = ("nemotron", "olmo3", "cohere2", "gemma2")
+"""Families that have every kind of norm, placement, rotation, MLP and factor between them."""
+FAMILIES_A_DAY = 6
+"""Others that `make test-full` has, in rotation; `make test-models` has all."""
+
+
+def families_of(day: datetime.date) -> list[str]:
+    """`BLOCK_KINDS` and `FAMILIES_A_DAY` others, or those that STAGELINE_TEST_FAMILIES names ("all")."""
+    given = os.environ.get("STAGELINE_TEST_FAMILIES", "")
+    if given:
+        return list(FAMILIES) if given == "all" else given.split()
+    others = [name for name in FAMILIES if name not in BLOCK_KINDS]
+    first = day.toordinal() * FAMILIES_A_DAY
+    return [*BLOCK_KINDS, *(others[(first + index) % len(others)] for index in range(FAMILIES_A_DAY))]
+
+
+def make_family(directory: Path, family: str, **overrides: Any) -> Path:
+    """Write a checkpoint with wide weights, perturbed norms and biases, and the family's settings."""
+    settings = {"num_layers": NUM_LAYERS, "initializer_range": 0.3, "seed": 3, "pad_token_id": None}
+    # A copy: transformers writes into the objects that it is given.
+    given = copy.deepcopy(settings | _EPS | FAMILIES[family] | overrides)
+    return make_checkpoint(directory, family, **given)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A blueprint with one field changed, which the same tensors fit."""
+
+    field: str
+    blueprint: Blueprint
+
+
+_KINDS = {
+    NormKind.RMS: NormKind.RMS_OFFSET,
+    NormKind.RMS_WIDE: NormKind.RMS_OFFSET,
+    NormKind.RMS_OFFSET: NormKind.RMS_WIDE,
+    NormKind.LAYER: NormKind.LAYER_OFFSET,
+    NormKind.LAYER_OFFSET: NormKind.RMS_OFFSET,
+}
+_SHAPES = {
+    *("model_type", "hidden_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype"),
+    *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "has_bias", "width", "is_gated"),
+    *("placement", "span", "legal_cuts", "names", "count", "has_choice_bias", "has_shared_gate"),
+    *("num_draft_layers", "is_wide"),
+}
+"""Fields that change names, shapes or limits of a checkpoint: another value is refused when it is opened.
+
+`is_wide` changes rounding only.
+"""
+_ALIKE = (
+    (TensorRole.MIXER_NORM, TensorRole.FFN_NORM),
+    (TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM),
+    (TensorRole.Q_NORM, TensorRole.K_NORM),
+    (TensorRole.GATE, TensorRole.UP),
+    (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+    (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
+)
+"""Roles whose tensors may have one shape."""
+_ROPE_KINDS = {
+    RopeKind.LINEAR: {"factor"},
+    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    RopeKind.YARN: {"factor", "original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim"},
+    RopeKind.LONGROPE: {"short_factors", "attention_factor"},
+}
+
+
+def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
+    """Each field that enters the computation, changed wherever it occurs, and names exchanged."""
+    for path, changed in _variants(blueprint):
+        yield Mutation(path, changed)
+    shapes: dict[tuple[TensorRole, str], tuple[int, ...]] = {}
+    for kind in blueprint.kinds:
+        shapes |= role_shapes(blueprint.hidden_size, kind)
+    qk_norm = blueprint.layers[0].mixer.qk_norm
+    for pair in _ALIKE:
+        if pair[0] is TensorRole.Q_NORM and qk_norm is not None and qk_norm.is_after_rotation:
+            continue  # only the product of both weights enters the scores
+        packs = [blueprint.names.pack_of(role) for role in pair]
+        is_alone = all((role, "weight") in shapes for role in pair) and packs[0] != packs[1]
+        if is_alone and shapes[pair[0], "weight"] == shapes[pair[1], "weight"]:
+            exchanged = (
+                Pack(module=packs[1].module, roles=pair[:1]),
+                Pack(module=packs[0].module, roles=pair[1:]),
+            )
+            names = replace(blueprint.names, packs=(*exchanged, *blueprint.names.packs))
+            yield Mutation(f"names of {pair[0].value}", replace(blueprint, names=names))
+
+
+def _variants(value: Any) -> Iterator[tuple[str, Any]]:
+    """Paths of fields below `value`, and `value` with that field changed."""
+    if isinstance(value, RopeConfig):
+        yield from _ropes(value)
+    elif is_dataclass(value):
+        for field in fields(value):
+            if field.name in _SHAPES:
+                continue
+            below = getattr(value, field.name)
+            changes = _GROUPS.get(field.name, _variants)(below)
+            for path, changed in changes:
+                yield f"{field.name}.{path}".strip("."), replace(value, **{field.name: changed})  # type: ignore[type-var]
+    elif isinstance(value, tuple):
+        yield from _layers(value)
+    elif value is not None:
+        yield "", _other(value)
+
+
+_GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
+    "eps": lambda eps: [("", 1e6 * eps)],
+    # All experts are one group: there are no others to keep.
+    "num_groups": lambda groups: [("", groups // 2)] if groups > 1 else [],
+    "num_kept_groups": lambda kept: [("", kept - 1)] if kept > 1 else [],
+}
+"""Changes of fields for which `_other` is no possible value."""
+
+
+def _layers(layers: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """A change of all layers: those that lack the field stay as they are."""
+    by_path: dict[str, list[Any]] = {}
+    for index, layer in enumerate(layers):
+        for path, changed in _variants(layer):
+            by_path.setdefault(path, list(layers))[index] = changed
+    for path, changed_layers in by_path.items():
+        yield path, tuple(changed_layers)
+
+
+def _ropes(rope: RopeConfig) -> Iterator[tuple[str, RopeConfig | None]]:
+    yield "none", None
+    yield "theta", replace(rope, theta=3 * rope.theta)
+    yield "is_interleaved", replace(rope, is_interleaved=not rope.is_interleaved)
+    if rope.width is not None:
+        yield "width", replace(rope, width=rope.width - 2, short_factors=rope.short_factors[:-1])
+    for name in _ROPE_KINDS.get(rope.kind, ()):
+        value = getattr(rope, name)
+        yield (
+            name,
+            replace(rope, **{name: tuple(2 * x for x in value) if name == "short_factors" else 2 * value}),
+        )
+
+
+def _other(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case NormKind():
+            return _KINDS[value]
+        case RouterScore():
+            return RouterScore.SIGMOID if value is RouterScore.SOFTMAX else RouterScore.SOFTMAX
+        case Activation():
+            return Activation.RELU2 if value is not Activation.RELU2 else Activation.GELU
+        case int():
+            return value + 1
+        case float():
+            return 4 * value if value < 0.1 else 1.25 * value
+        case Enum():
+            raise AssertionError(f"no other {value}")
+    raise AssertionError(f"no other {value!r}")
