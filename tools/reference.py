@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: flags, metrics, spans, errors, limits, the Python API, modules.
+"""Writes docs/models.md and docs/reference/ from the code.
 
 python tools/reference.py [--check]
 """
@@ -9,12 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.reference_pages import errors, flags, limits, modules, python_api, telemetry
+from tools.reference_pages import errors, flags, limits, models, modules, python_api, telemetry
 from tools.reference_pages.source import ROOT
 
 DIRECTORY = ROOT / "docs" / "reference"
 
 DOCUMENTS: dict[str, Callable[[], str]] = {
+    "../models": models.models,
     "flags": flags.flags,
     "metrics": telemetry.metrics,
     "spans": telemetry.spans,
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     DIRECTORY.mkdir(exist_ok=True)
     differing = []
     for name, document in DOCUMENTS.items():
-        path, expected = DIRECTORY / f"{name}.md", document()
+        path, expected = (DIRECTORY / f"{name}.md").resolve(), document()
         if not path.exists() or path.read_text(encoding="utf-8") != expected:
             differing.append(str(path.relative_to(ROOT)))
             if arguments != ["--check"]:

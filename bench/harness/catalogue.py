@@ -83,6 +83,14 @@ GROUPS = (
         about_s=10,
     ),
     Group(
+        name="quantized",
+        about="tokens/s of one stream and resident memory with int8 and int4 weights : bf16; products alone",
+        module="bench.figures.quantized",
+        about_s=240,
+        is_default=False,
+        timeout_s=900.0,
+    ),
+    Group(
         name="burst",
         about="bursts of 8, 16 and 32 requests : prefill, then steady decode",
         module="bench.figures.burst",

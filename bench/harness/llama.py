@@ -1,6 +1,6 @@
-"""Model of the real-compute figures: a Llama of 88 million random parameters, and its checkpoint.
+"""Models of the real-compute figures: Llamas of 88 and 480 million random parameters, and their checkpoints.
 
-python -m bench.harness.llama DIRECTORY      creates the checkpoint
+python -m bench.harness.llama NAME DIRECTORY      creates the checkpoint
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ class Geometry:
 
 
 LLAMA_88M = Geometry()
+LLAMA_480M = Geometry(hidden=1536, num_layers=16, num_heads=16, num_kv_heads=4, inner=4864)
+NAMES = {LLAMA_88M: "llama-88m-bf16", LLAMA_480M: "llama-480m-bf16"}
 
 
-def checkpoint(cache_directory: Path) -> Path:
+def checkpoint(cache_directory: Path, geometry: Geometry = LLAMA_88M) -> Path:
     """Directory of the checkpoint; created in a child process if missing."""
-    directory = cache_directory / "llama-88m-bf16"
+    directory = cache_directory / NAMES[geometry]
     if (directory / "config.json").exists():
         return directory
     cache_directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_directory) as unfinished:
         target = Path(unfinished) / "model"
         subprocess.run(
-            [sys.executable, "-m", "bench.harness.llama", str(target)],
+            [sys.executable, "-m", "bench.harness.llama", NAMES[geometry], str(target)],
             check=True,
             env={**os.environ, **QUIET_TRANSFORMERS},
         )
@@ -76,7 +78,7 @@ def checkpoint(cache_directory: Path) -> Path:
     return directory
 
 
-def make(directory: Path, geometry: Geometry = LLAMA_88M) -> None:
+def make(directory: Path, geometry: Geometry) -> None:
     """Write config.json and model.safetensors in bfloat16, with reproducible random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,4 +100,4 @@ def make(directory: Path, geometry: Geometry = LLAMA_88M) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[2]), next(geometry for geometry, name in NAMES.items() if name == sys.argv[1]))

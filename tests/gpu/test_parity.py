@@ -83,12 +83,13 @@ def _logits(
         device=device,
     )
     stage.load(checkpoint)
+    num_kv_heads, head_dim = config.page_shape(0, NUM_LAYERS)
     pages = KvPages(
         num_layers=NUM_LAYERS,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype=TORCH_DTYPES[dtype],
         device=device,
     )

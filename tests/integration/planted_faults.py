@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.step_layout import StepLayout
+from stage_worker.model.step_layout import RotaryTable, StepLayout
 from stage_worker.validation import SliceLayout
 
 Plant = Callable[[DecoderStage], None]
@@ -48,10 +48,17 @@ def decode_attention_is_zero(stage: DecoderStage) -> None:
 def keys_and_values_are_not_written(stage: DecoderStage) -> None:
     class Unwritten(_Faulty):
         def rotate_and_write(
-            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+            self,
+            heads: Tensor,
+            num_heads: int,
+            layer: int,
+            rotary: RotaryTable,
+            step: StepLayout,
+            pages: Any,
+            between: Any,
         ) -> None:
             before = pages.store(layer).clone()
-            self.real.rotate_and_write(heads, num_heads, layer, step, pages)
+            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
             pages.store(layer).copy_(before)
 
     _replace_operations(stage, Unwritten)
@@ -60,10 +67,17 @@ def keys_and_values_are_not_written(stage: DecoderStage) -> None:
 def decoded_tokens_are_not_written(stage: DecoderStage) -> None:
     class Unwritten(_Faulty):
         def rotate_and_write(
-            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+            self,
+            heads: Tensor,
+            num_heads: int,
+            layer: int,
+            rotary: RotaryTable,
+            step: StepLayout,
+            pages: Any,
+            between: Any,
         ) -> None:
             before = pages.store(layer).clone()
-            self.real.rotate_and_write(heads, num_heads, layer, step, pages)
+            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
             if not step.prefill_rows:
                 pages.store(layer).copy_(before)
 
@@ -73,7 +87,14 @@ def decoded_tokens_are_not_written(stage: DecoderStage) -> None:
 def slots_are_off_by_one(stage: DecoderStage) -> None:
     class Shifted(_Faulty):
         def rotate_and_write(
-            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+            self,
+            heads: Tensor,
+            num_heads: int,
+            layer: int,
+            rotary: RotaryTable,
+            step: StepLayout,
+            pages: Any,
+            between: Any,
         ) -> None:
             writes, num_slots = step.writes, pages.num_slots
             shifted = replace(
@@ -82,7 +103,8 @@ def slots_are_off_by_one(stage: DecoderStage) -> None:
                 by_row=torch.where(writes.by_row < 0, writes.by_row, (writes.by_row + 1) % num_slots),
                 highest_slot=num_slots - 1,
             )
-            self.real.rotate_and_write(heads, num_heads, layer, replace(step, writes=shifted), pages)
+            step = replace(step, writes=shifted)
+            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
 
     _replace_operations(stage, Shifted)
 
@@ -92,7 +114,7 @@ def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
     layout = stage.layout
 
     def shifted(
-        slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES
+        slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES, **others: Any
     ) -> StepLayout:
         positions = [position + 1 for position in decodes.positions.tolist()]
         positions += [
@@ -100,8 +122,11 @@ def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
             for item in slices
             for position in range(item.first_position, item.end_position)
         ]
-        cos, sin = untyped._rope.cos_sin(positions)
-        return replace(layout(slices, block_size=block_size, decodes=decodes), cos=cos, sin=sin)
+        tables = {}
+        for key, rope in untyped._ropes.items():
+            cos, sin = rope.cos_sin(positions)
+            tables[key] = RotaryTable(cos=cos, sin=sin)
+        return replace(layout(slices, block_size=block_size, decodes=decodes, **others), rotary=tables)
 
     untyped.layout = shifted
 

@@ -21,7 +21,7 @@ def overwrite_weights(cluster: Cluster, name: str) -> None:
     backend = cluster.workers[name].worker._backend
     compute = backend._cache._compute  # type: ignore[attr-defined]
     with torch.inference_mode():
-        compute._model._loaded().layers[0]._mlp_norm.fill_(math.nan)
+        compute._model._loaded().layers[0]._ffn_norm._weight.fill_(math.nan)
 
 
 @pytest.mark.matrix(1)

@@ -25,6 +25,7 @@ from stage_worker.loading import stage_loader
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.parts import PartsRead
 from stage_worker.model.rope import Rope
+from stage_worker.model.step_layout import Rotary
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import drop
@@ -61,7 +62,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 def skips_a_layer(stage: DecoderStage) -> None:
-    stage._weights = replace(stage._loaded(), layers=stage._loaded().layers[:1])
+    class Skipped:
+        def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return hidden
+
+    first = stage._loaded().layers[0]
+    stage._weights = replace(stage._loaded(), layers=(first, Skipped()))  # type: ignore[arg-type]
 
 
 def runs_a_layer_twice(stage: DecoderStage) -> None:
@@ -79,25 +85,30 @@ def swaps_two_layers(stage: DecoderStage) -> None:
 
 
 def has_another_rope_base(stage: DecoderStage) -> None:
-    rope = replace(stage.config.rope, theta=2 * stage.config.rope.theta)
-    stage._rope = Rope(replace(stage.config, rope=rope), stage.torch_dtype, stage.device)
+    mixer = stage.config.layers[0].mixer
+    assert mixer.rope is not None
+    rope = replace(mixer.rope, theta=2 * mixer.rope.theta)
+    stage._ropes[Rotary.of(mixer)] = Rope(rope, mixer.head_dim, stage.torch_dtype, stage.device)
 
 
 def has_another_eps(stage: DecoderStage) -> None:
     for layer in stage._loaded().layers:
-        layer._eps *= 100
+        for norm in (layer._mixer_norm, layer._ffn_norm):
+            norm._eps *= 100  # type: ignore[attr-defined]
 
 
 def zeroes(part: str) -> Fault:
     def fault(stage: DecoderStage) -> None:
-        getattr(stage._loaded().layers[1], part).weight.zero_()
+        layer = stage._loaded().layers[1]
+        holder = layer if hasattr(layer, part) else layer._feed_forward
+        getattr(holder, part).weight.zero_()
 
     fault.__name__ = f"zeroes{part}"
     return fault
 
 
 def zeroes_a_norm(stage: DecoderStage) -> None:
-    stage._loaded().layers[0]._mlp_norm.zero_()
+    stage._loaded().layers[0]._ffn_norm._weight.zero_()  # type: ignore[attr-defined]
 
 
 FAULTS = [
@@ -107,7 +118,7 @@ FAULTS = [
     has_another_rope_base,
     has_another_eps,
     zeroes_a_norm,
-    *(zeroes(part) for part in ("_qkv", "_o", "_gate_up", "_down")),
+    *(zeroes(part) for part in ("_qkv", "_o", "_up", "_down")),
     decode_attention_is_zero,
     keys_and_values_are_not_written,
 ]
@@ -139,7 +150,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
 
 @pytest.mark.full
 async def test_non_finite_logits_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lambda stage: stage._loaded().layers[0]._mlp_norm.fill_(math.nan))
+    plant(monkeypatch, lambda stage: stage._loaded().layers[0]._ffn_norm._weight.fill_(math.nan))
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache import KvWindow
+from kvcache import KvWindow, group_windows
 from kvcache.pages import KvPages
 from stageline import InvalidRequest
 from tests.checkpoints import make_checkpoint
@@ -179,7 +179,7 @@ def test_cached_blocks_after_an_evicted_one_are_not_rewritten(
 
     monkeypatch.setattr(KvPages, "write", count)
     prompt = prompt_of(80, 41)
-    short = [Request(prompt=prompt_of(5, seed), max_tokens=2, arrives_at=20) for seed in (42, 43, 44)]
+    short = [Request(prompt=prompt_of(5, seed), max_tokens=3, arrives_at=20) for seed in range(42, 50)]
     requests = [
         Request(prompt=prompt, max_tokens=1),
         *short,
@@ -187,21 +187,22 @@ def test_cached_blocks_after_an_evicted_one_are_not_rewritten(
     ]
     pipeline.before_stage = note
     run = pipeline.serve(requests)
-    assert run.tokens[0] == run.tokens[4]
-    assert run.sequences[4].num_cached_tokens == 0
+    assert run.tokens[0] == run.tokens[-1]
+    assert run.sequences[-1].num_cached_tokens == 0
     # Three layers. The first time chunks of 24, 24, 24 and 8 tokens write all 80 slots; the second time only
-    # the three blocks that were evicted are written.
-    assert written[24] + written[8] == 3 * (80 + 24)
+    # the eight blocks that were evicted are written: all but 7 and 8.
+    assert written[24] + written[8] == 3 * (80 + 64)
 
 
 @pytest.mark.parametrize(
     ("windows", "widest"), [((5, 9, 7), 9), ((5, None, 7), None), ((None,), None), ((4,), 4)]
 )
-def test_the_widest_window_applies_and_full_attention_has_none(
+def test_groups_are_the_distinct_windows_in_descending_order(
     windows: tuple[int | None, ...], widest: int | None
 ) -> None:
-    window = KvWindow.of(windows, 10)
-    assert (window.num_tokens if window else None) == widest
+    first, *others = group_windows(windows)
+    assert first == widest
+    assert others == sorted({window for window in windows if window} - {widest}, reverse=True)
 
 
 @pytest.mark.parametrize("num_blocks", [5, 7, 16])

@@ -1,14 +1,16 @@
 """The untrained network and its optimizer."""
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tools.train_builtin_model.settings import ModelShape, TrainingSettings
 
 INIT_STD = 0.04
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def llama_config(shape: ModelShape, *, end_of_text: int) -> LlamaConfig:
@@ -30,14 +32,16 @@ def llama_config(shape: ModelShape, *, end_of_text: int) -> LlamaConfig:
 
 
 def make_network(config: LlamaConfig) -> LlamaForCausalLM:
-    """Make an untrained float32 model; weights into the residual stream start sqrt(2 * layers) smaller
-    (GPT-2).
-    """
-    model = LlamaForCausalLM(config)
-    scale = 1 / math.sqrt(2 * config.num_hidden_layers)
+    """Make an untrained float32 model."""
+    return with_small_residuals(LlamaForCausalLM(config))
+
+
+def with_small_residuals(model: Model) -> Model:
+    """`model` with weights into the residual stream sqrt(2 * layers) smaller (GPT-2)."""
+    scale = 1 / math.sqrt(2 * model.config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_(scale)
     return model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from builtin_model import MODEL_DIRECTORY
 from tools.train_builtin_model.batches import Batches
@@ -27,7 +27,7 @@ STEPS_PER_REPORT = 50
 
 
 @contextmanager
-def _reproducible_torch(settings: TrainingSettings) -> Iterator[None]:
+def reproducible_torch(settings: TrainingSettings) -> Iterator[None]:
     """Fixed seed and thread count and deterministic kernels; sums depend on how threads share the work."""
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(settings.num_threads)
@@ -40,14 +40,15 @@ def _reproducible_torch(settings: TrainingSettings) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[1])
 
 
-def _loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+def _loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Mean next-token cross-entropy in nats over `tokens` (rows, row_tokens)."""
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     assert isinstance(loss, Tensor)
     return loss
 
 
-def _fit(model: LlamaForCausalLM, batches: Batches, settings: TrainingSettings) -> None:
+def fit(model: PreTrainedModel, batches: Batches, settings: TrainingSettings) -> None:
+    """Train all steps of `settings`; prints the loss now and then."""
     optimizer = make_optimizer(model, settings)
     started = time.monotonic()
     for step in range(settings.num_steps):
@@ -63,24 +64,26 @@ def _fit(model: LlamaForCausalLM, batches: Batches, settings: TrainingSettings) 
             print(f"step {step + 1}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _held_out_loss(model: LlamaForCausalLM, batches: Batches, settings: TrainingSettings) -> float:
+def held_out_loss(model: PreTrainedModel, batches: Batches, settings: TrainingSettings) -> float:
+    """Mean loss of 32 rows, in nats per token."""
     with torch.no_grad():
         return _loss(model, batches.take(32, settings.long_row_tokens)).item()
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """Write `content` with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _write_model(model: LlamaForCausalLM, directory: Path) -> None:
+def write_model(model: PreTrainedModel, directory: Path) -> None:
     """Write bfloat16 weights and both configurations, without the version of the library that wrote them."""
     model.to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
     (directory / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
     config = json.loads((directory / "config.json").read_text())
     config.pop("transformers_version", None)
-    _write_json(directory / "config.json", {**config, "torch_dtype": "bfloat16"})
+    write_json(directory / "config.json", {**config, "torch_dtype": "bfloat16"})
     ends = [SPECIAL_TOKENS.index(token) for token in (END_OF_TEXT, END_OF_TURN)]
-    _write_json(
+    write_json(
         directory / "generation_config.json",
         {"bos_token_id": ends[0], "eos_token_id": ends, "pad_token_id": ends[0]},
     )
@@ -104,11 +107,11 @@ def train(shape: ModelShape, settings: TrainingSettings, output: Path, *, start:
     optimizer. On one machine the same arguments give the same bytes.
     """
     output.mkdir(parents=True, exist_ok=True)
-    with _reproducible_torch(settings):
+    with reproducible_torch(settings):
         tokenizer, model = _new_model(shape, settings) if start is None else _trained_model(start)
-        _fit(model, Batches(tokenizer, seed=settings.seed + 1), settings)
-        loss = _held_out_loss(model, Batches(tokenizer, seed=settings.seed + 2), settings)
-        _write_model(model, output)
+        fit(model, Batches(tokenizer, seed=settings.seed + 1), settings)
+        loss = held_out_loss(model, Batches(tokenizer, seed=settings.seed + 2), settings)
+        write_model(model, output)
     write_tokenizer(tokenizer, output, max_length=shape.max_positions)
     before = (
         "" if start is None else f"{training_command(TrainingSettings(), goes_on=False)} --output first\n"

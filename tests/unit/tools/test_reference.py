@@ -31,4 +31,4 @@ def test_a_document_that_differs_is_found(
 
 
 def test_every_document_is_generated() -> None:
-    assert {path.stem for path in DIRECTORY.glob("*.md")} == set(DOCUMENTS)
+    assert {path.stem for path in DIRECTORY.glob("*.md")} == set(DOCUMENTS) - {"../models"}

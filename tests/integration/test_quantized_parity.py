@@ -1,0 +1,56 @@
+"""A quantised checkpoint generates the tokens of its unpacked weights in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import WeightFormat
+from stage_worker.model.quantize import rounded_to
+from tests.checkpoints import load_reference
+from tests.local_pipeline import LocalPipeline
+from tests.quantized import CONFIG, FORMATS, write_plain, write_quantized
+
+NUM_NEW_TOKENS = 24
+PROMPTS = [[5, 17, 60, 2, 90], [44], list(range(3, 60, 2))]
+
+
+def _reference_tokens(directory: Path, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = load_reference(directory).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tokens_are_those_of_the_unpacked_weights(form: str, tmp_path: Path) -> None:
+    weights = write_quantized(tmp_path / "quantized", FORMATS[form], seed=2)
+    write_plain(tmp_path / "plain", weights)
+    expected = [_reference_tokens(tmp_path / "plain", prompt) for prompt in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) > 12, "a degenerate model proves nothing"
+    for layers in ((CONFIG["num_hidden_layers"],), (1, 1)):
+        pipeline = LocalPipeline(tmp_path / "quantized", layers, block_size=16, max_step_tokens=16)
+        assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize("form", WeightFormat)
+def test_tokens_are_those_of_the_rounded_weights(form: WeightFormat, tmp_path: Path) -> None:
+    plain = write_quantized(tmp_path / "random", FORMATS["float-tensor"], seed=4)
+    write_plain(tmp_path / "plain", plain)
+    rounded = {
+        name: rounded_to(form, torch.from_numpy(array)).numpy() if name.endswith("_proj.weight") else array
+        for name, array in plain.items()
+    }
+    write_plain(tmp_path / "rounded", rounded)
+    expected = [_reference_tokens(tmp_path / "rounded", prompt) for prompt in PROMPTS]
+    assert expected != [_reference_tokens(tmp_path / "plain", prompt) for prompt in PROMPTS]
+    for layers in ((CONFIG["num_hidden_layers"],), (1, 1)):
+        pipeline = LocalPipeline(tmp_path / "plain", layers, max_step_tokens=16, weights=form)
+        assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected

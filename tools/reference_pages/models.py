@@ -1,0 +1,92 @@
+"""docs/models.md: the families and weight formats that are served."""
+
+from checkpoint.catalog import BF16_SPREAD, NUM_CUTS, TRANSFORMERS, WEIGHT_FORMATS, families
+from tools.reference_pages.markdown import GENERATED, table
+
+_MODELS = f"""\
+# Models
+
+`stageline models` prints these tables. {GENERATED}
+
+## Families
+
+A checkpoint is served if its `model_type` is in the table. Every row is built from the code that reads
+config.json (`checkpoint/architectures.py`).
+
+"""
+_WINDOWS = """
+A `model_type` after a plus sign has images, too: its text model is served, the tensors of other modalities
+are not read.
+
+A field of config.json that is not known for a family is refused by name, unless it cannot change a logit.
+
+## Weight formats
+
+Plain weights are safetensors in bf16, f16 or f32. Quantised weights are unpacked when a stage is loaded
+([weight-formats.md](weight-formats.md)).
+
+"""
+_VERIFIED = f"""
+## Check of a checkpoint
+
+`stageline plan --check DIR` reads config.json, the headers and samples of the weights. It prints memory and
+legal cuts of a checkpoint that is served, or else every reason why it is not, and exits with 0 or 1. With
+`--json` it prints one object: `directory`, `is_served`, `reasons[].code` and `reasons[].text`; if it is
+served also `model_type`, `dtype`, `weight_format` (null: plain), `num_layers`, `legal_cuts` (layers above 0
+that a stage can begin with), `resident_bytes` (weights in `dtype`), `file_bytes`, `num_ignored_tensors` (of
+other modalities) and `has_tokenizer`.
+
+## Verification
+
+Every family is compared with transformers {TRANSFORMERS} on random checkpoints whose weights make each field
+visible (`tests/unit/stage_worker/model/test_families.py`):
+
+| run dtype | must hold |
+|---|---|
+| float32 | greedy tokens are equal at {NUM_CUTS} cuts, with chunked prefill, prefix hits and preemption |
+| bf16 | logits differ by less than {BF16_SPREAD:g} of their standard deviation (root mean square) |
+
+A change of any field that enters the computation must change the logits, so that a field which is read and
+not used fails the tests. `make test` has some families each day, `make test-models` all.
+
+Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`).
+
+## JSON
+
+`stageline models --json` prints one object:
+
+| key | value |
+|---|---|
+| `families[].title` | models of the family |
+| `families[].model_type`, `families[].class_name` | names in config.json |
+| `families[].differences` | what is computed otherwise than in Llama: a list of texts |
+| `families[].windows` | layers with a sliding window |
+| `families[].wrappers` | model types with images whose text model is of this family |
+| `families[].verified` | how the family is verified |
+| `weight_formats[].method` | `quant_method` in config.json |
+| `weight_formats[].variants` | what is read of it |
+| `weight_formats[].verified` | how the format is verified |
+
+## Not served
+
+LoRA adapters (merge them into the checkpoint), images, audio, embeddings and reranking;
+[limitations.md](limitations.md) has the alternatives.
+"""
+
+
+def models() -> str:
+    """The whole page."""
+    rows = [
+        (
+            family.title,
+            " + ".join(f"`{name}`" for name in (family.model_type, *family.wrappers)),
+            "; ".join(family.differences) or "-",
+            family.windows,
+        )
+        for family in families()
+    ]
+    header = ("models", "`model_type`", "differs from Llama in", "layers with a window")
+    formats = [(f"`{one.method}`", one.variants) for one in WEIGHT_FORMATS]
+    return "".join(
+        (_MODELS, table(header, rows), _WINDOWS, table(("`quant_method`", "formats"), formats), _VERIFIED)
+    )
