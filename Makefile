@@ -31,7 +31,7 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-clients nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -51,6 +51,10 @@ test-bench: venv
 
 test-gpu: venv
 	@$(PYTEST) -m gpu tests/gpu
+
+# Every family and cut; test-full has some families each day.
+test-models: venv
+	@STAGELINE_TEST_FAMILIES=all $(PYTEST) $(PARALLEL) tests/unit/stage_worker/model/test_families.py
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients

@@ -23,6 +23,7 @@ _COMMANDS = {
     "worker": ("stageline.cli.serve", _SERVE),
     "gateway": ("stageline.cli.serve", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
+    "models": ("stageline.cli.models", _SERVE),
     "generate": ("stageline.cli.generate", _USE),
     "chat": ("stageline.cli.chat", _USE),
     "batch": ("stageline.cli.batch", _USE),

@@ -1,7 +1,8 @@
 """`stageline plan`: the plan for given workers, without starting anything."""
 
 import json
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,37 +14,50 @@ from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
 from stageline.cli import options
+from stageline.cli.check import check
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
+from stageline.cli.tables import windowed_blocks
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from coordinator.model import ServedModel
 
 _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
 
 
-def plan_view(plan: Plan, model: str) -> RenderableType:
-    """Stages with layers and memory, and the KV cache's capacity."""
+def plan_view(plan: Plan, model: "ServedModel") -> RenderableType:
+    """Stages with layers and memory, the KV cache's capacity, and what unpacking costs."""
     # eight columns fit into 80 characters with one blank between them
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
     for column in ("Role", "Worker", "Layers", *_SIZES):
         table.add_column(column, justify="right" if column in _SIZES else "left")
     for stage in plan.stages:
         table.add_row(stage.role.value, stage.worker, _layers(stage), *_sizes(stage))
-    return Group(Text(_headline(plan, model)), "", table, "", Text(_cache(plan)))
+    notes = [Text(_cache(plan)), *(Text(line) for line in _unpacking(plan, model))]
+    return Group(Text(_headline(plan, model)), "", table, "", *notes)
 
 
-def plan_json(plan: Plan, model: str) -> str:
+def plan_json(plan: Plan, model: "ServedModel") -> str:
     """The plan as JSON: sizes in bytes, `layer_end` one past the last layer."""
     facts = {
-        "model": model,
+        "model": model.name,
         "dtype": plan.dtype.value,
         "num_layers": plan.num_layers,
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks,
         "num_kv_tokens": plan.num_kv_tokens,
+        "window_blocks": [
+            {"window": window, "num_blocks": num_blocks} for window, num_blocks in plan.window_blocks
+        ],
         "max_sequence_tokens": plan.max_sequence_tokens,
         "stages": [_stage_facts(stage) for stage in plan.stages],
     }
+    if (weights := model.weight_format) is not None:
+        facts["weight_format"] = weights.value
+    if model.quantized is not None:
+        facts |= {"stored_format": model.quantized.label, "stored_bytes": model.quantized.size_bytes}
     return json.dumps(facts, indent=2)
 
 
@@ -64,16 +78,33 @@ def _stage_facts(stage: StagePlan) -> dict[str, object]:
     }
 
 
-def _headline(plan: Plan, model: str) -> str:
+def _headline(plan: Plan, model: "ServedModel") -> str:
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
-    return f"{model} in {plan.dtype.value}: {plan.num_layers} layers on {stages}"
+    weights = model.weight_format
+    dtype = plan.dtype.value if weights is None else f"{plan.dtype.value} with {weights.value} weights"
+    return f"{model.name} in {dtype}: {plan.num_layers} layers on {stages}"
 
 
 def _cache(plan: Plan) -> str:
     return (
-        f"KV cache: {plan.num_kv_tokens} tokens ({plan.num_blocks} blocks of {plan.block_size})."
+        f"KV cache: {plan.num_kv_tokens} tokens ({plan.num_blocks} blocks of {plan.block_size}"
+        f"{windowed_blocks(plan.window_blocks)})."
         f" Longest sequence: {plan.max_sequence_tokens} tokens."
     )
+
+
+def _unpacking(plan: Plan, model: "ServedModel") -> list[str]:
+    """Why weights need another size in memory than in files; empty for plain ones."""
+    quantized, weights = model.quantized, model.weight_format
+    if quantized is None:
+        return []
+    unpacked = plan.dtype.value if weights is None else f"{plan.dtype.value} and held in {weights.value}"
+    memory = sum(stage.weight_bytes for stage in plan.stages)
+    return [
+        f"Weights need {memory / quantized.size_bytes:.1f} x their size in files"
+        f" ({format_size(memory)} instead of {format_size(quantized.size_bytes)}),"
+        f" because {quantized.label} is unpacked to {unpacked}."
+    ]
 
 
 def _layers(stage: StagePlan) -> str:
@@ -105,6 +136,7 @@ _FLAGS = (
     "--model",
     "--layers",
     "--dtype",
+    "--quantize",
     "--block-size",
     "--max-step-tokens",
     "--max-step-sequences",
@@ -117,18 +149,47 @@ _FLAGS = (
 def plan(
     context: typer.Context,
     workers: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SIZE,SIZE,...",
-            help="Memory of each worker for weights, KV cache and activations, e.g. 24GiB,24GiB,8GiB.",
+            help="Memory of each worker for weights, KV cache and activations, e.g. 24GiB,24GiB,8GiB; needed"
+            " unless --check is given.",
         ),
-    ],
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--check",
+            metavar="DIR",
+            help="Check a checkpoint instead of planning: say what is not served, and why. The exit code is 0"
+            " if it is served.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, sizes in bytes.")] = False,
     **flags: Any,
 ) -> int:
     """Show which layers each worker would get and what fits, without starting anything."""
+    if directory is not None:
+        _refuse_beside_check(context)
+        return check(directory, as_json=as_json)
+    if workers is None:
+        raise typer.BadParameter("is required", param_hint="--workers")
     capacities = options.build_config(lambda: parse_workers(workers))
     config = make_config(CoordinatorConfig, context, flags, num_stages=len(capacities))
+    _show_plan(config, capacities, as_json=as_json)
+    return 0
+
+
+def _refuse_beside_check(context: typer.Context) -> None:
+    """A check reads nothing but the directory: flags of plans would be ignored."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and option.name not in ("directory", "as_json"):
+            raise typer.BadParameter(f"takes no {option.opts[0]}", param_hint="--check")
+
+
+def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...], *, as_json: bool) -> None:
     from coordinator.model import open_model  # imported late, as the coordinator does
     from coordinator.planner.planner import plan_for
 
@@ -138,7 +199,6 @@ def plan(
     except (CheckpointError, PlanImpossible) as error:
         raise CommandFailed(str(error), reason=reason_of(error)) from error
     if as_json:
-        print(plan_json(made, served.name))
+        print(plan_json(made, served))
     else:
-        Console(highlight=False).print(plan_view(made, served.name))
-    return 0
+        Console(highlight=False).print(plan_view(made, served))

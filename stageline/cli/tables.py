@@ -1,5 +1,7 @@
 """Cluster status as tables: the topology fits into 80 columns, the status into 110."""
 
+from collections.abc import Iterable
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -62,6 +64,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     num_planned = sum(worker.HasField("stage") for worker in status.workers)
     if 0 < num_planned < status.num_stages:
         stages = f"{num_planned} of {stages}"
+    if status.weights:
+        dtype += f" with {enum_text(cluster_pb2.WeightFormat.Name(status.weights), 'WEIGHT_FORMAT_')} weights"
     if status.wire_dtype:
         dtype += f" (between stages in {WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value})"
     return f"{status.model} in {dtype}, {stages}{epoch}\n{_health(status)}{_state(status)}{reason}"
@@ -74,12 +78,19 @@ def _health(status: cluster_pb2.GetStatusResponse) -> str:
     return ""
 
 
+def windowed_blocks(window_blocks: Iterable[tuple[int, int]]) -> str:
+    """Blocks of layers with a window, to follow the number of all others; empty without such layers."""
+    return "".join(f"; {num_blocks} in layers with window {window}" for window, num_blocks in window_blocks)
+
+
 def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
     """Capacity of the KV cache, in one line."""
     if status.num_blocks == 0:
         return "KV cache: none yet"
     num_tokens = status.num_blocks * status.block_size
-    return f"KV cache: {num_tokens} tokens on each stage ({status.num_blocks} blocks of {status.block_size})"
+    windowed = windowed_blocks((group.window, group.num_blocks) for group in status.window_blocks)
+    blocks = f"{status.num_blocks} blocks of {status.block_size}{windowed}"
+    return f"KV cache: {num_tokens} tokens on each stage ({blocks})"
 
 
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:

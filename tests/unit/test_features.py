@@ -47,6 +47,7 @@ COMMANDS: dict[str, Row] = {
     "worker": (_BY_HAND, '"worker", "--coordinator"'),
     "gateway": (_GATEWAY, '"gateway", "--coordinator"'),
     "plan": (_UP, 'run_stageline("plan"'),
+    "models": ("unit/checkpoint/test_catalog.py", 'main(["models"'),
     "generate": (_UP, 'run_stageline("generate"'),
     "chat": (_UP, 'Terminal("chat"'),
     "batch": ("unit/stageline/test_cli_batch.py", '"batch"'),
@@ -159,6 +160,7 @@ PAGES: dict[str, Row] = {
     "journal": ("integration/test_journal.py", "positions="),
     "keys": ("integration/test_tenants.py", "cached(", "bob"),
     "mock-stages": ("integration/test_mock_cluster.py", "step="),
+    "models": ("unit/checkpoint/test_catalog.py", "families()"),
     "operations": ("integration/test_drain.py", "under_load"),
     "protocol": ("integration/test_stage_handshake.py", "HopHello"),
     "python": ("unit/stageline/client/test_client.py", "client.generate("),
@@ -170,6 +172,7 @@ PAGES: dict[str, Row] = {
     "status": ("unit/stageline/test_cli_client.py", '"--json"', "status"),
     "structured-output": ("integration/test_structured_output.py", "json_schema", "regex"),
     "telemetry": ("integration/test_metrics.py", "openmetrics-text"),
+    "weight-formats": ("integration/test_quantized_parity.py", "pipeline.generate("),
 }
 """Pages of docs/ about features; limitations.md has none."""
 

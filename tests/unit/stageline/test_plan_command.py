@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from stageline.cli import main
+from tests.quantized import FORMATS, write_quantized
 
 Captured = pytest.CaptureFixture[str]
 
@@ -32,6 +34,35 @@ def test_json_adds_up(capsys: Captured) -> None:
     for stage, memory_mib in zip(plan["stages"], (64, 32), strict=True):
         parts = stage["weight_bytes"] + stage["kv_bytes"] + stage["activation_bytes"]
         assert stage["total_bytes"] == parts == (memory_mib << 20) - stage["free_bytes"]
+
+
+def test_the_memory_of_unpacked_weights_is_said_aloud(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_quantized(tmp_path, FORMATS["fp8-tensor"])
+    command = ["plan", "--model", str(tmp_path), "--workers", "64MiB,64MiB", "--dtype", "bf16"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    memory = sum(stage["weight_bytes"] for stage in plan["stages"])
+    files = (tmp_path / "model.safetensors").stat().st_size
+    assert plan["stored_format"] == "fp8" and 0.95 * files < plan["stored_bytes"] < files
+    assert main(command) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"Weights need {memory / plan['stored_bytes']:.1f} x their size in files (")
+    assert last.endswith("because fp8 is unpacked to bf16.")
+
+
+def test_rounded_weights_need_less_memory(capsys: Captured) -> None:
+    sizes = []
+    for quantize in ([], ["--quantize", "int8"], ["--quantize", "int4"]):
+        assert main(["plan", "--workers", "64MiB,64MiB", "--kv-tokens", "1000", "--json", *quantize]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan.get("weight_format") == (quantize or [None, None])[1]
+        sizes.append(plan["stages"][1]["weight_bytes"])
+    assert sizes[0] > 1.6 * sizes[1] > 2.2 * sizes[2]
+    assert main(["plan", "--workers", "64MiB", "--quantize", "int4"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("in bf16 with int4 weights: 12 layers on 1 stage")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +91,7 @@ def test_an_impossible_plan_is_one_line_and_exit_code_1(
         ["--workers", "64MiB,"],
         ["--workers", "64MiB", "--layers", "6,6"],
         ["--workers", "64MiB", "--dtype", "q4"],
+        ["--workers", "64MiB", "--quantize", "int3"],
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: Captured) -> None:

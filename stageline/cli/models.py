@@ -1,0 +1,53 @@
+"""`stageline models`: the families and weight formats that are served."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from checkpoint.catalog import FAMILY_CHECK, FORMAT_CHECK, WEIGHT_FORMATS, FamilyEntry, FormatEntry, families
+from stageline.cli.options import Json
+
+
+def models(as_json: Json = False) -> int:
+    """List the model families and weight formats that are served, and how each is verified."""
+    if as_json:
+        print(catalog_json())
+    else:
+        Console(highlight=False).print(catalog_view(families(), WEIGHT_FORMATS))
+    return 0
+
+
+def catalog_json() -> str:
+    """Families and formats as JSON; docs/models.md describes the keys."""
+    listed = [dataclasses.asdict(family) | {"verified": FAMILY_CHECK} for family in families()]
+    formats = [dataclasses.asdict(one) | {"verified": FORMAT_CHECK} for one in WEIGHT_FORMATS]
+    return json.dumps({"families": listed, "weight_formats": formats}, indent=2)
+
+
+def catalog_view(listed: Iterable[FamilyEntry], formats: Iterable[FormatEntry]) -> RenderableType:
+    """Two tables, and below each how its rows are verified."""
+    table = _table("Family", "model_type", "Differs from Llama in", "Layers with a window")
+    for family in listed:
+        names = ", ".join((family.model_type, *family.wrappers))
+        table.add_row(family.title, names, "; ".join(family.differences) or "-", family.windows)
+    weights = _table("quant_method", "Weight formats")
+    for one in formats:
+        weights.add_row(one.method, one.variants.replace("`", ""))
+    return Group(
+        table,
+        Text(f"\nEvery family is verified with {FAMILY_CHECK}.\n"),
+        weights,
+        Text(f"\nEvery format is verified: {FORMAT_CHECK}."),
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,87 @@
+"""`stageline plan --check` tells whether a checkpoint is served, and all reasons why not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stageline.cli import main
+from tests.checkpoints import make_checkpoint
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama")
+
+
+def change_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def check(directory: Path, capsys: Captured) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", "--check", str(directory), "--json"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, json.loads(captured.out)
+
+
+def test_a_served_checkpoint_is_exit_code_0_with_size_and_cuts(directory: Path, capsys: Captured) -> None:
+    code, told = check(directory, capsys)
+    assert (code, told["is_served"], told["reasons"]) == (0, True, [])
+    assert told["legal_cuts"] == list(range(1, told["num_layers"]))
+    assert told["resident_bytes"] == told["file_bytes"] > 0
+    assert main(["plan", "--check", str(directory)]) == 0
+    assert "is served: llama, plain weights" in capsys.readouterr().out
+
+
+def test_every_wrong_field_is_a_reason(directory: Path, capsys: Captured) -> None:
+    change_config(directory, one_knob=1, other_knob=2, hidden_act="tanh", rms_norm_eps=-1)
+    change_config(directory, quantization_config={"quant_method": "no such"})
+    code, told = check(directory, capsys)
+    assert (code, told["is_served"]) == (1, False)
+    texts = "\n".join(reason["text"] for reason in told["reasons"])
+    for word in ("one_knob", "other_knob", "'tanh'", "rms_norm_eps", "'no such'"):
+        assert word in texts
+    assert len(told["reasons"]) == 5
+
+
+def test_missing_and_wrong_tensors_are_reasons_together(directory: Path, capsys: Captured) -> None:
+    change_config(directory, num_hidden_layers=9, intermediate_size=3)
+    _, told = check(directory, capsys)
+    texts = [reason["text"] for reason in told["reasons"]]
+    assert any("lacks" in text for text in texts)
+    assert any("has shape" in text for text in texts)
+
+
+def test_an_adapter_is_told_to_be_merged(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code, told = check(tmp_path, capsys)
+    assert code == 1
+    assert any("merge it" in reason["text"] for reason in told["reasons"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"text_config": 1}', '{"architectures": [[]]}', "\0"])
+def test_a_broken_config_is_a_reason(text: str, directory: Path, capsys: Captured) -> None:
+    (directory / "config.json").write_text(text)
+    code, told = check(directory, capsys)
+    assert code == 1 and told["reasons"]
+
+
+def test_broken_weights_and_directories_are_reasons(directory: Path, capsys: Captured) -> None:
+    (directory / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert check(directory, capsys)[0] == 1
+    assert check(directory / "config.json", capsys)[0] == 1
+    assert check(directory / "none", capsys)[0] == 1
+    (directory / "config.json").unlink()
+    code, told = check(directory, capsys)
+    assert code == 1 and len(told["reasons"]) == 2
+
+
+@pytest.mark.parametrize("flag", [["--workers", "1GiB"], ["--dtype", "f32"]])
+def test_a_check_does_not_plan(flag: list[str], directory: Path, capsys: Captured) -> None:
+    assert main(["plan", "--check", str(directory), *flag]) == 2
+    assert f"takes no {flag[0]}" in capsys.readouterr().err
