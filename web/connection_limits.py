@@ -10,6 +10,9 @@ from http import HTTPStatus
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 16_384
 """Of a request line with all headers."""
+MAX_SMALL_PARTS = 4096
+"""Chunks or packets of a body of less than `MIN_PART_BYTES` on average; each holds the loop for 5 us."""
+MIN_PART_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

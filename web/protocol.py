@@ -12,13 +12,41 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, HttpConnections, refusal_body
+from web.connection_limits import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_SMALL_PARTS,
+    MIN_PART_BYTES,
+    HttpConnections,
+    refusal_body,
+)
 from web.direct_chunks import EXTENSION, DirectChunks
 from web.headers import keep_out_of_caches
 from wire.addresses import counted_host
 
 PEER_CERTIFICATE = "stageline.peer_certificate"
 """Key of the certificate that the client proved, in DER form; None for a client without one."""
+
+
+class _Parser(h11.Connection):
+    """Refuses bodies that arrive in many small parts."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._num_parts = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if type(event) is h11.Data:
+            self._num_parts += 1
+            self._num_bytes += len(event.data)
+            if self._num_parts > MAX_SMALL_PARTS and self._num_bytes < MIN_PART_BYTES * self._num_parts:
+                raise h11.RemoteProtocolError(
+                    f"{self._num_bytes} bytes of the body came in {self._num_parts} parts: send larger chunks"
+                )
+        elif type(event) is h11.EndOfMessage:
+            self._num_parts = self._num_bytes = 0
+        return event
 
 
 class HttpProtocol(H11Protocol):
@@ -29,6 +57,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, connections: HttpConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _Parser()
         self._application: Any = self.app
         self.app = self._serve
         self._counted, self._limits = connections, connections.limits

@@ -11,7 +11,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from web.connection_limits import MAX_HEAD_BYTES, HttpConnections, HttpLimits
+from web.connection_limits import HttpConnections, HttpLimits
 from web.headers import security_headers
 from web.protocol import HttpProtocol
 from wire.addresses import Address, local_address
@@ -53,7 +53,6 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=int(KEEPALIVE_S),
             timeout_graceful_shutdown=max(1, round(stop_grace_s)),
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             headers=security_headers(is_only_https=tls is not None and not is_loopback(str(address))),
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )

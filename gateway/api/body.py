@@ -39,22 +39,21 @@ async def read_body(request: Request, *, max_bytes: int, held: HeldBody) -> byte
         raise http_error(415, f"content-type is {content_type[:_MAX_SHOWN]!r}, must be application/json")
     if int(request.headers.get("content-length") or 0) > max_bytes:
         raise _too_large(max_bytes)
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(None) as patience:
             held.read_within(patience)
             async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
+                if len(body) + len(part) > max_bytes:
                     raise _too_large(max_bytes)
                 held.add(len(part))
-                parts.append(part)
+                body += part
     except ClientDisconnect:
         raise http_error(400, "the connection ended before the body") from None
     except TimeoutError:
         raise slow_body() from None
     held.read_within(None)
-    return b"".join(parts)
+    return bytes(body)
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -10,7 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from web.connection_limits import MAX_HEAD_BYTES, MAX_HEADERS, HttpLimits
+from web.connection_limits import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_SMALL_PARTS,
+    MIN_PART_BYTES,
+    HttpLimits,
+)
 from web.server import HttpServer
 from wire.addresses import Address
 
@@ -94,6 +100,13 @@ def request(*headers: bytes, path: bytes = b"/") -> bytes:
     return b"\r\n".join((b"POST " + path + b" HTTP/1.1", b"Host: test", *headers)) + b"\r\n\r\n"
 
 
+CHUNKED = request(b"Transfer-Encoding: chunked")
+
+
+def chunks(num: int, size: int) -> bytes:
+    return (b"%x\r\n" % size + bytes(size) + b"\r\n") * num
+
+
 HEADERS = [b"X-%d: y" % index for index in range(MAX_HEADERS)]
 
 
@@ -107,9 +120,14 @@ HEADERS = [b"X-%d: y" % index for index in range(MAX_HEADERS)]
         (request(b"Content-Encoding: gzip"), 415, "the body has a content-encoding: send it uncompressed"),
         (request(*HEADERS[:-1], b"Content-Encoding: identity")[:-2], 408, "no headers within 0.3 s"),
         (b"", 408, "no headers within 0.3 s"),
+        (
+            CHUNKED + chunks(MAX_SMALL_PARTS, MIN_PART_BYTES - 1) + chunks(1, 1),
+            400,
+            "61441 bytes of the body came in 4097 parts: send larger chunks",
+        ),
         (request(b"Content-Length: 5") + b"1234", 408, "no body within 0.8 s, or none of it for 0.3 s"),
     ],
-    ids=["headers", "head", "line", "garbage", "encoding", "partial", "silent", "pause"],
+    ids=["headers", "head", "line", "garbage", "encoding", "partial", "silent", "chunks", "pause"],
 )
 async def test_what_exceeds_a_limit_is_refused_with_its_number(
     data: bytes, status: int, problem: str
@@ -155,6 +173,9 @@ async def test_within_the_limits_a_connection_serves_one_request_after_the_other
         # An application that reads late is not the client's fault.
         connection.send(request(b"Content-Length: %d" % len(body), path=b"/slow") + body)
         assert await connection.response() == (200, str(len(body)))
+        for num, size in ((MAX_SMALL_PARTS, 1), (MAX_SMALL_PARTS + 1, MIN_PART_BYTES)):
+            connection.send(CHUNKED + chunks(num, size) + b"0\r\n\r\n")
+            assert await connection.response() == (200, str(num * size))
         connection.send(request()[:-2])
         assert await connection.response() == (408, "no headers within 0.3 s")
         await connection.close()
