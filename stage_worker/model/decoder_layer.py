@@ -22,7 +22,7 @@ from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.layer_weights import DenseWeights, LayerWeights, project
 from stage_worker.model.norms import RowNorm, row_norm
 from stage_worker.model.operations import Operations, attend_prompt, limited, operations
-from stage_worker.model.step_layout import PagedKv, PrefillView, Rotary, StepLayout
+from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, Rotary, StepLayout
 
 
 def attend(
@@ -31,47 +31,38 @@ def attend(
     output: Tensor,
     *,
     operations: Operations,
-    layer: int,
     mixer: Attention,
-    step: StepLayout,
-    pages: PagedKv,
+    kv: LayerKv,
 ) -> None:
     """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim].
 
-    `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages;
-    `layer` counts from the stage's first.
+    `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages.
     """
+    step = kv.step
     views = step.views[mixer.window]
     for view in views.decodes:
-        operations.decode(query, output, layer, view, mixer, step, pages)
+        operations.decode(query, output, view, mixer, kv)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
         rows = slice(begin, end)
         if step.kernels.prefill is AttentionMethod.IN_PLACE:
-            attend_prompt(query[rows], fresh[rows], output[rows], pages.store(layer), prefill, mixer)
+            attend_prompt(query[rows], fresh[rows], output[rows], prefill, mixer, kv)
         else:
-            _prefill(query[rows], fresh[rows], layer, prefill, mixer, step, pages, output[rows])
+            _prefill(query[rows], fresh[rows], output[rows], prefill, mixer, kv)
 
 
 def _prefill(
-    query: Tensor,
-    fresh: Tensor,
-    layer: int,
-    view: PrefillView,
-    mixer: Attention,
-    step: StepLayout,
-    pages: PagedKv,
-    output: Tensor,
+    query: Tensor, fresh: Tensor, output: Tensor, view: PrefillView, mixer: Attention, kv: LayerKv
 ) -> None:
     """Fill `output` [n, heads, head_dim] for the n queries of one sequence."""
     if view.pages is None:
         keys, values = fresh.transpose(0, 1).chunk(2)
     else:
-        keys, values = (x[:, 0, : view.num_keys] for x in pages.gather(layer, view.pages))
+        keys, values = (x[:, 0, : view.num_keys] for x in kv.gather(view.pages))
     num_tokens, num_heads, head_dim = query.shape
     kv_heads = keys.shape[0]
     sizes = (num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     grouped, target = (x.view(sizes).permute(1, 2, 0, 3) for x in (query, output))
-    if step.kernels.prefill is AttentionMethod.SDPA:
+    if kv.kernels.prefill is AttentionMethod.SDPA:
         _prefill_sdpa(grouped, keys, values, view, mixer, target)
     else:
         _prefill_products(grouped, keys, values, view, mixer, target)
@@ -186,7 +177,7 @@ class DecoderLayer:
         tokens: further rows are computed without attention.
         """
         normed = self._mixer_norm(hidden)
-        mixed = self._attention(normed, step, pages, layer)
+        mixed = self._attention(normed, LayerKv(step, pages, layer))
         if self._is_plain(self._mixer_out_norm):
             hidden = self._o.added_to(hidden, mixed)
         else:
@@ -206,8 +197,9 @@ class DecoderLayer:
         normed = x if norm is None else norm(x)
         return normed.mul_(self._residual_scale).add_(residual)
 
-    def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+    def _attention(self, normed: Tensor, kv: LayerKv) -> Tensor:
         """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
+        step = kv.step
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
         heads = self._qkv(normed).view(num_rows, -1, self._mixer.head_dim)[:num_tokens]
         query, fresh = heads[:, :num_heads], heads[:, num_heads:]
@@ -215,7 +207,7 @@ class DecoderLayer:
             self._norm_heads(heads)
         rotary = step.rotary[self._rotary]
         # All slices are written before any attends, since slices may share pages.
-        self._operations.rotate_and_write(heads, num_heads, layer, rotary, step, pages, self._norm_rotated)
+        self._operations.rotate_and_write(heads, num_heads, rotary, kv, self._norm_rotated)
         if rotary.query_scale is not None:
             query.mul_(rotary.query_scale)
         new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
@@ -225,9 +217,7 @@ class DecoderLayer:
             fresh,
             mixed[:num_tokens],
             operations=self._operations,
-            layer=layer,
             mixer=self._mixer,
-            step=step,
-            pages=pages,
+            kv=kv,
         )
         return mixed.view(num_rows, -1)

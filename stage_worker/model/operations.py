@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from checkpoint import Attention
 from stage_worker.model.kernels import AttentionMethod, Kernels, load
 from stage_worker.model.rope import rotate_
-from stage_worker.model.step_layout import DecodeView, PagedKv, PrefillView, RotaryTable, StepLayout
+from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, RotaryTable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -98,17 +98,15 @@ class NativeOperations:
         self,
         heads: Tensor,
         num_heads: int,
-        layer: int,
         rotary: RotaryTable,
-        step: StepLayout,
-        pages: PagedKv,
+        kv: LayerKv,
         between: Callable[[Tensor], None] | None = None,
     ) -> None:
         assert between is None, "no operation between rotation and write"
         num_tokens, all_heads, head_dim = heads.shape
-        store, cos, sin = pages.store(layer), rotary.cos, rotary.sin
-        if step.writes.highest_slot >= store.shape[0] * store.shape[3]:
-            raise IndexError(f"slot {step.writes.highest_slot} of {store.shape[0] * store.shape[3]} needed")
+        store, cos, sin, writes = kv.store, rotary.cos, rotary.sin, kv.writes
+        if writes.highest_slot >= store.shape[0] * store.shape[3]:
+            raise IndexError(f"slot {writes.highest_slot} of {store.shape[0] * store.shape[3]} needed")
         shape = (num_heads, (all_heads - num_heads) // 2, head_dim, store.shape[3])
         self._rotate_and_write(
             heads.data_ptr(),
@@ -116,25 +114,16 @@ class NativeOperations:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.stride(0),
-            step.writes.by_row.data_ptr(),
+            writes.by_row.data_ptr(),
             store.data_ptr(),
             num_tokens,
             shape,
         )
 
-    def decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        layer: int,
-        view: DecodeView,
-        mixer: Attention,
-        step: StepLayout,
-        pages: PagedKv,
-    ) -> None:
+    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
         _, num_heads, head_dim = query.shape
         batch, width = view.pages.shape
-        store = pages.store(layer)
+        store = kv.store
         num_blocks, _, kv_heads, block_size, _ = store.shape
         if view.highest_page >= num_blocks:
             raise IndexError(f"page {view.highest_page} needed, {num_blocks} available")
@@ -163,13 +152,14 @@ class NativeOperations:
 
 
 def attend_prompt(
-    query: Tensor, fresh: Tensor, output: Tensor, store: Tensor, view: PrefillView, mixer: Attention
+    query: Tensor, fresh: Tensor, output: Tensor, view: PrefillView, mixer: Attention, kv: LayerKv
 ) -> None:
     """Compiled attention of one slice's queries, see `decoder_layer.attend`.
 
-    `store` is a layer's pages. Without history, keys and values come from `fresh`, else from the pages.
+    Without history, keys and values come from `fresh`, else from the pages.
     """
     num_tokens, num_heads, head_dim = query.shape
+    store = kv.store
     num_blocks, _, kv_heads, block_size, _ = store.shape
     table = view.pages
     if table is not None and (page := int(table.max())) >= num_blocks:
@@ -183,7 +173,7 @@ def attend_prompt(
 
 
 class Operations(Protocol):
-    """Interface; shapes are for a step of n tokens, and `layer` counts from the stage's first."""
+    """Interface; shapes are for a step of n tokens."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `rms_norm` of this module; `x` is [n, width]."""
@@ -192,10 +182,8 @@ class Operations(Protocol):
         self,
         heads: Tensor,
         num_heads: int,
-        layer: int,
         rotary: RotaryTable,
-        step: StepLayout,
-        pages: PagedKv,
+        kv: LayerKv,
         between: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Rotate queries and keys in place, and write keys and values to the step's pages.
@@ -204,16 +192,7 @@ class Operations(Protocol):
         after the rotation, by torch's operators only.
         """
 
-    def decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        layer: int,
-        view: DecodeView,
-        mixer: Attention,
-        step: StepLayout,
-        pages: PagedKv,
-    ) -> None:
+    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
         """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
@@ -235,34 +214,22 @@ class TorchOperations:
         self,
         heads: Tensor,
         num_heads: int,
-        layer: int,
         rotary: RotaryTable,
-        step: StepLayout,
-        pages: PagedKv,
+        kv: LayerKv,
         between: Callable[[Tensor], None] | None = None,
     ) -> None:
         kv_heads = (heads.shape[1] - num_heads) // 2
         rotate_(heads[:, : num_heads + kv_heads], rotary.cos, rotary.sin)
         if between is not None:
             between(heads)
-        fresh, rows = heads[:, num_heads:], step.writes.rows
-        pages.write(layer, fresh if rows is None else fresh.index_select(0, rows), step.writes.slots)
+        kv.write(heads[:, num_heads:])
 
-    def decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        layer: int,
-        view: DecodeView,
-        mixer: Attention,
-        step: StepLayout,
-        pages: PagedKv,
-    ) -> None:
+    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
         chosen = query if view.rows is None else query.index_select(0, view.rows)
         batch, num_heads, head_dim = chosen.shape
-        keys, values = pages.gather(layer, view.pages)
+        keys, values = kv.gather(view.pages)
         grouped = chosen.reshape(batch, keys.shape[0], -1, head_dim).transpose(0, 1)
-        attend = decode_sdpa if step.kernels.decode is AttentionMethod.SDPA else decode_products
+        attend = decode_sdpa if kv.kernels.decode is AttentionMethod.SDPA else decode_products
         found = attend(grouped, keys, values, view.mask, mixer)
         found = found.transpose(0, 1).reshape(batch, num_heads, head_dim)
         if view.rows is None:

@@ -33,6 +33,9 @@ class PagedLayers(Protocol):
 class PagedKv(Protocol):
     """Keys and values of a stage's layers, counted from 0, in pages of `block_size` slots."""
 
+    @property
+    def num_slots(self) -> int: ...
+
     def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
         """Store `tokens` [n, 2 * kv_heads, head_dim] (keys, values) in `slots` int64 [n]."""
 
@@ -390,6 +393,40 @@ class StepLayout:
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
             views={window: _views(decodes, slices, ranges, window, rules, device) for window in windows},
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKv:
+    """Keys and values of one layer in a step: where the layer writes them, and where it reads them.
+
+    `layer` is the index into `pages`, from the stage's first.
+    """
+
+    step: StepLayout
+    pages: PagedKv
+    layer: int
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.step.kernels
+
+    @property
+    def writes(self) -> KvWrites:
+        return self.step.writes
+
+    @property
+    def store(self) -> Tensor:
+        """All pages of the layer, see `PagedKv.store`."""
+        return self.pages.store(self.layer)
+
+    def write(self, fresh: Tensor) -> None:
+        """Store the step's keys and values `fresh` [num_tokens, 2 * kv_heads, head_dim] in its slots."""
+        rows, slots = self.writes.rows, self.writes.slots
+        self.pages.write(self.layer, fresh if rows is None else fresh.index_select(0, rows), slots)
+
+    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages`, see `PagedKv.gather`."""
+        return self.pages.gather(self.layer, pages)
 
 
 def _views(

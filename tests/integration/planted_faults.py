@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.step_layout import RotaryTable, StepLayout
+from stage_worker.model.step_layout import LayerKv, RotaryTable, StepLayout
 from stage_worker.validation import SliceLayout
 
 Plant = Callable[[DecoderStage], None]
@@ -36,7 +36,7 @@ def _replace_operations(stage: DecoderStage, faulty: type[_Faulty]) -> None:
 
 def decode_attention_is_zero(stage: DecoderStage) -> None:
     class Zero(_Faulty):
-        def decode(self, query: Tensor, output: Tensor, layer: int, view: Any, *rest: Any) -> None:
+        def decode(self, query: Tensor, output: Tensor, view: Any, *rest: Any) -> None:
             if view.rows is None:
                 output.zero_()
             else:
@@ -48,18 +48,11 @@ def decode_attention_is_zero(stage: DecoderStage) -> None:
 def keys_and_values_are_not_written(stage: DecoderStage) -> None:
     class Unwritten(_Faulty):
         def rotate_and_write(
-            self,
-            heads: Tensor,
-            num_heads: int,
-            layer: int,
-            rotary: RotaryTable,
-            step: StepLayout,
-            pages: Any,
-            between: Any,
+            self, heads: Tensor, num_heads: int, rotary: RotaryTable, kv: LayerKv, between: Any
         ) -> None:
-            before = pages.store(layer).clone()
-            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
-            pages.store(layer).copy_(before)
+            before = kv.store.clone()
+            self.real.rotate_and_write(heads, num_heads, rotary, kv, between)
+            kv.store.copy_(before)
 
     _replace_operations(stage, Unwritten)
 
@@ -67,19 +60,12 @@ def keys_and_values_are_not_written(stage: DecoderStage) -> None:
 def decoded_tokens_are_not_written(stage: DecoderStage) -> None:
     class Unwritten(_Faulty):
         def rotate_and_write(
-            self,
-            heads: Tensor,
-            num_heads: int,
-            layer: int,
-            rotary: RotaryTable,
-            step: StepLayout,
-            pages: Any,
-            between: Any,
+            self, heads: Tensor, num_heads: int, rotary: RotaryTable, kv: LayerKv, between: Any
         ) -> None:
-            before = pages.store(layer).clone()
-            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
-            if not step.prefill_rows:
-                pages.store(layer).copy_(before)
+            before = kv.store.clone()
+            self.real.rotate_and_write(heads, num_heads, rotary, kv, between)
+            if not kv.step.prefill_rows:
+                kv.store.copy_(before)
 
     _replace_operations(stage, Unwritten)
 
@@ -87,24 +73,17 @@ def decoded_tokens_are_not_written(stage: DecoderStage) -> None:
 def slots_are_off_by_one(stage: DecoderStage) -> None:
     class Shifted(_Faulty):
         def rotate_and_write(
-            self,
-            heads: Tensor,
-            num_heads: int,
-            layer: int,
-            rotary: RotaryTable,
-            step: StepLayout,
-            pages: Any,
-            between: Any,
+            self, heads: Tensor, num_heads: int, rotary: RotaryTable, kv: LayerKv, between: Any
         ) -> None:
-            writes, num_slots = step.writes, pages.num_slots
+            writes, num_slots = kv.writes, kv.pages.num_slots
             shifted = replace(
                 writes,
                 slots=(writes.slots + 1) % num_slots,
                 by_row=torch.where(writes.by_row < 0, writes.by_row, (writes.by_row + 1) % num_slots),
                 highest_slot=num_slots - 1,
             )
-            step = replace(step, writes=shifted)
-            self.real.rotate_and_write(heads, num_heads, layer, rotary, step, pages, between)
+            kv = replace(kv, step=replace(kv.step, writes=shifted))
+            self.real.rotate_and_write(heads, num_heads, rotary, kv, between)
 
     _replace_operations(stage, Shifted)
 

@@ -13,7 +13,7 @@ from stage_worker.model.decoder_layer import attend
 from stage_worker.model.kernels import ALL_COMPILED, PLAIN, Kernels
 from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
 from stage_worker.model.rope import Rope, rotate_
-from stage_worker.model.step_layout import Rotary, StepLayout, ViewRules
+from stage_worker.model.step_layout import LayerKv, Rotary, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, skip_unless_possible
@@ -132,7 +132,7 @@ def test_compiled_rotation_and_writes_equal_torch_bit_by_bit(
     stores, turned = [], []
     for chosen in (native, operations(PLAIN)):
         pages, mine = NanPages(2, 8, BLOCK, KV_HEADS, 32, torch.bfloat16), heads.clone()
-        chosen.rotate_and_write(mine, HEADS, 1, *step.rotary.values(), step, pages)
+        chosen.rotate_and_write(mine, HEADS, *step.rotary.values(), LayerKv(step, pages, 1))
         stores.append(pages.contents())
         turned.append(mine)
     assert torch.equal(*turned)
@@ -173,7 +173,7 @@ def test_attention_of_one_query_equals_the_formula(
     output = torch.full_like(query, float("nan"))
     step = layout(checkpoint, kernels, slices, window)
     for view in step.views[window].decodes:
-        operations(kernels).decode(query, output, 0, view, mixer_of(head_dim, window), step, pages)
+        operations(kernels).decode(query, output, view, mixer_of(head_dim, window), LayerKv(step, pages, 0))
     expected = torch.stack(
         [
             attention_by_formula(
@@ -222,10 +222,8 @@ def test_attention_of_several_queries_equals_the_formula(
     attend(
         *(heads[:, :HEADS], heads[:, HEADS:], output),
         operations=operations(kernels),
-        layer=0,
         mixer=mixer_of(head_dim, window),
-        step=step,
-        pages=pages,
+        kv=LayerKv(step, pages, 0),
     )
     expected = []
     for (first, count), tokens in zip(PROMPTS, contents, strict=True):
@@ -252,7 +250,7 @@ def test_chosen_rows_of_a_mixed_step_are_filled_and_no_others(
     output = torch.zeros(4, HEADS, 32, dtype=torch.bfloat16)
     (view,) = step.views[None].decodes
     query = random(4, HEADS, 32, dtype=torch.bfloat16)
-    native.decode(query, output, 0, view, mixer_of(32), step, pages)
+    native.decode(query, output, view, mixer_of(32), LayerKv(step, pages, 0))
     assert output[:2].eq(0).all()
     torch.testing.assert_close(output[2:], torch.ones(2, HEADS, 32, dtype=torch.bfloat16), rtol=2**-7, atol=0)
 
@@ -262,15 +260,17 @@ def test_pages_and_slots_that_do_not_exist_are_not_touched(
 ) -> None:
     pages = NanPages(1, 8, BLOCK, KV_HEADS, 32, torch.bfloat16)
     step = layout(checkpoint, IN_PLACE, [SliceLayout(first_position=9, num_tokens=1, pages=(1, 8))], None)
+    kv = LayerKv(step, pages, 0)
     heads = random(1, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
     with pytest.raises(IndexError, match="slot 65"):
-        native.rotate_and_write(heads, HEADS, 0, *step.rotary.values(), step, pages)
+        native.rotate_and_write(heads, HEADS, *step.rotary.values(), kv)
     (view,) = step.views[None].decodes
     with pytest.raises(IndexError, match="page 8 needed, 8 available"):
-        native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), 0, view, mixer_of(32), step, pages)
+        native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), view, mixer_of(32), kv)
     later = SliceLayout(first_position=14, num_tokens=2, pages=(1, 8))
     step = layout(checkpoint, ALL_COMPILED, [later], None)
+    kv = LayerKv(step, pages, 0)
     heads = random(2, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
     query, fresh = heads[:, :HEADS], heads[:, HEADS:]
     with pytest.raises(IndexError, match="page 8 needed, 8 available"):
-        attend_prompt(query, fresh, query.clone(), pages.store(0), step.views[None].prefills[0], mixer_of(32))
+        attend_prompt(query, fresh, query.clone(), step.views[None].prefills[0], mixer_of(32), kv)
