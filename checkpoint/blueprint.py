@@ -250,16 +250,18 @@ class Blueprint:
         layers = {kind: replace(kind, weights=weights) for kind in self.kinds}
         return replace(self, layers=tuple(layers[layer] for layer in self.layers))
 
-    def page_shape(self, layer_begin: int, layer_end: int) -> tuple[int, int]:
-        """KV heads and their width in layers [layer_begin, layer_end), which share pages.
+    def page_shape(self, window: int | None) -> tuple[int, int]:
+        """KV heads and their width in the layers with `window`, which share blocks.
 
-        Raises ValueError for layers of several shapes.
+        Raises ValueError for layers of several shapes, or none.
         """
-        mixers = {layer.mixer for layer in self.layers[layer_begin:layer_end]}
+        mixers = [layer.mixer for layer in self.kinds if layer.mixer.window == window]
         shapes = {(mixer.num_kv_heads, mixer.head_dim) for mixer in mixers}
         if len(shapes) != 1:
             found = " and ".join(f"{heads} heads of {width}" for heads, width in sorted(shapes))
-            raise ValueError(f"layers [{layer_begin}, {layer_end}) have keys of {found}")
+            raise ValueError(
+                f"layers with window {window} have keys of {found or 'no shape'}, need one shape"
+            )
         return shapes.pop()
 
     @property

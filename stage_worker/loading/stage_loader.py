@@ -310,12 +310,14 @@ def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
 
 
 def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -> KvPages | PageGroups:
-    """Pages of a stage's layers, one set for each block group that they are in."""
-    num_kv_heads, head_dim = config.page_shape(assignment.layer_begin, assignment.layer_end)
+    """Pages of a stage's layers, one set for each block group that they are in, each of its own shape."""
+    windows = group_windows(config.layer_windows)
     layer_groups = _layer_groups(assignment, config)
     numbers = sorted(set(layer_groups))
-    groups = [
-        KvPages(
+    groups = []
+    for number in numbers:
+        num_kv_heads, head_dim = config.page_shape(windows[number])
+        pages = KvPages(
             num_layers=layer_groups.count(number),
             num_blocks=assignment.group_blocks[number],
             block_size=assignment.block_size,
@@ -324,8 +326,7 @@ def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -
             dtype=TORCH_DTYPES[assignment.dtype],
             device=device,
         )
-        for number in numbers
-    ]
+        groups.append(pages)
     if len(groups) == 1:
         return groups[0]
     return PageGroups(groups, [numbers.index(number) for number in layer_groups])

@@ -83,7 +83,7 @@ def _logits(
         device=device,
     )
     stage.load(checkpoint)
-    num_kv_heads, head_dim = config.page_shape(0, NUM_LAYERS)
+    num_kv_heads, head_dim = config.page_shape(config.layer_windows[0])
     pages = KvPages(
         num_layers=NUM_LAYERS,
         num_blocks=NUM_BLOCKS,

@@ -27,13 +27,16 @@ def test_layers_with_equal_plans_are_one_kind() -> None:
     assert mixed.layer_windows == (None, 8, None, 8, 5)
 
 
-def test_layers_that_share_pages_have_keys_of_one_shape() -> None:
-    blueprint = llama(num_layers=3)
-    wide = replace(blueprint.layers[2], mixer=replace(blueprint.layers[2].mixer, head_dim=8))
-    mixed = replace(blueprint, layers=(*blueprint.layers[:2], wide))
-    assert (mixed.page_shape(0, 2), mixed.page_shape(2, 3)) == ((2, 4), (2, 8))
-    with pytest.raises(ValueError, match=r"layers \[1, 3\) have keys of 2 heads of 4 and 2 heads of 8"):
-        mixed.page_shape(1, 3)
+def test_layers_of_one_window_have_keys_of_one_shape() -> None:
+    blueprint = with_windows(None, 8, None)
+    layers = [replace(layer, mixer=replace(layer.mixer, head_dim=8)) for layer in blueprint.layers]
+    mixed = replace(blueprint, layers=(blueprint.layers[0], layers[1], blueprint.layers[2]))
+    assert (mixed.page_shape(None), mixed.page_shape(8)) == ((2, 4), (2, 8))
+    both = replace(blueprint, layers=(*blueprint.layers[:2], layers[2]))
+    with pytest.raises(
+        ValueError, match="layers with window None have keys of 2 heads of 4 and 2 heads of 8"
+    ):
+        both.page_shape(None)
 
 
 @pytest.mark.parametrize("layer", [-1, 0, 3])

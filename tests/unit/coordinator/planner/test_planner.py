@@ -359,3 +359,45 @@ def test_windowed_layers_get_blocks_for_the_windows_in_flight_only() -> None:
         config, DType.F32, workers(GIB, GIB), limits=limits, block_size=BLOCK_SIZE, max_kv_tokens=40
     )
     assert (few.num_blocks, few.other_num_blocks) == (10, (10,))
+
+
+def two_shapes(num_layers: int = 6) -> Blueprint:
+    """Every third layer sees all tokens and has keys of 1 x 32 elements, the others 5 tokens and 2 x 8."""
+    base = llama(num_layers=num_layers, max_position_embeddings=512)
+    usual = base.layers[0]
+    windowed = replace(usual, mixer=replace(usual.mixer, num_kv_heads=2, head_dim=8, window=5))
+    full = replace(usual, mixer=replace(usual.mixer, num_kv_heads=1, head_dim=32))
+    return replace(base, layers=tuple(windowed if (i + 1) % 3 else full for i in range(num_layers)))
+
+
+def test_blocks_of_each_group_are_planned_with_the_bytes_of_their_own_shape() -> None:
+    config = two_shapes()
+    limits = StepLimits(max_step_tokens=4, max_step_sequences=2, max_sequence_tokens=512)
+    made = make_plan(
+        config, DType.F32, workers(GIB, GIB), limits=limits, block_size=BLOCK_SIZE, layers=(2, 4)
+    )
+    (windowed,) = made.other_num_blocks
+    full_bytes = made.num_blocks * BLOCK_SIZE * 2 * 32 * 4
+    windowed_bytes = windowed * BLOCK_SIZE * 2 * 16 * 4
+    assert windowed < made.num_blocks
+    assert [stage.kv_bytes for stage in made.stages] == [
+        2 * windowed_bytes,
+        2 * full_bytes + 2 * windowed_bytes,
+    ]
+
+
+def test_the_group_whose_blocks_are_larger_decides_how_many_tokens_fit() -> None:
+    """A worker with bytes for n blocks of full layers beside the windows gets n of them, and no more."""
+    config, limits = (
+        two_shapes(),
+        StepLimits(max_step_tokens=4, max_step_sequences=2, max_sequence_tokens=512),
+    )
+    ample = make_plan(config, DType.F32, workers(GIB), limits=limits, block_size=BLOCK_SIZE)
+    memory = StageMemory(
+        config=config, dtype=DType.F32, limits=ample.limits, block_size=BLOCK_SIZE, num_stages=1
+    )
+    wanted = ample.num_blocks // 2
+    needed = memory.total_bytes(StageRole.ONLY, 0, config.num_layers, wanted)
+    for spare, num_blocks in ((0, wanted), (-1, wanted - 1)):
+        tight = make_plan(config, DType.F32, workers(needed + spare), limits=limits, block_size=BLOCK_SIZE)
+        assert tight.num_blocks == num_blocks

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
-from kvcache.pages import KvPages
+from kvcache.pages import KvPages, PageGroups
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import Kernels
+from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
 
 
@@ -72,7 +73,8 @@ class Pipeline:
     ) -> None:
         config = checkpoint.config
         self.stages: list[DecoderStage] = []
-        self.pages: list[NanPages] = []
+        self.pages: list[PageGroups] = []
+        self._sets: list[NanPages] = []
         for begin, end in pairwise([0, *cuts, config.num_layers]):
             stage = DecoderStage(
                 config,
@@ -85,8 +87,7 @@ class Pipeline:
             )
             stage.load(checkpoint)
             self.stages.append(stage)
-            sizes = (end - begin, 96, block_size, *config.page_shape(begin, end))
-            self.pages.append(NanPages(*sizes, stage.torch_dtype))
+            self.pages.append(self._new_pages(stage, block_size))
         self.block_size = block_size
         self.free = list(range(96))
         random.Random(7).shuffle(self.free)
@@ -101,12 +102,39 @@ class Pipeline:
         hidden = self.stages[0].embed(torch.tensor(list(chain.from_iterable(inputs))))
         for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
             shifted = [_shifted(item, shift if index else 0) for item in slices]
-            layout = stage.layout(shifted, block_size=self.block_size)
-            hidden = stage.forward(hidden, layout, pages)
+            hidden = stage.forward(hidden, self._layout(stage, shifted), pages)
         for s, n in work:
             s.num_computed += n
             self._release(s)
         return list(torch.split(self.stages[-1].logits(hidden), [n for _, n in work]))
+
+    def fill(self, value: float) -> None:
+        """Overwrite all pages of all stages."""
+        for pages in self._sets:
+            pages.fill(value)
+
+    def _new_pages(self, stage: DecoderStage, block_size: int) -> PageGroups:
+        """One set for each shape; blocks of all sets have the same numbers."""
+        shapes = _shapes(stage)
+        of_layers = [shapes.index(stage.config.page_shape(window)) for window in stage.windows]
+        pages = [
+            NanPages(of_layers.count(group), 96, block_size, *shape, stage.torch_dtype)
+            for group, shape in enumerate(shapes)
+        ]
+        self._sets += pages
+        return PageGroups(pages, of_layers)
+
+    def _layout(self, stage: DecoderStage, slices: list[SliceLayout]) -> StepLayout:
+        """The layout of each set of pages."""
+        first, *others = (
+            stage.layout(
+                slices,
+                block_size=self.block_size,
+                windows={window for window in stage.windows if stage.config.page_shape(window) == shape},
+            )
+            for shape in _shapes(stage)
+        )
+        return replace(first, others=tuple(others))
 
     def _slice(self, sequence: Running, num_tokens: int) -> SliceLayout:
         end = sequence.num_computed + num_tokens + 1  # one to spare, for positions that a test shifts
@@ -127,6 +155,11 @@ class Pipeline:
         while (sequence.first_block + 1) * self.block_size <= sequence.num_computed - self.window + 1:
             self.free.append(sequence.pages.pop(0))
             sequence.first_block += 1
+
+
+def _shapes(stage: DecoderStage) -> list[tuple[int, int]]:
+    """The distinct shapes of a stage's pages."""
+    return list(dict.fromkeys(map(stage.config.page_shape, stage.windows)))
 
 
 def _shifted(item: SliceLayout, shift: int) -> SliceLayout:

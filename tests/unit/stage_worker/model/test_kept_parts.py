@@ -99,7 +99,7 @@ def new_stage(
 def outputs(stage: DecoderStage) -> list[Tensor]:
     """Hidden states, and logits of LAST, for a prompt in two chunks and four decodes."""
     config, size = stage.config, stage.config.hidden_size
-    shape = config.page_shape(stage.layers.start, stage.layers.stop)
+    shape = config.page_shape(stage.windows[0])
     pages = NanPages(len(stage.layers), NUM_BLOCKS, BLOCK, *shape, stage.torch_dtype)
     generator = torch.Generator().manual_seed(3)
     found, done = [], 0

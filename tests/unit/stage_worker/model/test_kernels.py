@@ -79,7 +79,7 @@ class Runner:
         )
         self._stage.load(checkpoint)
         self.pages = NanPages(
-            LAYERS, NUM_BLOCKS, BLOCK, *config.page_shape(0, LAYERS), self._stage.torch_dtype
+            LAYERS, NUM_BLOCKS, BLOCK, *config.page_shape(config.layer_windows[0]), self._stage.torch_dtype
         )
         self._generator = torch.Generator().manual_seed(5)
         self._done: dict[int, int] = {}

@@ -27,8 +27,7 @@ def prefill_and_decode(checkpoint: Checkpoint, *, shift: int = 0) -> Tensor:
     """The same logits: a prefill in two chunks, then one token at a time, with falsified positions."""
     (sequence,) = random_sequences([NUM_PREFILL + NUM_DECODED])
     pipeline = Pipeline(checkpoint, cuts=(4,))
-    for pages in pipeline.pages:
-        pages.fill(0)  # a skipped slot shows as a wrong value, not as NaN
+    pipeline.fill(0)  # a skipped slot shows as a wrong value, not as NaN
     parts = [pipeline.step([(sequence, num_tokens)])[0] for num_tokens in (16, NUM_PREFILL - 16)]
     parts += [pipeline.step([(sequence, 1)], shift=shift)[0] for _ in range(NUM_DECODED)]
     return torch.cat(parts)
