@@ -68,6 +68,9 @@ IDLE_S = 1.0
 """Time without a payload after which the kept buffers are returned to the system."""
 
 
+_CLOSED = "the connection was closed"
+
+
 class _Ended(Exception):
     """The peer closed the connection."""
 
@@ -188,6 +191,7 @@ class PayloadSender:
         self.failed: asyncio.Future[str] = self._loop.create_future()
         """Set, with the reason, when the connection breaks after it was open."""
         self._unnoticed: set[asyncio.Future[PayloadNotice]] = set()
+        self._is_closed = False
         self._connection: _Connection | None = None
         self._orders: queue.SimpleQueue[tuple[Bytes, asyncio.Future[PayloadNotice]] | None]
         self._orders = queue.SimpleQueue()
@@ -210,11 +214,13 @@ class PayloadSender:
     async def send(self, data: Bytes) -> PayloadNotice:
         """Send one payload; returns with its notice when the last piece is about to leave.
 
-        Raises ConnectionError when the connection is broken. `data` must not change until the next call
-        returns.
+        Raises ConnectionError when the connection is broken or closed, also by `close` meanwhile. `data`
+        must not change until the next call returns.
         """
         if self.failed.done():
             raise ConnectionError(self.failed.result())
+        if self._is_closed:
+            raise ConnectionError(_CLOSED)
         noticed: asyncio.Future[PayloadNotice] = self._loop.create_future()
         self._unnoticed.add(noticed)
         noticed.add_done_callback(self._unnoticed.discard)
@@ -222,10 +228,13 @@ class PayloadSender:
         return await noticed
 
     def close(self) -> None:
-        """End the connection; its thread ends by itself. Idempotent."""
+        """End the connection and fail calls of `send`; its thread ends by itself. Idempotent."""
+        self._is_closed = True
         self._orders.put(None)
         if self._connection is not None:
             self._connection.end()
+        for noticed in tuple(self._unnoticed):
+            _fail(noticed, _CLOSED)
 
     def _run(self) -> None:
         try:
@@ -567,7 +576,7 @@ def _bound(address: Address) -> socket.socket:
 
 def _reason(error: OSError | ValueError | _Ended) -> str:
     if isinstance(error, _Ended):
-        return "the connection was closed"
+        return _CLOSED
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -403,6 +403,15 @@ async def test_closing_ends_a_send_that_the_receiver_does_not_take() -> None:
             await sending
 
 
+async def test_a_send_after_the_close_is_an_error() -> None:
+    async with hop() as to, opened(to) as sender:
+        await to.receiver.inbox.take(await sender.send(b"abc"))
+        sender.close()
+        with pytest.raises(ConnectionError, match="was closed"):
+            async with asyncio.timeout(DEADLINE_S):
+                await sender.send(b"x")
+
+
 async def test_without_a_port_nothing_is_offered() -> None:
     listener = PayloadListener(RefusedPeers(time.monotonic))
     assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
