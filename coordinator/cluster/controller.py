@@ -266,12 +266,15 @@ class Controller:
             # If the next stage was lost, that loss is the better cause.
             asyncio.get_running_loop().call_later(self.policy.report_grace_s, self._fail_hop, report)
             return
-        if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
-            self._attribution.record_fault(report)
+        counts = self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report)
+        plan_id = self.state.plan_id
         if report.kind is StepFaultKind.NON_FINITE:
-            self._carry_out(self.state.stage_failed(report))
+            actions = self.state.stage_failed(report)
         else:
-            self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
+            actions = self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT)
+        if counts:
+            self._attribution.record_fault(report, is_worker_avoided=self.state.plan_id != plan_id)
+        self._carry_out(actions)
 
     def _lose_device(self, report: FaultReport) -> bool:
         """Remove the worker of the stage, which exits. False if the stage has none."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from coordinator.engine.request import Request, RequestRegistry
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.scheduler import Scheduler
-from wire.errors import RequestPoisoned, ServingError, StepFailed
+from wire.errors import RequestPoisoned, ServingError, StepFailed, StepFaultKind
 from wire.steps import FaultReport
 
 
@@ -35,20 +35,21 @@ class FailureAttribution:
         """Count tokens of a step, for any request."""
         self._num_tokens += count
 
-    def record_fault(self, fault: FaultReport) -> None:
+    def record_fault(self, fault: FaultReport, *, is_worker_avoided: bool = False) -> None:
         """Record a refused step: its requests are retried, `max_step_retries` times without progress.
 
         These are the requests in the report and, if the reported step is in flight, in that step. The
-        last retry is isolated, so that only the request that causes the fault fails.
+        last retry is isolated, so that only the request that causes the fault fails. None fails if from now
+        on plans avoid the worker, because the worker may have been the cause.
         """
         self._count_failure()
         in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
         for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
             request = self._registry.live_request(request_id)
             if request is not None:
-                self._record_request_fault(request, fault)
+                self._record_request_fault(request, fault, may_fail=not is_worker_avoided)
 
-    def _record_request_fault(self, request: Request, fault: FaultReport) -> None:
+    def _record_request_fault(self, request: Request, fault: FaultReport, *, may_fail: bool) -> None:
         running = [sequence for sequence in request.live_sequences if not sequence.state.is_queued]
         if not running:
             return
@@ -58,9 +59,11 @@ class FailureAttribution:
         history.num_faults += 1
         history.num_tokens_at_fault = request.num_generated_tokens
         if history.num_faults > policy.max_step_retries:
+            if not may_fail:
+                return
             text = f"all {history.num_faults} steps with this request were rejected; the last"
             self._fail(request, StepFailed(f"{text}: {fault}"))
-        elif history.num_faults == policy.max_step_retries:
+        elif history.num_faults == policy.max_step_retries and not _needs_others(fault):
             self._isolation.suspect(running)
 
     def record_worker_loss(self, reason: str) -> None:
@@ -145,3 +148,11 @@ class FailureAttribution:
     def _isolated_request(self) -> Request | None:
         sequence = self._scheduler.isolated_sequence
         return None if sequence is None else self._registry.live_request(sequence.key.request_id)
+
+
+def _needs_others(fault: FaultReport) -> bool:
+    """Whether only a step with other requests shows if the request or the worker is the cause.
+
+    If the worker is, such a step is non-finite for all of them; if the request is, it alone fails.
+    """
+    return fault.kind is StepFaultKind.NON_FINITE and len(set(fault.request_ids)) == 1

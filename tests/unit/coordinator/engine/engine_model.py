@@ -213,13 +213,15 @@ class EngineModel:
         *,
         request_ids: tuple[RequestId, ...] = (),
         kind: StepFaultKind = StepFaultKind.POSITION,
+        is_worker_avoided: bool = False,
     ) -> None:
         """A stage refuses a step."""
         self.engine.deliver()
         self.attribution.record_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids
-            )
+            ),
+            is_worker_avoided=is_worker_avoided,
         )
         self.stop()
 

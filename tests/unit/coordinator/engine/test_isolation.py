@@ -373,6 +373,30 @@ def test_of_sixteen_requests_only_the_one_that_breaks_its_step_fails(new_model: 
     model.check_idle()
 
 
+def test_a_request_alone_in_non_finite_steps_is_retried_beside_others_and_outlives_the_stage(
+    new_model: NewModel,
+) -> None:
+    model = new_model()
+    requests, calls = submit_all(model, [case_of(1)])
+    for _ in range(DEFAULT_POLICY.max_step_retries):
+        model.fault(model.sent[-1].step_id, kind=StepFaultKind.NON_FINITE, request_ids=(requests[0].id,))
+        model.start(64)
+    assert not model.engine.scheduler.isolation.is_active
+    model.stop()
+    other = case_of(2).request(arrival=1)
+    calls.append(model.submit(other))
+    model.start(64)
+    both = (requests[0].id, other.id)
+    assert tuple(part.sequence.request_id for part in model.sent[-1].slices) == both
+    model.fault(
+        model.sent[-1].step_id, kind=StepFaultKind.NON_FINITE, request_ids=both, is_worker_avoided=True
+    )
+    model.start(64)
+    model.run()
+    check_whole(calls[0], case_of(1))
+    check_whole(calls[1], case_of(2))
+
+
 # Finishing what runs
 
 
