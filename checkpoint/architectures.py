@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
 from checkpoint.config_fields import RawConfig, text
 from checkpoint.errors import BadConfig, UnsupportedModel
@@ -42,6 +44,9 @@ _AROUND = {
     TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
 }
 _WINDOW_DEFAULT = {"sliding_window": 4096}
+_NO_BIASES = BiasKeys(qkv=None, o=None)
+_ALL_EXPERTS = ExpertRule(width_key="intermediate_size")
+_STEP_EXPERTS = ExpertRule(layers=SparseLayers.STEP, norm_key="norm_topk_prob", is_normalised=False)
 _GATE_UP = Pack(module="mlp.gate_up_proj", roles=(TensorRole.GATE, TensorRole.UP))
 _QKV = Pack(module="self_attn.qkv_proj", roles=(TensorRole.Q, TensorRole.K, TensorRole.V))
 _GEMMA_KEYS = "query_pre_attn_scalar sliding_window sliding_window_pattern hidden_activation" \
@@ -62,7 +67,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         keys=_keys("sliding_window"),
         windows=Windows.ALL,
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
         defaults=_WINDOW_DEFAULT,
     ),
     Architecture(
@@ -74,7 +79,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         rope=RopeRule(has_query_growth=True),
         head_dim=128,
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
     ),
     Architecture(
         model_type="qwen2",
@@ -103,7 +108,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         windows=Windows.SWITCHED,
         has_kv_heads_default=False,
         norms=NormRule(qk_span=NormSpan.HEAD),
-        experts=ExpertRule(layers=SparseLayers.STEP, norm_key="norm_topk_prob", is_normalised=False),
+        experts=_STEP_EXPERTS,
     ),
     Architecture(
         model_type="mixtral",
@@ -114,8 +119,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         windows=Windows.ALL,
         rope=RopeRule(theta=1_000_000.0),
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
-        experts=ExpertRule(width_key="intermediate_size"),
+        biases=_NO_BIASES,
+        experts=_ALL_EXPERTS,
     ),
     Architecture(
         model_type="olmoe",
@@ -123,7 +128,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         title="OLMoE",
         keys=_keys(f"{_EXPERT_KEYS} attention_bias norm_topk_prob"),
         norms=NormRule(qk_span=NormSpan.WIDTH),
-        experts=ExpertRule(width_key="intermediate_size", norm_key="norm_topk_prob", is_normalised=False),
+        experts=replace(_ALL_EXPERTS, norm_key="norm_topk_prob", is_normalised=False),
     ),
     Architecture(
         model_type="qwen2_moe",
@@ -142,12 +147,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         windows=Windows.LISTED,
         has_kv_heads_default=False,
         biases=BiasKeys(qkv="qkv_bias", o=None, qkv_default=True),
-        experts=ExpertRule(
-            layers=SparseLayers.STEP,
-            norm_key="norm_topk_prob",
-            is_normalised=False,
-            shared_width_key="shared_expert_intermediate_size",
-            has_shared_gate=True,
+        experts=replace(
+            _STEP_EXPERTS, shared_width_key="shared_expert_intermediate_size", has_shared_gate=True
         ),
     ),
     Architecture(
@@ -191,7 +192,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
         ),
         scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_multipliers=True),
-        experts=ExpertRule(width_key="intermediate_size"),
+        experts=_ALL_EXPERTS,
     ),
     Architecture(
         model_type="ernie4_5_moe",
@@ -204,7 +205,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         names=renamed({}, _STATICS),
         rope=RopeRule(theta=500_000.0, is_interleaved=True),
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
         is_tied=True,
         experts=ExpertRule(
             layers=SparseLayers.INTERVAL,
@@ -229,9 +230,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         rope=RopeRule(theta=5_000_000.0, partial=1.0, has_rotary_dim=True),
         head_dim=128,
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
         norms=NormRule(qk_span=NormSpan.WIDTH),
-        experts=ExpertRule(width_key="intermediate_size", score=RouterScore.SIGMOID, has_choice_bias=True),
+        experts=replace(_ALL_EXPERTS, score=RouterScore.SIGMOID, has_choice_bias=True),
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
         | {"use_routing_bias": True, "shared_intermediate_size": 0},
     ),
@@ -332,7 +333,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         names=renamed({}, _QKV, _GATE_UP),
         windows=Windows.ALL,
         rope=RopeRule(partial=1.0, has_length_factors=True),
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
     ),
     Architecture(
         model_type="glm4",
@@ -379,7 +380,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         window_pattern=4,
         rotation=Rotation.WINDOWED_OR_ALL,
         has_kv_heads_default=False,
-        biases=BiasKeys(qkv=None, o=None),
+        biases=_NO_BIASES,
         norms=NormRule(placement=Placement.AFTER, qk_span=NormSpan.HEAD),
         defaults=_WINDOW_DEFAULT,
     ),

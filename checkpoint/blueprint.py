@@ -1,7 +1,7 @@
 """What a decoder computes, layer by layer: pure descriptions, equal by value, read from config.json.
 
-Two layers with equal plans share kernels, sizes and costs; the layers of a model may differ. Numerics are
-those of transformers, see stage_worker/model/decoder.py.
+Two layers with equal plans share kernels, sizes and costs; the layers of a model may differ. Numerics follow
+transformers, see stage_worker/model/decoder.py.
 """
 
 from __future__ import annotations
@@ -124,10 +124,11 @@ class RouterScore(Enum):
 class Router:
     """Choice of the experts of each token, and their weights.
 
-    Experts with the highest scores are chosen; with `has_choice_bias`, those with the highest sums of score
-    and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best ones are; a group
-    is as good as its two best experts together. Weights are the scores of the chosen experts: divided by
-    their sum if `is_normalised`, then times `scaling`. Logits are computed in float32 if `is_wide`.
+    Experts with the highest scores are chosen; with `has_choice_bias`, the experts with the highest sums
+    of score and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best groups are
+    chosen; the score of a group is the sum of its two best experts. Weights are the scores of the chosen
+    experts: divided by their sum if `is_normalised`, then times `scaling`. Logits are computed in float32 if
+    `is_wide`.
     """
 
     score: RouterScore = RouterScore.SOFTMAX
@@ -159,10 +160,10 @@ class Experts:
 class Placement(Enum):
     """Norms of a layer around its mixer and its feed-forward."""
 
-    BEFORE = "of the inputs"
-    AFTER = "of the outputs"
-    AROUND = "of inputs and outputs"
-    SHARED = "one, of the input of both, which add to one residual"
+    BEFORE = "before mixer and feed-forward"
+    AFTER = "after mixer and feed-forward"
+    AROUND = "before and after mixer and feed-forward"
+    SHARED = "one before mixer and feed-forward, which run in parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +197,8 @@ class Blueprint:
     dtype. Embeddings are multiplied by `embedding_scale`, rounded to the run dtype; logits by `logit_scale`,
     then limited to logit_softcap * tanh(logit / logit_softcap). A stage of a pipeline begins with layer 0 or
     with one of `legal_cuts`, which are layers above 0. Files may have `num_draft_layers` more layers, for
-    speculation, which are not read. `quantization` is the format of matrices in files,
-    None for plain ones.
+    speculation, which are not read. `quantization` is the format of matrices in files, None if they are
+    plain.
     """
 
     model_type: str

@@ -24,8 +24,8 @@ FAMILY_CHECK = (
 )
 """How every family is verified; tests/unit/stage_worker/model/test_families.py does it."""
 FORMAT_CHECK = (
-    f"bit-exact weights against an independent unpacker; tokens equal those of the unpacked weights in"
-    f" transformers {TRANSFORMERS}"
+    f"bit-exact weights against an independent unpacker; tokens equal transformers {TRANSFORMERS} with the"
+    " unpacked weights"
 )
 """How every weight format is verified; tests/quantized.py has the independent unpackers."""
 
@@ -91,7 +91,7 @@ def _pattern(row: Architecture) -> str:
 
 
 def differences(row: Architecture) -> tuple[str, ...]:
-    """What a family computes otherwise than Llama, from its row; a field without words has its own name."""
+    """Differences of a family from Llama, read from its row; a field without words is shown by its name."""
     found: list[str] = []
     for field in fields(row):
         if field.name in _UNSHOWN or getattr(row, field.name) == getattr(_LLAMA, field.name):

@@ -85,7 +85,7 @@ def _refuse_other_values(raw: RawConfig, row: Architecture) -> None:
 
 
 def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
-    """Return what is wrong with a parsed config.json: every unknown field, and an error of each part."""
+    """Return the errors of a parsed config.json: every unknown field, and one error of each part."""
     try:
         raw = text_config(raw)
         row = architecture_of(raw)
@@ -102,7 +102,7 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         lambda: _parse_feed_forwards(known, row, positive_int(known, "num_hidden_layers")),
         lambda: parse_quantization(known),
         lambda: parse_dtype(known, DType.F32),
-        lambda: parse_config(known, stored_dtype=DType.F32),  # what the parts leave out
+        lambda: parse_config(known, stored_dtype=DType.F32),  # checks between parts
     ):
         try:
             parse()

@@ -32,7 +32,7 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers"), 2**6),
 }
-"""Upper bounds, far above those of existing models, so that no oversized allocation follows."""
+"""Upper bounds, far above any existing model, so that no oversized allocation follows."""
 _Number = TypeVar("_Number", int, float)
 
 
@@ -173,7 +173,7 @@ def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
 def unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> list[str]:
     """Return the keys that are neither supported nor neutral.
 
-    `family_keys` are the computed keys of this family beyond the common ones.
+    `family_keys` are the computed keys of this family, without the common keys.
     """
     known = _COMPUTED | _INERT | family_keys
     return [key for key, value in raw.items() if key not in known and not is_neutral(key, value)]

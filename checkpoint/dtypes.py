@@ -1,4 +1,4 @@
-"""Element types of weights, activations and KV pages, and those of quantised weights in files."""
+"""Element types of weights, activations and KV pages, and of quantised weights in files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WeightFormat(Enum):
 INT4_GROUP = 32
 """The smallest group of torch's kernel: as fast as 64 and 128 (see bench/STUDIES.md), and the most exact."""
 INT4_ROWS = 16
-"""Matrices of torch's kernel have multiples of so many rows."""
+"""Matrices of torch's kernel have a multiple of this number of rows."""
 
 
 class PackedDType(Enum):

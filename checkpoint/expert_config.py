@@ -8,7 +8,7 @@ from checkpoint.errors import BadConfig
 from checkpoint.family_rules import ExpertRule, SparseLayers
 
 _MOST_EXPERTS = 1 << 17
-"""Maximum number of experts of all layers together, far above those of existing models."""
+"""Maximum number of experts of all layers together, far above any existing model."""
 
 
 def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Vocabulary of a family's row: what may differ from Llama, and where config.json tells it."""
+"""Vocabulary of a family's row: differences from Llama, and the fields of config.json that give them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Windows(Enum):
     NONE = "none"
     ALL = "all"
     SWITCHED = "all, if use_sliding_window"
-    SELECTED = "those of layer_types or max_window_layers, if use_sliding_window"
-    LISTED = "those of layer_types, if use_sliding_window"
-    PATTERN = "those of layer_types, or all but every n-th"
+    SELECTED = "by layer_types or max_window_layers, if use_sliding_window"
+    LISTED = "by layer_types, if use_sliding_window"
+    PATTERN = "by layer_types, or all but every n-th"
 
 
 class Rotation(Enum):
     """Which layers rotate queries and keys."""
 
     ALL = "all"
-    WINDOWED = "those with a window"
-    WINDOWED_OR_ALL = "those with a window, or all if config.json gives none"
-    LISTED = "those of no_rope_layers, or all but every n-th"
+    WINDOWED = "layers with a window"
+    WINDOWED_OR_ALL = "layers with a window, or all if config.json has no window"
+    LISTED = "by no_rope_layers, or all but every n-th"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ScaleRule:
 
     `query_scalar` is the default of query_pre_attn_scalar, whose inverse root scales attention;
     `has_multipliers`: Granite's four. `logit_scale` is the default of the field of this name, `logit_cap` and
-    `score_cap` those of final_logit_softcapping and attn_logit_softcapping; None: no such field.
+    `score_cap` are the defaults of final_logit_softcapping and attn_logit_softcapping; None: no such field.
     """
 
     embedding: EmbeddingScale = EmbeddingScale.NONE
@@ -88,8 +88,8 @@ class SparseLayers(Enum):
     """Which layers have experts."""
 
     ALL = "all"
-    STEP = "every decoder_sparse_step-th, without those of mlp_only_layers"
-    AFTER_FIRST = "those from first_k_dense_replace on"
+    STEP = "every decoder_sparse_step-th, except mlp_only_layers"
+    AFTER_FIRST = "from first_k_dense_replace on"
     INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
 
 
@@ -97,11 +97,11 @@ class SparseLayers(Enum):
 class ExpertRule:
     """How a family reads its mixture of experts.
 
-    `count_keys` are fields that mean the number of experts, of which at least one is given. The weights of
-    the chosen experts are divided by their sum if `norm_key` says so (`is_normalised` is its default).
-    The shared expert is as wide as `shared_width_key` says, or `shared_count_key` experts (`shared_count` is
-    its default); None: no shared expert. `has_groups`: n_group and topk_group are read; `has_scaling`:
-    routed_scaling_factor is.
+    `count_keys` are the fields for the number of experts; at least one is given. The weights of the chosen
+    experts are divided by their sum if field `norm_key` is true (`is_normalised` is its default). The width
+    of the shared expert is field `shared_width_key`, or the width of `shared_count_key` experts
+    (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read;
+    `has_scaling`: routed_scaling_factor is read.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -128,10 +128,10 @@ _USUAL_ROPE = RopeRule()
 class Architecture:
     """A family by its `model_type` and its class in transformers, and what differs from Llama.
 
-    `keys` are the fields of config.json that are computed beside the common ones. `head_dim` is the default
+    `keys` are the fields of config.json that are computed beside the common fields. `head_dim` is the default
     of the width of a head (None: hidden_size / num_attention_heads), as in transformers' config class;
     without `has_kv_heads_default`, num_key_value_heads must be given. Fields of `fixed` have this value only;
-    `defaults` are those of further fields, which published checkpoints leave out. `window_pattern`: every
+    `defaults` are the values of fields that published checkpoints may lack. `window_pattern`: every
     n-th layer has full attention if `Windows.PATTERN` is not given layer by layer. `title` names the models
     for people; None: the name of the class.
     """

@@ -65,7 +65,7 @@ EXPERT_ROLES = frozenset({TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """One module on disk, whose rows are those of `roles` in order.
+    """One module on disk, with the rows of all `roles` in order.
 
     A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
     `has_unit_axis`, the shape begins with a dimension of 1.
@@ -81,7 +81,7 @@ class Pack:
         return "{expert}" in self.module
 
     def of_expert(self, expert: int | None) -> str:
-        """The module, or that of an expert."""
+        """Name of the module, with the number of an expert if it has one."""
         return self.module if expert is None else self.module.replace("{expert}", str(expert))
 
 

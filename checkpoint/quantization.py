@@ -66,7 +66,7 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """fp8 or int8 elements; those of a block [rows, columns] share a scale, 0 stands for all of them."""
+    """fp8 or int8 elements with one scale per block [rows, columns]; 0 stands for all rows or columns."""
 
     dtype: PackedDType
     block: tuple[int, int]
@@ -339,7 +339,7 @@ class Quantization:
 def packed_matrices(
     quantization: Quantization | None, shapes: Mapping[str, Shape], *, embeddings: str, head: str
 ) -> dict[str, PackedMatrix]:
-    """Return the quantised ones of the tensors `shapes`. Raises UnsupportedModel for an impossible shape."""
+    """Return the quantised tensors among `shapes`. Raises UnsupportedModel for an impossible shape."""
     found: dict[str, PackedMatrix] = {}
     if quantization is None:
         return found

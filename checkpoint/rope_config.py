@@ -34,9 +34,9 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Parameters of the rotary embedding; those that a kind does not use keep their defaults.
+    """Parameters of the rotary embedding; parameters that a kind does not use keep their defaults.
 
-    `width` is the number of elements of a head that are rotated, the first ones; None for all. Element 2 i is
+    `width` is the number of leading elements of a head that are rotated; None for all. Element 2 i is
     paired with 2 i + 1 if interleaved, else i with i + width / 2.
 
     `factor` belongs to LINEAR, LLAMA3 and YARN; `low_freq_factor` and `high_freq_factor` to LLAMA3;
@@ -65,7 +65,7 @@ class RopeConfig:
 class RopeRule:
     """How a family reads its rotary embedding.
 
-    `theta` is the default base, `local_theta` that of windowed layers if theirs differs. `partial` is the
+    `theta` is the default base, `local_theta` the one of windowed layers if it differs. `partial` is the
     default of partial_rotary_factor; None: not read. With `is_per_type`, rope_parameters has an object for
     each layer type, and the fields of transformers 4 scale layers without a window only.
     `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.

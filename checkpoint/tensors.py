@@ -15,8 +15,8 @@ from checkpoint.quantization import PackedMatrix, StoredTensor, is_unused, packe
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
-"""Shape of tensor "weight" or "bias" of a role; matrices are [out, in], as in torch's linear, and those of
-experts [experts, out, in].
+"""Shape of tensor "weight" or "bias" of a role; matrices are [out, in], as in torch's linear, and
+[experts, out, in] for experts.
 """
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
@@ -193,7 +193,7 @@ def stage_tensor_names(
 
 
 def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PackedMatrix]:
-    """Return the quantised ones of the tensors `shapes`, see `stage_tensor_shapes`."""
+    """Return the quantised tensors among `shapes`, see `stage_tensor_shapes`."""
     embeddings = config.names.embeddings
     return packed_matrices(config.quantization, shapes, embeddings=embeddings, head=head_tensor(config))
 
@@ -322,7 +322,7 @@ def check_can_hold(config: Blueprint) -> None:
 
 
 def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
-    """Size of the weights of all experts of a layer, of which a step reads those that are chosen."""
+    """Size of the weights of all experts of a layer; a step reads only chosen experts."""
     shapes = role_shapes(hidden_size, plan).items()
     return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
 
@@ -346,7 +346,7 @@ def stage_weight_bytes(
     has_embeddings: bool,
     has_head: bool,
 ) -> int:
-    """Size in memory of the weights of a stage with layers [layer_begin, layer_end); tied ones count once."""
+    """Size in memory of a stage's weights, for layers [layer_begin, layer_end); tied weights count once."""
     shapes = stage_tensor_shapes(
         config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
     )

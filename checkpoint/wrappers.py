@@ -15,8 +15,8 @@ from checkpoint.headers import TensorEntry
 class Wrapper:
     """A model of several modalities by its `model_type` and its class in transformers.
 
-    `text_types` are the model types of its `text_config`; `keys` the fields beside it, none of which changes
-    a text.
+    `text_types` are the model types of its `text_config`; `keys` are the fields beside it, which do not
+    change generated text.
     """
 
     model_type: str
@@ -102,8 +102,8 @@ def _wrapper_of(raw: RawConfig) -> Wrapper:
 def named_as_in(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Blueprint:
     """`config` of a wrapper's text model, with the names that `tensors` have.
 
-    transformers ties the head of a wrapper by other fields than that of its text model, so the head is tied
-    if it may be and no tensor of its own is there.
+    For a wrapper, transformers reads other fields than for its text model to tie the head. So the head is
+    tied if the config allows it and the checkpoint has no tensor of a head.
     """
     for prefix, head in _PLACES:
         names = replace(config.names, prefix=prefix, head=head, ignored=_OTHERS)

@@ -44,7 +44,7 @@ def longest_hit(
 ) -> int:
     """Return the most leading tokens, at most `max_tokens`, whose computation all groups can save.
 
-    `cached` tells for each group which full blocks of a sequence are cached. A group needs only the blocks
+    `cached` has, per group, whether each full block of a sequence is cached. A group needs only the blocks
     that the first query after the hit can see; others may be missing.
     """
     runs = [_run_lengths(flags) for flags in cached]
@@ -59,7 +59,7 @@ def longest_hit(
 
 
 def _run_lengths(flags: Sequence[bool]) -> list[int]:
-    """Return, for 0..n blocks, how many of the last ones in a row are cached."""
+    """Return, for 0..n leading blocks, the length of the cached run at their end."""
     runs = [0]
     for flag in flags:
         runs.append(runs[-1] + 1 if flag else 0)

@@ -1,4 +1,4 @@
-"""Which calls take long to send their single message: gRPC keeps all of it until it is complete."""
+"""Calls that send their single message slowly: gRPC buffers a message until it is complete."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ Message = TypeVar("Message")
 MAX_PER_HOST = 8
 MAX_READS = 16
 MAX_GROWTH_BYTES = 128 * 2**20
-"""Growth of the process, from the begin of a read on, that ends the reads beyond both limits."""
+"""Growth of the process since a read began that ends the reads beyond both limits."""
 MAX_READS_GROWTH_BYTES = 384 * 2**20
-"""The same for all reads: 16 whole messages of 16 MiB more.
+"""Growth that ends all reads: 16 more messages of 16 MiB.
 
-Few reads can take more. gRPC keeps the buffer of the socket behind each frame of a message, and a frame of 24
-bytes may come with kilobytes of other frames.
+Few reads can take more memory than their messages. gRPC keeps the buffer of the socket behind each frame of a
+message, and a frame of 24 bytes may come with kilobytes of other frames.
 """
 CALL_BYTES = 30_000
-"""What an open call costs a server, whatever its client sends."""
+"""Memory of an open call in a server before any message."""
 GRACE_S = 0.1
-"""After it a read is long; until then it costs what arrives in this time."""
+"""A read that takes longer is long; a shorter one holds only the bytes that arrive in this time."""
 TIMEOUT_S = 30.0
 SAMPLE_S = 0.05
 TRIM_S = 0.2
-"""From the end of reads to the return of their memory, which gRPC has freed by then."""
+"""Delay from the end of reads to the return of their memory; gRPC has freed it by then."""
 _RETRY_AFTER_S = 1.0
 
 
 def _resident_bytes() -> int:
-    """Memory of this process without mapped files, where the system tells these apart."""
+    """Memory of this process, without mapped files if the system counts them separately."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Of the process at one time."""
+    """Memory and open calls of the process at one time."""
 
     resident_bytes: int
     num_calls: int
 
 
 class _ProcessSize:
-    """Measures how the process grows, apart from what its open calls cost."""
+    """Measures the growth of the process, without the memory of its open calls."""
 
     def __init__(self, resident: Callable[[], int]) -> None:
         self._resident = resident
@@ -64,11 +64,11 @@ class _ProcessSize:
         self.now()
 
     def last(self) -> _Size:
-        """With the memory that was measured last."""
+        """Current calls with the last measured memory."""
         return _Size(self._resident_bytes, self.num_calls)
 
     def now(self) -> _Size:
-        """Measure; without free file descriptors the memory is the one before."""
+        """Measure; without free file descriptors, keep the last measured memory."""
         try:
             self._resident_bytes = self._resident()
         except (OSError, psutil.Error) as error:
@@ -87,10 +87,10 @@ class _ProcessSize:
 
 
 class MessageReads:
-    """Ends long reads when the process grows with them: first those beyond the limits, then all.
+    """Ends long reads when the process grows with them: first reads beyond the limits, then all.
 
-    gRPC tells nothing about a message before it is complete, so the process's size has to. Many small
-    messages of slow clients do not show in it, and go on.
+    gRPC does not report a message before it is complete, so the size of the process is measured instead.
+    Many small messages of slow clients do not change it, and continue.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MessageReads:
         self._trimmer: asyncio.TimerHandle | None = None
 
     def begin_call(self) -> None:
-        """Count an open call of the server, which costs `CALL_BYTES`."""
+        """Count an open call of the server, of `CALL_BYTES`."""
         self._size.num_calls += 1
 
     def end_call(self) -> None:
@@ -173,9 +173,9 @@ class MessageReads:
         asyncio.get_running_loop().run_in_executor(None, self._size.trim)
 
     def _surplus(self, facts: str) -> dict[_LongRead, str]:
-        """Reads beyond the limit of their host, and of the rest those beyond the limit of all, and why.
+        """Reads beyond the limit of their host, then reads beyond the limit of all hosts, with the reason.
 
-        Of a host the newest stay; of all hosts as many of each as there is room for.
+        Per host the newest reads stay; over all hosts, each host keeps as many as there is room for.
         """
         surplus: dict[_LongRead, str] = {}
         num_of_host = Counter(read.host for read in self._reads)
@@ -213,7 +213,7 @@ class _LongRead:
 
 
 def begin_receive(receive: Callable[[], Awaitable[Message]]) -> asyncio.Future[Message]:
-    """Begin to receive a message that nobody may wait for to the end.
+    """Begin to receive a message; its receiver may stop waiting before the end.
 
     It is not to be cancelled: gRPC's operation goes on until the call ends, and writes into objects that a
     cancelled one may have freed.
@@ -224,7 +224,7 @@ def begin_receive(receive: Callable[[], Awaitable[Message]]) -> asyncio.Future[M
 
 
 async def receive_within(receive: Callable[[], Awaitable[Message]], timeout_s: float) -> Message:
-    """Receive a message. Raises TimeoutError; the call has to end then, and the receiving with it."""
+    """Receive a message. Raises TimeoutError: the caller then ends the call, which ends the receive."""
     message = begin_receive(receive)
     await asyncio.wait((message,), timeout=timeout_s)
     if not message.done():

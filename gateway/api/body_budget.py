@@ -1,4 +1,4 @@
-"""How many bytes of large bodies are in memory, from their begin until they are parsed."""
+"""Bytes of large bodies in memory, from their first byte until they are parsed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from types import TracebackType
 from gateway.api.errors import ApiError, unavailable
 
 FREE_BYTES = 64 * 1024
-"""Of each body; the number of connections limits these."""
-
-
+"""Bytes of each body that are not counted; the number of connections limits them."""
 BODIES_PER_HOST = 4
 BODIES = 16
 SLOW_S = 10.0
@@ -35,7 +33,7 @@ class BodyBudget:
         return HeldBody(self, host, self._now_s())
 
     def take(self, body: HeldBody, num_bytes: int) -> None:
-        """Count more bytes of `body`; slow ones end if they are in its way.
+        """Count more bytes of `body`; slow bodies end if they occupy its place.
 
         Raises ApiError (503) for bytes beyond a limit, which are not counted.
         """

@@ -44,7 +44,7 @@ def choose(logits: Tensor, router: Router, per_token: int, choice_bias: Tensor |
 
 
 _LEAST_SUM = 1e-20
-"""Below any sum of scores that float32 does not round to 0. Source: DeepSeek-V3's router."""
+"""Smaller than any sum of scores that is not 0 in float32. Source: DeepSeek-V3's router."""
 
 
 def _of_kept_groups(ranks: Tensor, router: Router) -> Tensor:
@@ -57,7 +57,7 @@ def _of_kept_groups(ranks: Tensor, router: Router) -> Tensor:
 
 
 def _highest(ranks: Tensor, count: int) -> Tensor:
-    """Places [n, count] of the highest of `ranks` [n, m]; equal ones in order, unlike `topk`."""
+    """Places [n, count] of the highest of `ranks` [n, m]; of equal ranks the first wins, unlike `topk`."""
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -68,7 +68,7 @@ each expert, int64 [experts].
 
 
 def separate_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """One product per expert that has rows: reads no other expert's matrix."""
+    """One product per expert with rows; matrices of other experts are not read."""
     product = x.new_empty(len(x), matrices.shape[1])
     begin = 0
     for expert, count in enumerate(counts.tolist()):
@@ -80,7 +80,7 @@ def separate_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """One call, which a GPU needs no numbers of rows for on the host."""
+    """One call for all experts; the host does not wait for the GPU's numbers of rows."""
     ends = counts.cumsum(0).to(torch.int32)
     return grouped_mm(x, matrices.transpose(1, 2), offs=ends)
 
@@ -91,7 +91,7 @@ class ExpertMixture:
     def __init__(
         self, plan: Experts, weights: ExpertsWeights, operations: Operations, kernels: Kernels
     ) -> None:
-        """Packed weights of the shared expert replace the given ones."""
+        """Packed weights of the shared expert replace its plain ones."""
         self._plan, self._weights = plan, weights
         self._gate = gated(plan.activation, operations)
         self._products = _products_on(weights.up)
@@ -111,7 +111,7 @@ class ExpertMixture:
         return self(x, num_tokens).add_(residual)
 
     def _mixed(self, x: Tensor) -> Tensor:
-        """The chosen experts' results for `x` [n, hidden_size], weighted and added."""
+        """Weighted sum of the chosen experts' results for `x` [n, hidden_size]."""
         plan, weights = self._plan, self._weights
         logits = linear(x.to(weights.router.dtype), weights.router)
         choice = choose(logits, plan.router, plan.per_token, weights.choice_bias)
@@ -133,6 +133,6 @@ class ExpertMixture:
 
 
 def _products_on(matrices: Tensor) -> Products:
-    """torch groups bfloat16 products on GPUs; elsewhere it loops over all experts, or has none."""
+    """torch has a grouped bfloat16 kernel on GPUs only; elsewhere it loops over all experts or raises."""
     is_grouped = matrices.device.type == "cuda" and matrices.dtype is torch.bfloat16
     return grouped_products if is_grouped else separate_products

@@ -18,7 +18,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class FeedForward(Protocol):
-    """Computes rows [m, hidden_size] independently; those from `num_tokens` on may be anything."""
+    """Computes rows [m, hidden_size] independently; rows from `num_tokens` on are undefined."""
 
     def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
         """[m, hidden_size] for `x` [m, hidden_size]."""

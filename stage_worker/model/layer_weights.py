@@ -310,7 +310,7 @@ class _Allocation:
                 self._places[part, kind] = (tensor, begin, begin + sizes[index])
 
     def get(self, role: TensorRole, kind: str) -> Tensor | None:
-        """The tensor that holds a part, with those that are stacked on it."""
+        """The tensor that holds a part, with all parts stacked in it."""
         place = self._places.get((role, kind))
         return None if place is None else place[0]
 

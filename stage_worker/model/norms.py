@@ -29,7 +29,7 @@ class NormWeights:
 
 
 def row_norm(norm: Norm, weights: NormWeights, rms: RmsNorm = rms_norm) -> RowNorm:
-    """The norm with `weights`; `rms` computes the usual kind."""
+    """Return the norm with `weights`; `rms` computes NormKind.RMS."""
     match norm.kind:
         case NormKind.RMS:
             return _Rms(weights.weight, norm.eps, rms)

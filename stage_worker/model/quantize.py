@@ -37,7 +37,7 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded_to(weights: WeightFormat, weight: Tensor) -> Tensor:
-    """The weights float32 [out, in] that a stage with this format computes with."""
+    """Weights float32 [out, in] after rounding to this format, as a stage computes with them."""
     if weights is WeightFormat.INT8:
         codes, scales = int8_rows(weight)
         return codes.float().mul_(scales.float()[:, None])
@@ -47,6 +47,6 @@ def rounded_to(weights: WeightFormat, weight: Tensor) -> Tensor:
 
 
 def _scales(steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """`steps` in `dtype`; 1 instead of 0, for weights that are all equal."""
+    """`steps` in `dtype`, with 1 instead of 0 (all weights equal)."""
     scales = steps.to(dtype)
     return torch.where(scales > 0, scales, 1.0)

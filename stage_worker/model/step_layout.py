@@ -20,7 +20,7 @@ from wire.errors import require
 
 
 class PagedLayers(Protocol):
-    """Pages of a stage's layers: those of layer i are layer `places[i][1]` of `groups[places[i][0]]`."""
+    """Pages of a stage's layers: layer i has layer `places[i][1]` of `groups[places[i][0]]`."""
 
     @property
     def groups(self) -> Sequence[PagedKv]:
@@ -52,7 +52,7 @@ class PagedKv(Protocol):
 
 
 _SHORT_TOKENS = 512
-"""Minimum length for grouping one-token slices: padding shorter ones costs less than another call."""
+"""Minimum length for grouping one-token slices: padding shorter slices costs less than another call."""
 
 _QUERIES_PER_BLOCK = 128
 _SCORES_PER_BLOCK = 128 * 512
@@ -111,7 +111,7 @@ class QueryBlock:
 class PrefillView:
     """Keys of one slice of several tokens.
 
-    `pages` is int64 [1, p], or None for a slice without history, whose keys are those just computed.
+    `pages` is int64 [1, p], or None for a slice without history, which uses the keys just computed.
     `num_keys` of the gathered keys are used. SDPA uses `mask` [num_tokens, num_keys], or None for plain
     causal; products use `blocks`, which cover all queries.
     """
@@ -341,7 +341,7 @@ class StepLayout:
 
     `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
     ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
-    with layers of several block groups has one layout for each, the later ones as `others` of the first.
+    with layers of several block groups has one layout per group, from the second group on in `others`.
     """
 
     num_tokens: int

@@ -72,7 +72,7 @@ class Tile:
 
 
 def tiles(matrix: PackedMatrix, row_begin: int, row_end: int, *, max_elements: int) -> Iterator[Tile]:
-    """Yield the tiles of rows [row_begin, row_end), in file order and of about `max_elements` at most."""
+    """Yield the tiles of rows [row_begin, row_end), in file order, each of about `max_elements` or fewer."""
     columns = matrix.shape[-1]
     if isinstance(matrix.scheme, Gptq | Awq):
         step = max(max_elements // (row_end - row_begin) // WORD_BITS, 1) * WORD_BITS
@@ -103,7 +103,7 @@ def _scaled(matrix: PackedMatrix, scheme: Scaled, tile: Tile, read: ReadElements
 
 
 def _grid(part: StoredPart, block: tuple[int, int], tile: Tile, read: ReadElements) -> Tensor:
-    """The numbers of blocks [rows, columns], one each, for every element of a tile of whole rows."""
+    """Spread one number per block [rows, columns] over the elements of a tile of whole rows."""
     height, width = block
     num_columns = _num_blocks(tile.num_columns, width)
     if height == 0:
@@ -121,7 +121,7 @@ def _num_blocks(size: int, block: int) -> int:
 
 
 def _spread(numbers: Tensor, size: int, columns: int) -> Tensor:
-    """Repeat each column of `numbers` [rows, n] for `size` columns; 0 is for all."""
+    """Repeat each column of `numbers` [rows, n] `size` times; 0 means all columns."""
     if numbers.shape[1] == 1:
         return numbers
     return numbers.repeat_interleave(size, dim=1)[:, :columns]
@@ -147,7 +147,7 @@ def _packed_ints(matrix: PackedMatrix, scheme: PackedInts, tile: Tile, read: Rea
 def _column_spread(
     matrix: PackedMatrix, scheme: PackedInts, groups: int, read: ReadElements
 ) -> Callable[[Tensor], Tensor]:
-    """A function from numbers [rows, groups] to those of each column."""
+    """Return a function that spreads numbers [rows, groups] over columns [rows, columns]."""
     columns = matrix.shape[-1]
     if scheme.has_group_index:
         index = _group_index(matrix, read(StoredPart.GROUP_INDEX, 0, columns), groups)
@@ -167,7 +167,7 @@ def _zero_points(scheme: PackedInts, tile: Tile, groups: int, read: ReadElements
 
 
 def _group_index(matrix: PackedMatrix, index: Tensor, groups: int) -> Tensor | None:
-    """Checked groups of columns; None for -1 everywhere, which stands for groups in order."""
+    """Checked groups of columns; None if all are -1, which means groups in order."""
     low, high = int(index.min()), int(index.max())
     if low == high == -1:
         return None
@@ -189,7 +189,7 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """The 4-bit numbers of bytes [..., n], low ones first, as uint8 [..., 2 * n]."""
+    """The 4-bit numbers of bytes [..., n], low bits first, as uint8 [..., 2 * n]."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
@@ -240,7 +240,7 @@ def _ordered_groups(tile: Tile, group: int) -> Tensor:
 
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The number in a word that belongs to each of eight outputs."""
+"""Position in a word of each of eight outputs."""
 
 
 def _awq(matrix: PackedMatrix, scheme: Awq, tile: Tile, read: ReadElements) -> Tensor:

@@ -33,48 +33,57 @@ def _gateway_url(text: str) -> str:
 _seconds = option_parser(parse_non_negative)
 
 
+_Requests = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IN", exists=True, dir_okay=False, readable=True, help="Requests, one JSON object a line."
+    ),
+]
+_Responses = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT", dir_okay=False, help="Responses; requests that it has already are skipped."
+    ),
+]
+_Gateway = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        parser=option_parser(_gateway_url),
+        envvar="STAGELINE_GATEWAY",
+        show_envvar=False,
+        help="Gateway URL, also set by STAGELINE_GATEWAY.",
+    ),
+]
+_Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum concurrent requests.")]
+_Retries = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Maximum retries of a request after cut connections and server errors."
+    ),
+]
+_RetryWait = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        parser=_seconds,
+        help="Maximum wait of a request for an overloaded server that says when to retry.",
+    ),
+]
+_Timeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", parser=_seconds, help="Maximum wait for a response before a retry."),
+]
+
+
 def batch(
-    requests: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN", exists=True, dir_okay=False, readable=True, help="Requests, one JSON object a line."
-        ),
-    ],
-    responses: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", dir_okay=False, help="Responses; requests that it has already are skipped."
-        ),
-    ],
-    gateway: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            parser=option_parser(_gateway_url),
-            envvar="STAGELINE_GATEWAY",
-            show_envvar=False,
-            help="Gateway URL, also set by STAGELINE_GATEWAY.",
-        ),
-    ] = "http://127.0.0.1:7482",
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum concurrent requests.")] = 32,
-    retries: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Maximum retries of a request after cut connections and server errors."
-        ),
-    ] = 8,
-    retry_wait: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            parser=_seconds,
-            help="Maximum wait of a request for an overloaded server that says when to retry.",
-        ),
-    ] = 600.0,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", parser=_seconds, help="Maximum wait for a response before a retry."),
-    ] = 600.0,
+    requests: _Requests,
+    responses: _Responses,
+    gateway: _Gateway = "http://127.0.0.1:7482",
+    concurrency: _Concurrency = 32,
+    retries: _Retries = 8,
+    retry_wait: _RetryWait = 600.0,
+    timeout: _Timeout = 600.0,
 ) -> int:
     """Send a file of requests in OpenAI's batch form, and write the responses.
 

@@ -118,7 +118,7 @@ def test_released_blocks_serve_other_sequences(mistral: Path) -> None:
         assert (together > 10) == releases
 
 
-def test_a_hit_needs_the_whole_prefix_and_releases_its_head_at_once(mistral: Path) -> None:
+def test_a_hit_on_a_whole_prompt_holds_only_the_blocks_of_the_window(mistral: Path) -> None:
     prompt = prompt_of(200, 21)
     pipeline = new_pipeline(mistral, num_blocks=60)
     held: list[tuple[int, int]] = []

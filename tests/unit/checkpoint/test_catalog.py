@@ -28,7 +28,7 @@ def test_only_llama_does_not_differ_from_llama() -> None:
 
 def test_differences_are_those_of_the_row() -> None:
     gemma = differences(ROWS["gemma2"])
-    assert "norms: of inputs and outputs" in gemma
+    assert "norms: before and after mixer and feed-forward" in gemma
     assert "soft caps of scores and logits" in gemma
     assert "tied head by default" in gemma
     assert "soft caps of scores and logits" not in differences(ROWS["qwen3"])
