@@ -22,6 +22,8 @@ CASES ?= 100000
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q --durations=30
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
+# Seconds until a test counts as hanging, where tests may take minutes.
+LONG := -o faulthandler_timeout=900
 # Else every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 BUF_VERSION := 1.75.0
@@ -40,30 +42,30 @@ test: venv
 	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients)"
 
 test-full: venv
-	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients)"
+	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients)"
 
 test-chaos: venv
-	@$(PYTEST) -m chaos
+	@$(PYTEST) $(LONG) -m chaos
 
 # One after the other: a benchmark beside other tests measures them.
 test-bench: venv
-	@$(PYTEST) -m bench
+	@$(PYTEST) $(LONG) -m bench
 
 test-gpu: venv
-	@$(PYTEST) -m gpu tests/gpu
+	@$(PYTEST) $(LONG) -m gpu tests/gpu
 
 # Every family and cut; test-full has some families each day.
 test-models: venv
-	@STAGELINE_TEST_FAMILIES=all $(PYTEST) $(PARALLEL) tests/unit/stage_worker/model/test_families.py
+	@STAGELINE_TEST_FAMILIES=all $(PYTEST) $(PARALLEL) $(LONG) tests/unit/stage_worker/model/test_families.py
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
-	@$(PYTEST) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
+	@$(PYTEST) $(LONG) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
 
 fuzz: venv
 	@$(BIN)/python -m tests.fuzz --cases $(CASES) $(SEED:%=--seed %)
 
 nightly: venv
-	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
+	@$(PYTEST) $(PARALLEL) -o faulthandler_timeout=7200 --hypothesis-profile nightly -m "nightly or hypothesis"
 	@$(BIN)/python -m tests.chaos --seconds 600
 	@$(BIN)/python -m tests.chaos --seconds 600 --storm
 	@$(BIN)/python -m tests.churn --minutes 30 --rate 20

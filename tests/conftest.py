@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.figures import FIGURE, Figure, Figures
+from tests.overdue import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.properties import register_profiles
 from tests.summary import Results
 from tests.temporary import end_in_order, process_directory

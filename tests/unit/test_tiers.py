@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -66,3 +68,33 @@ def test_runs_add_up_to_one_summary(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_summary_of_no_run_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "results").touch()
     assert main(tmp_path / "results") == 1
+
+
+HANGING = """
+import asyncio
+
+async def wait_for_ever():
+    await asyncio.Event().wait()
+
+async def test_hangs():
+    await wait_for_ever()
+
+def test_passes():
+    pass
+"""
+
+
+def test_a_test_that_hangs_fails_with_what_it_waits_for_and_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    options = ("-n1", "-p", "tests.overdue", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "faulthandler_timeout=2", *options, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "1 failed, 1 passed" in done.stdout
+    assert re.search(r"test_hanging.py::test_hangs has not ended.*in wait_for_ever", done.stderr, re.S)
+    assert "most recent call first" in done.stderr, "the stacks of its threads"
