@@ -77,7 +77,8 @@ class Attention:
 
     `head_dim` is independent of hidden size and number of heads. Without `rope`, positions do not enter.
     `window` is the number of positions, the query's own included, that a query sees; None for all. Scores
-    are multiplied by `scale`, then limited to softcap * tanh(score / softcap).
+    are multiplied by `scale`, then limited to softcap * tanh(score / softcap). With `has_sinks`, each head
+    has a learned score that takes part in the softmax and has no value.
     """
 
     num_heads: int
@@ -91,6 +92,7 @@ class Attention:
     query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    has_sinks: bool = False
 
     @property
     def q_size(self) -> int:

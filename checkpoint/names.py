@@ -15,6 +15,7 @@ class TensorRole(Enum):
     O = "attention output"  # noqa: E741  # the field's name
     Q_NORM = "norm of queries"
     K_NORM = "norm of keys"
+    SINKS = "attention sinks"
     MIXER_NORM = "norm of the mixer's input"
     MIXER_OUT_NORM = "norm of the mixer's output"
     FFN_NORM = "norm of the feed-forward's input"
@@ -40,6 +41,7 @@ _USUAL_MODULES = {
     TensorRole.O: "self_attn.o_proj",
     TensorRole.Q_NORM: "self_attn.q_norm",
     TensorRole.K_NORM: "self_attn.k_norm",
+    TensorRole.SINKS: "self_attn",
     TensorRole.MIXER_NORM: "input_layernorm",
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "post_attention_layernorm",

@@ -22,6 +22,8 @@ _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
+SINKS_KIND = "sinks"
+"""Kind of tensor of `TensorRole.SINKS`."""
 
 
 def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
@@ -41,6 +43,8 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         for role, width in ((TensorRole.Q_NORM, attention.q_size), (TensorRole.K_NORM, attention.kv_size)):
             shapes |= _norm(role, width if is_whole else attention.head_dim, qk_norm.norm)
     shapes |= _projection(TensorRole.O, hidden_size, attention.q_size, bias=attention.o_bias)
+    if attention.has_sinks:
+        shapes[TensorRole.SINKS, SINKS_KIND] = (attention.num_heads,)
     if isinstance(plan.feed_forward, Experts):
         return shapes | _experts(plan.feed_forward, hidden_size)
     return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)

@@ -21,6 +21,7 @@ from checkpoint.blueprint import Activation, NormKind, NormSpan, Placement, QkNo
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
+    SINKS_KIND,
     RolePlaces,
     RoleRows,
     final_norm_tensors,
@@ -443,7 +444,11 @@ class _StreamedLayer:
         scores = queries @ keys.transpose(2, 3) / (1 / mixer.scale)  # the rounding of recorded references
         if mixer.softcap is not None:
             scores = _limited(scores, mixer.softcap)
-        weights = self._model.rounded(scores.masked_fill(is_hidden, -math.inf).softmax(dim=-1))
+        scores = scores.masked_fill(is_hidden, -math.inf)
+        if mixer.has_sinks:
+            sinks = self._model.vector(self._places[TensorRole.SINKS, SINKS_KIND, None])
+            scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = self._model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
         return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
     def _rotated(self, heads: Tensor) -> Tensor:

@@ -21,7 +21,13 @@ from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.layer_weights import DenseWeights, LayerWeights, project
 from stage_worker.model.norms import RowNorm, row_norm
-from stage_worker.model.operations import Operations, attend_prompt, limited, operations
+from stage_worker.model.operations import (
+    Operations,
+    attend_prompt,
+    attention_weights,
+    limited,
+    operations,
+)
 from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, Rotary, StepLayout
 
 
@@ -33,25 +39,34 @@ def attend(
     operations: Operations,
     mixer: Attention,
     kv: LayerKv,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim].
 
     `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages.
+    `sinks` is float32 [heads], see `Attention`.
     """
     step = kv.step
     views = step.views[mixer.window]
     for view in views.decodes:
-        operations.decode(query, output, view, mixer, kv)
+        operations.decode(query, output, view, mixer, kv, sinks)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
         rows = slice(begin, end)
         if step.kernels.prefill is AttentionMethod.IN_PLACE:
+            assert sinks is None, "no sinks"
             attend_prompt(query[rows], fresh[rows], output[rows], prefill, mixer, kv)
         else:
-            _prefill(query[rows], fresh[rows], output[rows], prefill, mixer, kv)
+            _prefill(query[rows], fresh[rows], output[rows], prefill, mixer, kv, sinks)
 
 
 def _prefill(
-    query: Tensor, fresh: Tensor, output: Tensor, view: PrefillView, mixer: Attention, kv: LayerKv
+    query: Tensor,
+    fresh: Tensor,
+    output: Tensor,
+    view: PrefillView,
+    mixer: Attention,
+    kv: LayerKv,
+    sinks: Tensor | None,
 ) -> None:
     """Fill `output` [n, heads, head_dim] for the n queries of one sequence."""
     if view.pages is None:
@@ -63,9 +78,10 @@ def _prefill(
     sizes = (num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     grouped, target = (x.view(sizes).permute(1, 2, 0, 3) for x in (query, output))
     if kv.kernels.prefill is AttentionMethod.SDPA:
+        assert sinks is None, "no sinks"
         _prefill_sdpa(grouped, keys, values, view, mixer, target)
     else:
-        _prefill_products(grouped, keys, values, view, mixer, target)
+        _prefill_products(grouped, keys, values, view, mixer, target, sinks)
 
 
 def _prefill_sdpa(
@@ -84,12 +100,19 @@ def _prefill_sdpa(
 
 
 def _prefill_products(
-    query: Tensor, keys: Tensor, values: Tensor, view: PrefillView, mixer: Attention, target: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    view: PrefillView,
+    mixer: Attention,
+    target: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """`query` and `target` [kv_heads, group, n, head_dim], `keys` and `values` [kv_heads, s, head_dim]."""
     wide_keys = _contiguous(keys, torch.float32).transpose(1, 2)
     values = _contiguous(values, values.dtype)
     kv_heads, group, _, head_dim = query.shape
+    by_head = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
     for block in view.blocks:
         (first, last), (low, high) = block.queries, block.keys
         wide = _contiguous(query[:, :, first:last], torch.float32).mul_(mixer.scale)
@@ -99,8 +122,8 @@ def _prefill_products(
         by_query = scores.view(kv_heads, group, last - first, high - low)
         for begin, mask in block.edges:
             by_query[..., begin : begin + mask.shape[1]].add_(mask)
-        weights = torch.softmax(scores, dim=-1).to(values.dtype)
-        found = torch.bmm(weights, values[:, low:high])
+        weights = attention_weights(by_query, by_head).to(values.dtype)
+        found = torch.bmm(weights.flatten(1, 2), values[:, low:high])
         target[:, :, first:last].copy_(found.view(kv_heads, group, last - first, head_dim))
 
 
@@ -149,6 +172,7 @@ class DecoderLayer:
         """Packed weights replace the given ones."""
         self._mixer = mixer = plan.mixer
         self._rotary = Rotary.of(mixer)
+        self._sinks = None if weights.sinks is None else weights.sinks.float()
         self._operations = operations(kernels)
         self._residual_scale = plan.residual_scale
         self._is_shared = plan.placement is Placement.SHARED
@@ -219,5 +243,6 @@ class DecoderLayer:
             operations=self._operations,
             mixer=self._mixer,
             kv=kv,
+            sinks=self._sinks,
         )
         return mixed.view(num_rows, -1)

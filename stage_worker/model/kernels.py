@@ -61,6 +61,8 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
         return f"an MLP with {dense.activation.value} is not supported by the kernels"
     if attention.qk_norm is not None and attention.qk_norm.is_after_rotation:
         return "norms after the rotation are not supported by the kernels"
+    if attention.has_sinks:
+        return "attention sinks are not supported by the kernels"
     return "limited scores are not supported by the kernels" if attention.softcap is not None else None
 
 
@@ -137,7 +139,9 @@ class Kernels:
         return cls(
             products=ProductMethod.ONEDNN,
             decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
-            prefill=AttentionMethod.SDPA if has_amx and not _has_caps(config) else AttentionMethod.PRODUCTS,
+            prefill=AttentionMethod.SDPA
+            if has_amx and not _needs_products(config)
+            else AttentionMethod.PRODUCTS,
             not_compiled_because=reason,
         )
 
@@ -159,19 +163,20 @@ class Kernels:
 
 
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
-"""Supported by every device and dtype, for layers without a limit of scores."""
+"""Supported by every device and dtype, for layers without a limit of scores and without sinks."""
 
-_CAPPED = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
-"""scaled_dot_product_attention has no limit of scores."""
+_PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
+"""scaled_dot_product_attention has no limit of scores and no sinks."""
 
 
 def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
     """torch's operators that every device and dtype supports."""
-    return replace(_CAPPED if _has_caps(config) else PLAIN, not_compiled_because=not_compiled_because)
+    return replace(_PRODUCTS if _needs_products(config) else PLAIN, not_compiled_because=not_compiled_because)
 
 
-def _has_caps(config: Blueprint) -> bool:
-    return any(layer.mixer.softcap is not None for layer in config.kinds)
+def _needs_products(config: Blueprint) -> bool:
+    mixers = (layer.mixer for layer in config.kinds)
+    return any(mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
 
 
 ALL_COMPILED = Kernels(

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from checkpoint import Attention, Blueprint, Dense, DType, Experts
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.names import TensorRole
-from checkpoint.tensors import CHOICE_BIAS_KIND, layer_tensors, role_shapes, row_axis
+from checkpoint.tensors import CHOICE_BIAS_KIND, SINKS_KIND, layer_tensors, role_shapes, row_axis
 from stage_worker.model.kernels import ProductMethod, load
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.quantize import int4_groups, int8_rows
@@ -223,13 +223,14 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows."""
+    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows; `sinks` is [heads]."""
 
     norms: Mapping[TensorRole, NormWeights]
     qkv: Tensor
     qkv_bias: Tensor | None
     o: Tensor
     o_bias: Tensor | None
+    sinks: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights
 
 
@@ -258,6 +259,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         qkv_bias=tensors.get(TensorRole.Q, "bias"),
         o=tensors.found(TensorRole.O, "weight"),
         o_bias=tensors.get(TensorRole.O, "bias"),
+        sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         feed_forward=_feed_forward(config.layers[layer].feed_forward, tensors),
     )
     return weights, tensors.destinations()

@@ -41,6 +41,18 @@ def limited(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh_().mul_(cap)
 
 
+def attention_weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension of float32 `scores`, which may be modified.
+
+    `sinks` [..., 1] take part in it and are dropped. Source: Xiao et al. 2023, arXiv:2309.17453, section 3.3.
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    highest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = scores.sub_(highest).exp_()
+    return weights.div_(weights.sum(dim=-1, keepdim=True).add_((sinks - highest).exp_()))
+
+
 _FEW_ELEMENTS = 1 << 19
 """Up to here, converting keys to float32 is cheaper than multiplying twice."""
 
@@ -54,9 +66,14 @@ def decode_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 
 
 def decode_products(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, mixer: Attention
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    mixer: Attention,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like `decode_sdpa`, with a float32 mask, and with a limit of scores.
+    """Like `decode_sdpa`, with a float32 mask, a limit of scores, and `sinks` float32 [heads].
 
     torch has no bfloat16 product with a float32 result on a CPU. Many keys are multiplied twice: the
     second product is the rounding error of the first (beta=-1 is added to the unrounded sum).
@@ -76,7 +93,8 @@ def decode_products(
         scores = torch.zeros(shape, device=query.device) if mask is None else mask
         for part in parts:
             scores = torch.add(scores, part.view(shape), alpha=mixer.scale)
-    weights = torch.softmax(scores, dim=-1).to(values.dtype)
+    by_group = None if sinks is None else sinks.view(shape[0], 1, -1, 1)
+    weights = attention_weights(scores, by_group).to(values.dtype)
     return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
 
 
@@ -120,7 +138,16 @@ class NativeOperations:
             shape,
         )
 
-    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
+    def decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        view: DecodeView,
+        mixer: Attention,
+        kv: LayerKv,
+        sinks: Tensor | None = None,
+    ) -> None:
+        assert sinks is None, "no sinks"
         _, num_heads, head_dim = query.shape
         batch, width = view.pages.shape
         store = kv.store
@@ -192,8 +219,19 @@ class Operations(Protocol):
         after the rotation, by torch's operators only.
         """
 
-    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
-        """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`."""
+    def decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        view: DecodeView,
+        mixer: Attention,
+        kv: LayerKv,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`.
+
+        `sinks` is float32 [heads], see `Attention`.
+        """
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, [n, width], of concatenated gate and up [n, 2 * width]."""
@@ -224,13 +262,24 @@ class TorchOperations:
             between(heads)
         kv.write(heads[:, num_heads:])
 
-    def decode(self, query: Tensor, output: Tensor, view: DecodeView, mixer: Attention, kv: LayerKv) -> None:
+    def decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        view: DecodeView,
+        mixer: Attention,
+        kv: LayerKv,
+        sinks: Tensor | None = None,
+    ) -> None:
         chosen = query if view.rows is None else query.index_select(0, view.rows)
         batch, num_heads, head_dim = chosen.shape
         keys, values = kv.gather(view.pages)
         grouped = chosen.reshape(batch, keys.shape[0], -1, head_dim).transpose(0, 1)
-        attend = decode_sdpa if kv.kernels.decode is AttentionMethod.SDPA else decode_products
-        found = attend(grouped, keys, values, view.mask, mixer)
+        if kv.kernels.decode is AttentionMethod.SDPA:
+            assert sinks is None, "no sinks"
+            found = decode_sdpa(grouped, keys, values, view.mask, mixer)
+        else:
+            found = decode_products(grouped, keys, values, view.mask, mixer, sinks)
         found = found.transpose(0, 1).reshape(batch, num_heads, head_dim)
         if view.rows is None:
             output.copy_(found)

@@ -16,7 +16,7 @@ from stage_worker.model.rope import Rope, rotate_
 from stage_worker.model.step_layout import LayerKv, Rotary, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
-from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, skip_unless_possible
+from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, PRODUCTS, skip_unless_possible
 from tests.unit.stage_worker.model.pipeline import NanPages
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -141,20 +141,30 @@ def test_compiled_rotation_and_writes_equal_torch_bit_by_bit(
     assert int((~stores[0].isnan()).sum()) == 6 * 2 * KV_HEADS * 32
 
 
-def attention_by_formula(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+WITH_SINKS = "products with sinks"
+
+
+def sinks_of(choice: str) -> Tensor | None:
+    """One that takes all, one that takes nothing, and some between."""
+    return torch.tensor([0.0, 30.0, -30.0, 1.0, 3.0, 6.0]) if choice == WITH_SINKS else None
+
+
+def attention_by_formula(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
     """float64 [heads, head_dim] of one query [heads, head_dim] over [s, kv_heads, head_dim]."""
     keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (keys, values))
     scores = torch.einsum("hd,shd->hs", query.double(), keys) / math.sqrt(query.shape[-1])
-    return torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values)
+    sink = torch.zeros(HEADS) if sinks is None else sinks.double().exp()
+    weights = scores.exp() / (scores.exp().sum(-1) + sink)[:, None]
+    return torch.einsum("hs,shd->hd", weights, values)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 11, 100])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", [*CHOICES, WITH_SINKS])
 def test_attention_of_one_query_equals_the_formula(
     choice: str, window: int | None, head_dim: int, checkpoint: Checkpoint
 ) -> None:
-    kernels = CHOICES[choice]
+    kernels = CHOICES.get(choice, PRODUCTS)
     skip_unless_possible(kernels, checkpoint.config)
     lengths = [1, 8, 9, 16, 33, 150, 260]
     blocks = iter(torch.randperm(128, generator=torch.Generator().manual_seed(4)).tolist())
@@ -173,13 +183,15 @@ def test_attention_of_one_query_equals_the_formula(
     output = torch.full_like(query, float("nan"))
     step = layout(checkpoint, kernels, slices, window)
     for view in step.views[window].decodes:
-        operations(kernels).decode(query, output, view, mixer_of(head_dim, window), LayerKv(step, pages, 0))
+        mixer, kv = mixer_of(head_dim, window), LayerKv(step, pages, 0)
+        operations(kernels).decode(query, output, view, mixer, kv, sinks_of(choice))
     expected = torch.stack(
         [
             attention_by_formula(
                 query[i],
                 tokens[-(window or len(tokens)) :, :KV_HEADS],
                 tokens[-(window or len(tokens)) :, KV_HEADS:],
+                sinks_of(choice),
             )
             for i, tokens in enumerate(contents)
         ]
@@ -195,11 +207,11 @@ PROMPTS = [(0, 2), (0, 5), (0, 130), (16, 3), (61, 13), (200, 70), (263, 64)]
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 11, 100])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", [*CHOICES, WITH_SINKS])
 def test_attention_of_several_queries_equals_the_formula(
     choice: str, window: int | None, head_dim: int, checkpoint: Checkpoint
 ) -> None:
-    kernels = CHOICES[choice]
+    kernels = CHOICES.get(choice, PRODUCTS)
     skip_unless_possible(kernels, checkpoint.config)
     blocks = iter(torch.randperm(256, generator=torch.Generator().manual_seed(4)).tolist())
     pages = NanPages(1, 256, BLOCK, KV_HEADS, head_dim, torch.bfloat16)
@@ -224,13 +236,15 @@ def test_attention_of_several_queries_equals_the_formula(
         operations=operations(kernels),
         mixer=mixer_of(head_dim, window),
         kv=LayerKv(step, pages, 0),
+        sinks=sinks_of(choice),
     )
     expected = []
     for (first, count), tokens in zip(PROMPTS, contents, strict=True):
         for position in range(first, first + count):
             seen = tokens[max(0, position + 1 - (window or position + 1)) : position + 1]
             query = heads[len(expected), :HEADS]
-            expected.append(attention_by_formula(query, seen[:, :KV_HEADS], seen[:, KV_HEADS:]))
+            keys, values = seen[:, :KV_HEADS], seen[:, KV_HEADS:]
+            expected.append(attention_by_formula(query, keys, values, sinks_of(choice)))
     error = (output.double() - torch.stack(expected)).abs()
     assert float(error.max()) < 0.03
     assert float(error.square().mean().sqrt()) < 0.004
