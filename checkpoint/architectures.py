@@ -452,6 +452,60 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "sliding_window": 4096,
         },
     ),
+    Architecture(
+        model_type="gemma4_text",
+        class_name="Gemma4ForCausalLM",
+        title="Gemma 4",
+        keys=_keys(
+            "sliding_window hidden_activation attention_bias final_logit_softcapping attention_k_eq_v"
+            " global_head_dim num_global_key_value_heads per_layer_config use_bidirectional_attention"
+            " hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp"
+            " enable_moe_block num_experts top_k_experts moe_intermediate_size"
+        ),
+        names=renamed(_AROUND),
+        windows=Windows.PATTERN_THEN_FULL,
+        window_pattern=6,
+        rope=RopeRule(theta=1_000_000.0, local_theta=10_000.0, is_per_type=True, has_proportional=True),
+        head_dim=256,
+        global_head_dim=512,
+        has_layer_scale=True,
+        has_kv_heads_default=False,
+        norms=NormRule(
+            kind=NormKind.RMS_WIDE,
+            placement=Placement.AROUND,
+            qk_span=NormSpan.HEAD,
+            has_value_norm=True,
+        ),
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        scales=ScaleRule(embedding=EmbeddingScale.ROOT, attention=1.0, has_caps=True),
+        is_tied=True,
+        defaults={
+            "vocab_size": 262_144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 512,
+            "hidden_size_per_layer_input": 256,
+        },
+        fixed={
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": False,
+            "use_bidirectional_attention": "vision",
+        },
+        reasons={
+            "hidden_size_per_layer_input": " (per-layer embeddings, as in E2B and E4B)",
+            "num_kv_shared_layers": " (keys and values of other layers, as in E2B and E4B)",
+            "enable_moe_block": " (experts beside the MLP, as in 26B-A4B)",
+            "use_bidirectional_attention": ", which changes no text",
+        },
+    ),
 )
 
 _BY_CLASS = {row.class_name: row for row in ARCHITECTURES}

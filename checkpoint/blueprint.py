@@ -79,6 +79,10 @@ class Attention:
     `window` is the number of positions, the query's own included, that a query sees; None for all. Scores
     are multiplied by `scale`, then limited to softcap * tanh(score / softcap). With `has_sinks`, each head
     has a learned score that takes part in the softmax and has no value.
+
+    With `value_is_key`, values are projected like keys, by the same matrix, and lack the norm and the
+    rotation of keys. With `value_norm_eps`, values are scaled to unit mean square per head; it is added to
+    the mean square.
     """
 
     num_heads: int
@@ -93,6 +97,8 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     has_sinks: bool = False
+    value_is_key: bool = False
+    value_norm_eps: float | None = None
 
     @property
     def q_size(self) -> int:
@@ -172,7 +178,8 @@ class Placement(Enum):
 class LayerPlan:
     """One layer: `mixer`, then `feed_forward`, each added to its input after `residual_scale`.
 
-    `weights` is the format of its matrices in memory, None for the run dtype.
+    `weights` is the format of its matrices in memory, None for the run dtype. With `has_scale`, the layer's
+    output is multiplied by a number among its weights.
     """
 
     mixer: Attention
@@ -180,6 +187,7 @@ class LayerPlan:
     norm: Norm
     placement: Placement = Placement.BEFORE
     residual_scale: float = 1.0
+    has_scale: bool = False
     weights: WeightFormat | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import NormKind, Placement
-from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
+from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation
 from checkpoint.rope_config import RopeRule
 from checkpoint.wrappers import WRAPPERS
 
@@ -80,7 +80,7 @@ def _family(row: Architecture) -> FamilyEntry:
         model_type=row.model_type,
         class_name=row.class_name,
         differences=differences(row),
-        windows=row.windows.value if row.windows is not Windows.PATTERN else _pattern(row),
+        windows=row.windows.value if not row.windows.has_pattern else _pattern(row),
         wrappers=tuple(one.model_type for one in WRAPPERS if row.model_type in one.text_types),
     )
 
@@ -109,7 +109,7 @@ def _norms(row: Architecture) -> list[str]:
     if rule.qk_span is not None:
         place = "after rotation" if rule.is_qk_after_rotation else "before rotation"
         words.append(f"norms of queries and keys per {rule.qk_span.value}, {place}")
-    return words
+    return [*words, "norm of values without weight"] if rule.has_value_norm else words
 
 
 def _rope(row: Architecture) -> list[str]:
@@ -119,6 +119,7 @@ def _rope(row: Architecture) -> list[str]:
         "another rotary base of windowed layers": rule.local_theta is not None,
         "rotary embeddings per type of layer": rule.is_per_type,
         "partial rotary embeddings": rule.partial is not None,
+        "proportional rotary embeddings": rule.has_proportional,
         "interleaved rotary pairs": rule.is_interleaved,
         "longrope": rule.has_length_factors,
         "dynamic rotary base with alpha": rule.has_fixed_alpha,
@@ -131,6 +132,7 @@ def _scales(row: Architecture) -> list[str]:
     rule = row.scales
     words = {
         f"embeddings times {rule.embedding.value}": rule.embedding is not EmbeddingScale.NONE,
+        f"attention scale {rule.attention}": rule.attention is not None,
         "attention scale from query_pre_attn_scalar": rule.query_scalar is not None,
         "residual, attention and logit multipliers": rule.has_multipliers,
         "logits times logit_scale": rule.logit_scale is not None,
@@ -168,7 +170,7 @@ def _names(row: Architecture) -> list[str]:
 _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
     *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
-    *("windows", "window_pattern", "activation_key"),
+    *("windows", "window_pattern", "activation_key", "fixed", "reasons"),
 }
 """Names, defaults, and what other columns show."""
 _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
@@ -181,5 +183,10 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "is_gated": lambda row: ["MLP without gate"],
     "scales": _scales,
     "experts": _experts,
+    "global_head_dim": lambda row: [
+        "other KV heads and head width with full attention",
+        "values projected like keys if attention_k_eq_v",
+    ],
+    "has_layer_scale": lambda row: ["output of each layer scaled"],
     "is_tied": lambda row: ["tied head by default"],
 }

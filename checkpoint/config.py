@@ -34,6 +34,7 @@ from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
 from checkpoint.expert_config import parse_experts, parse_sparse_layers
 from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
+from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.quantization_config import parse_quantization
 from checkpoint.rope_config import FULL, SLIDING, RopeKind, parse_query_growth, parse_ropes
 from checkpoint.wrappers import text_config
@@ -51,8 +52,8 @@ def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None
     raw = text_config(raw)
     row = architecture_of(raw)
     refuse_unknown_keys(raw, row.keys)
-    _refuse_other_values(raw, row)
     raw = {**row.defaults, **raw}
+    _refuse_other_values(raw, row)
     layers = _parse_layers(raw, row)
     hidden_size = positive_int(raw, "hidden_size")
     caps = row.scales.has_caps
@@ -80,7 +81,7 @@ def _refuse_other_values(raw: RawConfig, row: Architecture) -> None:
         if raw.get(key) is not None and raw[key] != value:
             raise UnsupportedModel(
                 f"config field {key!r} = {raw[key]!r} is not supported for {row.model_type!r},"
-                f" only {value!r} is"
+                f" only {value!r} is{row.reasons.get(key, '')}"
             )
 
 
@@ -127,7 +128,8 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
         raw, positive_int(raw, "num_hidden_layers"), row.windows, row.window_pattern
     )
     mixer = _parse_attention(raw, row)
-    ropes = parse_ropes(raw, row.rope, mixer.head_dim)
+    heads = parse_layer_heads(raw, row, LayerHeads(mixer.num_kv_heads, mixer.head_dim), windows)
+    ropes = parse_ropes(raw, row.rope, {name: own.head_dim for name, own in heads.items()})
     feed_forwards = _parse_feed_forwards(raw, row, len(windows))
     plan = LayerPlan(
         mixer=mixer,
@@ -135,12 +137,21 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
         norm=_parse_norm(raw, row),
         placement=row.norms.placement,
         residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
+        has_scale=row.has_layer_scale,
     )
     layers = []
     rotated = _rotated_layers(raw, row, windows)
     for window, is_rotated, feed_forward in zip(windows, rotated, feed_forwards, strict=True):
-        rope = ropes[FULL if window is None else SLIDING] if is_rotated else None
-        own_mixer = replace(mixer, window=window, rope=rope)
+        layer_type = FULL if window is None else SLIDING
+        rope, own = ropes[layer_type] if is_rotated else None, heads[layer_type]
+        own_mixer = replace(
+            mixer,
+            window=window,
+            rope=rope,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            value_is_key=own.value_is_key,
+        )
         layers.append(replace(plan, mixer=own_mixer, feed_forward=feed_forward))
     return tuple(layers)
 
@@ -175,6 +186,7 @@ def _parse_attention(raw: RawConfig, row: Architecture) -> Attention:
         query_growth=None if growth is None else QueryGrowth(beta=growth[0], original_length=growth[1]),
         qkv_bias=_bias(raw, biases.qkv, default=biases.qkv_default),
         o_bias=_bias(raw, biases.o, default=biases.default),
+        value_norm_eps=_parse_norm(raw, row).eps if rule.has_value_norm else None,
     )
 
 
@@ -213,6 +225,8 @@ def _parse_activation(raw: RawConfig, row: Architecture) -> Activation:
 
 def _parse_attention_scale(raw: RawConfig, row: Architecture, head_dim: int) -> float:
     scales = row.scales
+    if scales.attention is not None:
+        return scales.attention
     if scales.query_scalar is not None:
         return float(positive_float(raw, "query_pre_attn_scalar", scales.query_scalar) ** -0.5)
     if scales.has_multipliers:
@@ -244,7 +258,8 @@ def parse_layer_windows(
 
     With ALL, `sliding_window` alone gives every layer the window; with SWITCHED, `use_sliding_window` must be
     true. With PATTERN, `layer_types` selects the
-    layers, or else every n-th has full attention (`sliding_window_pattern`, by default `pattern`). Otherwise
+    layers, or else every n-th has full attention (`sliding_window_pattern`, by default `pattern`), and with
+    PATTERN_THEN_FULL also the last one, whatever `layer_types` says. Otherwise
     `use_sliding_window` must be true, and `layer_types`, or else `max_window_layers` (the number of leading
     layers with full attention), selects them.
 
@@ -253,6 +268,8 @@ def parse_layer_windows(
     window = _parse_window(raw, rule)
     implied = _implied_windows(raw, num_layers, rule, pattern, window)
     listed = _parse_layer_types(raw, num_layers, window)
+    if rule is Windows.PATTERN_THEN_FULL:
+        return (*(listed or implied)[:-1], None)
     if listed is None:
         if rule is Windows.LISTED and window is not None:
             raise BadConfig("config field 'layer_types' is missing, but 'use_sliding_window' is true")
@@ -266,8 +283,10 @@ def parse_layer_windows(
 
 def _parse_window(raw: RawConfig, rule: Windows) -> int | None:
     switched = (Windows.SWITCHED, Windows.SELECTED, Windows.LISTED)
-    is_enabled = rule in (Windows.ALL, Windows.PATTERN) or (
-        rule in switched and flag(raw, "use_sliding_window", default=False)
+    is_enabled = (
+        rule is Windows.ALL
+        or rule.has_pattern
+        or (rule in switched and flag(raw, "use_sliding_window", default=False))
     )
     if not is_enabled or raw.get("sliding_window") is None:
         return None
@@ -277,7 +296,7 @@ def _parse_window(raw: RawConfig, rule: Windows) -> int | None:
 def _implied_windows(
     raw: RawConfig, num_layers: int, rule: Windows, pattern: int, window: int | None
 ) -> tuple[int | None, ...]:
-    if rule is Windows.PATTERN and window is not None and raw.get("layer_types") is None:
+    if rule.has_pattern and window is not None and raw.get("layer_types") is None:
         every = positive_int(raw, "sliding_window_pattern", pattern)
         return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
     full_layers = _num_full_layers(raw) if rule is Windows.SELECTED else 0

@@ -27,6 +27,7 @@ LIMITS: Mapping[str, int] = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "vocab_size": 2**24,
+    **dict.fromkeys(("num_global_key_value_heads", "global_head_dim"), 2**16),
     "moe_intermediate_size": 2**22,
     "shared_expert_intermediate_size": 2**22,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),

@@ -20,6 +20,12 @@ class Windows(Enum):
     SELECTED = "by layer_types or max_window_layers, if use_sliding_window"
     LISTED = "by layer_types, if use_sliding_window"
     PATTERN = "by layer_types, or all but every n-th"
+    PATTERN_THEN_FULL = "by layer_types, or all but every n-th, but not the last layer"
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether every n-th layer has full attention."""
+        return self in (Windows.PATTERN, Windows.PATTERN_THEN_FULL)
 
 
 class Rotation(Enum):
@@ -46,7 +52,8 @@ class BiasKeys:
 class NormRule:
     """Norms of layers; `eps_key` is the field of their epsilon. `eps` is its default.
 
-    With `qk_key`, this field says whether queries and keys are normed, by default not.
+    With `qk_key`, this field says whether queries and keys are normed, by default not. With
+    `has_value_norm`, values are scaled to unit mean square per head, with the same epsilon.
     """
 
     kind: NormKind = NormKind.RMS
@@ -56,6 +63,7 @@ class NormRule:
     qk_span: NormSpan | None = None
     qk_key: str | None = None
     is_qk_after_rotation: bool = False
+    has_value_norm: bool = False
 
 
 class EmbeddingScale(Enum):
@@ -70,12 +78,14 @@ class EmbeddingScale(Enum):
 class ScaleRule:
     """Factors and limits between the operations of a family.
 
-    `query_scalar` is the default of query_pre_attn_scalar, whose inverse root scales attention;
+    `attention` is the scale of scores. `query_scalar` is the default of query_pre_attn_scalar, whose inverse
+    root scales them instead; None for both: the inverse root of a head's width.
     `has_multipliers`: Granite's four. `logit_scale` is the default of the field of this name, `logit_cap` and
     `score_cap` are the defaults of final_logit_softcapping and attn_logit_softcapping; None: no such field.
     """
 
     embedding: EmbeddingScale = EmbeddingScale.NONE
+    attention: float | None = None
     query_scalar: float | None = None
     has_multipliers: bool = False
     logit_scale: float | None = None
@@ -130,8 +140,11 @@ class Architecture:
 
     `keys` are the fields of config.json that are computed beside the common fields. `head_dim` is the default
     of the width of a head (None: hidden_size / num_attention_heads), as in transformers' config class;
-    without `has_kv_heads_default`, num_key_value_heads must be given. Fields of `fixed` have this value only;
-    `defaults` are the values of fields that published checkpoints may lack. `window_pattern`: every
+    without `has_kv_heads_default`, num_key_value_heads must be given. With `global_head_dim`, the default of
+    that field, layers with full attention have other keys, see `checkpoint/layer_heads.py`. Fields of
+    `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
+    `LayerPlan.has_scale`. `defaults` are the values of fields that published checkpoints may lack.
+    `window_pattern`: every
     n-th layer has full attention if `Windows.PATTERN` is not given layer by layer. `title` names the models
     for people; None: the name of the class.
     """
@@ -146,6 +159,8 @@ class Architecture:
     rotation: Rotation = Rotation.ALL
     rope: RopeRule = _USUAL_ROPE
     head_dim: int | None = None
+    global_head_dim: int | None = None
+    has_layer_scale: bool = False
     has_kv_heads_default: bool = True
     biases: BiasKeys = BiasKeys()
     norms: NormRule = NormRule()
@@ -157,3 +172,4 @@ class Architecture:
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     experts: ExpertRule | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -20,6 +20,7 @@ class TensorRole(Enum):
     MIXER_OUT_NORM = "norm of the mixer's output"
     FFN_NORM = "norm of the feed-forward's input"
     FFN_OUT_NORM = "norm of the feed-forward's output"
+    LAYER_SCALE = "scale of the layer's output"
     GATE = "gate"
     UP = "up"
     DOWN = "down"
@@ -46,6 +47,7 @@ _USUAL_MODULES = {
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "post_attention_layernorm",
     TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
+    TensorRole.LAYER_SCALE: "",
     TensorRole.GATE: "mlp.gate_proj",
     TensorRole.UP: "mlp.up_proj",
     TensorRole.DOWN: "mlp.down_proj",
@@ -110,8 +112,8 @@ class NameTable:
         return f"{self.prefix}norm.{kind}"
 
     def in_layer(self, layer: int, module: str, kind: str) -> str:
-        """Tensor `kind` ("weight" or "bias") of `module` in layer number `layer`."""
-        return f"{self.prefix}layers.{layer}.{module}.{kind}"
+        """Tensor `kind` ("weight" or "bias") of `module` in layer number `layer`; "" is the layer itself."""
+        return f"{self.prefix}layers.{layer}.{module}{'.' if module else ''}{kind}"
 
     def pack_of(self, role: TensorRole) -> Pack:
         """The module that holds `role`, maybe among others."""

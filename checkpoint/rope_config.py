@@ -7,6 +7,7 @@ transformers 5: everything in `rope_parameters`. stage_worker/model/rope.py has 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -30,6 +31,7 @@ class RopeKind(Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,11 @@ class RopeConfig:
     """Parameters of the rotary embedding; parameters that a kind does not use keep their defaults.
 
     `width` is the number of leading elements of a head that are rotated; None for all. Element 2 i is
-    paired with 2 i + 1 if interleaved, else i with i + width / 2.
+    paired with 2 i + 1 if interleaved, else i with i + width / 2. PROPORTIONAL pairs i with i + head_dim / 2
+    and rotates the first width / 2 pairs, by the angles that they have if all pairs are rotated.
 
-    `factor` belongs to LINEAR, LLAMA3 and YARN; `low_freq_factor` and `high_freq_factor` to LLAMA3;
-    `original_max_position_embeddings` (tokens) to LLAMA3, YARN and LONGROPE; `short_factors`, one per
+    `factor` belongs to LINEAR, LLAMA3, YARN and PROPORTIONAL; `low_freq_factor` and `high_freq_factor` to
+    LLAMA3; `original_max_position_embeddings` (tokens) to LLAMA3, YARN and LONGROPE; `short_factors`, one per
     frequency, to LONGROPE; `attention_factor` to YARN and LONGROPE; the rest to YARN.
     """
 
@@ -69,8 +72,9 @@ class RopeRule:
     default of partial_rotary_factor; None: not read. With `is_per_type`, rope_parameters has an object for
     each layer type, and the fields of transformers 4 scale layers without a window only.
     `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.
-    `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in elements, is the
-    default instead of `partial`.
+    `has_proportional`: "proportional" is served, by default in layers with full attention, which rotate a
+    quarter of each head. `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in
+    elements, is the default instead of `partial`.
     """
 
     theta: float = 10_000.0
@@ -80,6 +84,7 @@ class RopeRule:
     is_per_type: bool = False
     has_length_factors: bool = False
     has_fixed_alpha: bool = False
+    has_proportional: bool = False
     has_query_growth: bool = False
     has_rotary_dim: bool = False
 
@@ -111,23 +116,30 @@ _KIND_KEYS = {
     RopeKind.LONGROPE: frozenset(
         {"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}
     ),
+    RopeKind.PROPORTIONAL: frozenset({"factor", "partial_rotary_factor"}),
 }
 _FIXED_ALPHA_KEYS = frozenset({"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"})
 """Of these transformers reads `alpha` only."""
 
 
-def parse_ropes(raw: RawConfig, rule: RopeRule, head_dim: int) -> dict[str, RopeConfig]:
-    """Parse the RopeConfig of each layer type from a whole config.json, for heads of `head_dim` elements.
+_PROPORTIONAL_DEFAULT = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, SLIDING: {}}
+"""Source: transformers' Gemma4TextConfig."""
+
+
+def parse_ropes(raw: RawConfig, rule: RopeRule, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
+    """Parse the RopeConfig of each layer type from a whole config.json, for heads of `head_dims` elements.
 
     Raises UnsupportedModel for an unsupported kind or parameter, BadConfig for impossible or contradictory
     values.
     """
     field, given = _rope_object(raw)
+    if rule.has_proportional and not given:
+        given = _PROPORTIONAL_DEFAULT
     if not rule.is_per_type:
-        rope = _RopeReader(raw, rule, head_dim, field, given).read(rule.theta)
+        rope = _RopeReader(raw, rule, head_dims[FULL], field, given).read(rule.theta)
         return {FULL: rope, SLIDING: rope}
     if not given.keys() & {FULL, SLIDING}:
-        return _ropes_of_transformers_4(raw, rule, head_dim, field, given)
+        return _ropes_of_transformers_4(raw, rule, head_dims[FULL], field, given)
     if unknown := given.keys() - {FULL, SLIDING}:
         raise UnsupportedModel(f"config field '{field}.{min(unknown)}' is not a layer type")
     ropes = {}
@@ -135,7 +147,7 @@ def parse_ropes(raw: RawConfig, rule: RopeRule, head_dim: int) -> dict[str, Rope
         name, parameters = f"{field}.{layer_type}", given.get(layer_type) or {}
         if not isinstance(parameters, dict):
             raise BadConfig(f"config field {name!r} must be an object, is {parameters!r}")
-        ropes[layer_type] = _RopeReader({}, rule, head_dim, name, parameters).read(theta, raw)
+        ropes[layer_type] = _RopeReader({}, rule, head_dims[layer_type], name, parameters).read(theta, raw)
     return ropes
 
 
@@ -191,7 +203,7 @@ class _RopeReader:
         rope = _parse_kind(kind, self.given, max_positions, whole)
         if self.rule.has_fixed_alpha and (alpha := optional_float(self.given, "alpha")) is not None:
             theta *= alpha ** (self.head_dim / (self.head_dim - 2))
-        width = self._width()
+        width = self._width(kind)
         if rope.short_factors and len(rope.short_factors) != (width or self.head_dim) // 2:
             raise BadConfig(
                 f"config field '{self.field}.short_factor' has {len(rope.short_factors)} numbers, "
@@ -199,8 +211,9 @@ class _RopeReader:
             )
         return replace(rope, theta=theta, width=width, is_interleaved=self.rule.is_interleaved)
 
-    def _width(self) -> int | None:
-        if self.rule.partial is None:
+    def _width(self, kind: RopeKind) -> int | None:
+        default = 1.0 if kind is RopeKind.PROPORTIONAL else self.rule.partial
+        if default is None:
             return None
         top, inner = (optional_float(source, "partial_rotary_factor") for source in (self.top, self.given))
         if top is not None and inner is not None and top != inner:
@@ -208,7 +221,7 @@ class _RopeReader:
                 f"config fields 'partial_rotary_factor' = {top} and '{self.field}.partial_rotary_factor' = "
                 f"{inner} contradict"
             )
-        factor = inner or top or self._default_partial(self.rule.partial)
+        factor = inner or top or self._default_partial(default)
         width = int(self.head_dim * factor)
         if factor > 1 or width < 2 or width % 2:
             raise BadConfig(
@@ -238,10 +251,13 @@ class _RopeReader:
                 f"config field '{self.field}.rope_type' = {name!r} is not supported: it changes keys with the"
                 " total length of the sequence, so cached keys would be wrong"
             )
+        kinds = {kind.value: kind for kind in RopeKind}
+        if not self.rule.has_proportional:
+            del kinds[RopeKind.PROPORTIONAL.value]
         try:
-            return RopeKind(name)
-        except ValueError:
-            legal = ", ".join(kind.value for kind in RopeKind)
+            return kinds[name]
+        except KeyError:
+            legal = ", ".join(kinds)
             message = (
                 f"config field '{self.field}.rope_type' = {name!r} is not supported (supported: {legal})"
             )
@@ -277,6 +293,8 @@ def _parse_kind(kind: RopeKind, parameters: RawConfig, max_positions: int, raw: 
             return RopeConfig()
         case RopeKind.LINEAR:
             return RopeConfig(kind=kind, factor=positive_float(parameters, "factor"))
+        case RopeKind.PROPORTIONAL:
+            return RopeConfig(kind=kind, factor=positive_float(parameters, "factor", 1.0))
         case RopeKind.LLAMA3:
             return _parse_llama3(parameters, max_positions)
         case RopeKind.YARN:

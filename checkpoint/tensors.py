@@ -24,6 +24,8 @@ CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 SINKS_KIND = "sinks"
 """Kind of tensor of `TensorRole.SINKS`."""
+LAYER_SCALE_KIND = "layer_scalar"
+"""Kind of tensor of `TensorRole.LAYER_SCALE`."""
 
 
 def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
@@ -32,11 +34,12 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     shapes: RoleShapes = {}
     for role in norm_roles(plan):
         shapes |= _norm(role, hidden_size, plan.norm)
-    for role, width in (
-        (TensorRole.Q, attention.q_size),
-        (TensorRole.K, attention.kv_size),
-        (TensorRole.V, attention.kv_size),
-    ):
+    if plan.has_scale:
+        shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
+    projections = {TensorRole.Q: attention.q_size, TensorRole.K: attention.kv_size}
+    if not attention.value_is_key:
+        projections[TensorRole.V] = attention.kv_size
+    for role, width in projections.items():
         shapes |= _projection(role, width, hidden_size, bias=attention.qkv_bias)
     if (qk_norm := attention.qk_norm) is not None:
         is_whole = qk_norm.span is NormSpan.WIDTH

@@ -37,6 +37,24 @@ WRAPPERS: tuple[Wrapper, ...] = (
         ),
     ),
     Wrapper(
+        model_type="gemma4",
+        class_name="Gemma4ForConditionalGeneration",
+        text_types=frozenset({"gemma4_text"}),
+        keys=frozenset(
+            {
+                "audio_config",
+                "audio_token_id",
+                "boa_token_id",
+                "boi_token_id",
+                "eoa_token_id",
+                "eoa_token_index",
+                "eoi_token_id",
+                "video_token_id",
+                "vision_soft_tokens_per_image",
+            }
+        ),
+    ),
+    Wrapper(
         model_type="mistral3",
         class_name="Mistral3ForConditionalGeneration",
         text_types=frozenset({"mistral", "ministral3"}),
@@ -56,7 +74,8 @@ _PLACES = (
     ("model.language_model.", "lm_head.weight"),
 )
 """Prefix of the text model's tensors, and its head, as transformers 4 and 5 name them."""
-_OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_OTHER_MODULES = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+_OTHERS = tuple(f"{prefix}{module}." for prefix in ("", "model.") for module in _OTHER_MODULES)
 """Prefixes of the tensors of other modalities."""
 _INHERITED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
 

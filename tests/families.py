@@ -153,11 +153,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }
     | _WINDOW
     | _LOCAL,
+    "gemma4_text": {
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        "attention_k_eq_v": True,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+        },
+    }
+    | _WINDOW,
 }
 assert set(FAMILIES) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
 
-BLOCK_KINDS = ("nemotron", "olmo3", "cohere2", "gemma2")
-"""Families that have every kind of norm, placement, rotation, MLP and factor between them."""
+BLOCK_KINDS = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text")
+"""Families that have every kind of norm, placement, rotation, MLP, factor and page shape between them."""
 FAMILIES_A_DAY = 6
 """Others that `make test-full` has, in rotation; `make test-models` has all."""
 
@@ -199,7 +213,7 @@ _SHAPES = {
     *("model_type", "hidden_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype"),
     *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "has_bias", "width", "is_gated"),
     *("placement", "span", "legal_cuts", "names", "count", "has_choice_bias", "has_shared_gate"),
-    *("num_draft_layers", "is_wide"),
+    *("num_draft_layers", "is_wide", "value_is_key", "has_scale", "has_sinks"),
 }
 """Fields that change names, shapes or limits of a checkpoint: another value is refused when it is opened.
 
@@ -219,6 +233,7 @@ _ROPE_KINDS = {
     RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     RopeKind.YARN: {"factor", "original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim"},
     RopeKind.LONGROPE: {"short_factors", "attention_factor"},
+    RopeKind.PROPORTIONAL: {"factor"},
 }
 
 
@@ -264,6 +279,7 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
 
 _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "eps": lambda eps: [("", 1e6 * eps)],
+    "value_norm_eps": lambda eps: [("", 1e6 * eps), ("none", None)] if eps is not None else [],
     # All experts are one group: there are no others to keep.
     "num_groups": lambda groups: [("", groups // 2)] if groups > 1 else [],
     "num_kept_groups": lambda kept: [("", kept - 1)] if kept > 1 else [],

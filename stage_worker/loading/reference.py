@@ -14,13 +14,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import gelu, linear, pad, relu, silu
 
-from checkpoint import Checkpoint, CheckpointError, Dense, DType, Experts, LayerPlan, Norm, WeightFormat
+from checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Dense,
+    DType,
+    Experts,
+    LayerPlan,
+    Norm,
+    RopeKind,
+    WeightFormat,
+)
 from checkpoint.blueprint import Activation, NormKind, NormSpan, Placement, QkNorm, RouterScore
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
+    LAYER_SCALE_KIND,
     SINKS_KIND,
     RolePlaces,
     RoleRows,
@@ -317,7 +328,11 @@ class _StreamedLayer:
         hidden = self._added(hidden, self._attention(normed, lengths), TensorRole.MIXER_OUT_NORM)
         if plan.placement is not Placement.SHARED:
             normed = self._normed(hidden, TensorRole.FFN_NORM)
-        return self._added(hidden, self._feed_forward(normed), TensorRole.FFN_OUT_NORM)
+        hidden = self._added(hidden, self._feed_forward(normed), TensorRole.FFN_OUT_NORM)
+        if not plan.has_scale:
+            return hidden
+        scale = self._model.vector(self._places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
+        return self._model.rounded(hidden * scale)
 
     def _added(self, residual: Tensor, x: Tensor, out_norm: TensorRole) -> Tensor:
         return self._model.rounded(residual + self._plan.residual_scale * self._normed(x, out_norm))
@@ -399,8 +414,12 @@ class _StreamedLayer:
 
     def _attention(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         mixer = self._mixer
-        projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, TensorRole.V))
+        source_of_values = TensorRole.K if mixer.value_is_key else TensorRole.V
+        projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, source_of_values))
         query, key, value = (y.view(*y.shape[:2], -1, mixer.head_dim) for y in projected)
+        if mixer.value_norm_eps is not None:
+            mean_square = value.square().mean(dim=-1, keepdim=True)
+            value = self._model.rounded(value * torch.rsqrt(mean_square + mixer.value_norm_eps))
         qk_norm = mixer.qk_norm
         if qk_norm is not None and not qk_norm.is_after_rotation:
             query, key = self._normed_heads(query, key, qk_norm)
@@ -457,6 +476,8 @@ class _StreamedLayer:
         if rope is None:
             return heads
         frequencies = inverse_frequencies(rope, heads.shape[-1])
+        if rope.kind is RopeKind.PROPORTIONAL:  # all elements are paired, some pairs turn by 0
+            frequencies = pad(frequencies, (0, heads.shape[-1] // 2 - len(frequencies)))
         angles = (torch.arange(heads.shape[1])[:, None] * frequencies)[:, None]
         cos, sin = (f * attention_factor(rope) for f in (angles.cos(), angles.sin()))
         moving, still = heads[..., : 2 * len(frequencies)], heads[..., 2 * len(frequencies) :]

@@ -20,7 +20,7 @@ from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.layer_weights import DenseWeights, LayerWeights, project
-from stage_worker.model.norms import RowNorm, row_norm
+from stage_worker.model.norms import RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     Operations,
     attend_prompt,
@@ -190,6 +190,8 @@ class DecoderLayer:
         is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
         self._norm_heads = None if is_late else head_norms
         self._norm_rotated = head_norms if is_late else None
+        self._norm_values = None if mixer.value_norm_eps is None else unit_norm(mixer.value_norm_eps)
+        self._scale = weights.scale
         self._qkv = project(weights.qkv, weights.qkv_bias, kernels.layer_products)
         self._o = project(weights.o, weights.o_bias, kernels.layer_products)
         self._feed_forward = _feed_forward(plan, weights, self._operations, kernels)
@@ -200,6 +202,11 @@ class DecoderLayer:
         `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
         tokens: further rows are computed without attention.
         """
+        output = self._output(hidden, step, pages, layer)
+        return output if self._scale is None else output.mul_(self._scale)
+
+    def _output(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+        """`forward` without the scale of the layer, as a new tensor."""
         normed = self._mixer_norm(hidden)
         mixed = self._attention(normed, LayerKv(step, pages, layer))
         if self._is_plain(self._mixer_out_norm):
@@ -225,10 +232,13 @@ class DecoderLayer:
         """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
         step = kv.step
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
-        heads = self._qkv(normed).view(num_rows, -1, self._mixer.head_dim)[:num_tokens]
+        heads = self._heads(normed)[:num_tokens]
         query, fresh = heads[:, :num_heads], heads[:, num_heads:]
         if self._norm_heads is not None:
             self._norm_heads(heads)
+        if self._norm_values is not None:
+            values = heads[:, -self._mixer.num_kv_heads :]
+            values.copy_(self._norm_values(values))
         rotary = step.rotary[self._rotary]
         # All slices are written before any attends, since slices may share pages.
         self._operations.rotate_and_write(heads, num_heads, rotary, kv, self._norm_rotated)
@@ -246,3 +256,10 @@ class DecoderLayer:
             sinks=self._sinks,
         )
         return mixed.view(num_rows, -1)
+
+    def _heads(self, normed: Tensor) -> Tensor:
+        """Queries, keys and values [m, heads + 2 * kv_heads, head_dim] of `normed` [m, hidden_size]."""
+        heads = self._qkv(normed).view(len(normed), -1, self._mixer.head_dim)
+        if self._mixer.value_is_key:
+            return torch.cat((heads, heads[:, self._mixer.num_heads :]), dim=1)
+        return heads

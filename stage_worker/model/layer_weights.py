@@ -13,7 +13,14 @@ from torch.nn.functional import linear
 from checkpoint import Attention, Blueprint, Dense, DType, Experts
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.names import TensorRole
-from checkpoint.tensors import CHOICE_BIAS_KIND, SINKS_KIND, layer_tensors, role_shapes, row_axis
+from checkpoint.tensors import (
+    CHOICE_BIAS_KIND,
+    LAYER_SCALE_KIND,
+    SINKS_KIND,
+    layer_tensors,
+    role_shapes,
+    row_axis,
+)
 from stage_worker.model.kernels import ProductMethod, load
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.quantize import int4_groups, int8_rows
@@ -223,7 +230,10 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows; `sinks` is [heads]."""
+    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows; `sinks` is [heads].
+
+    `scale` is [1]. Layers whose values are their keys have no rows of values.
+    """
 
     norms: Mapping[TensorRole, NormWeights]
     qkv: Tensor
@@ -232,6 +242,7 @@ class LayerWeights:
     o_bias: Tensor | None
     sinks: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights
+    scale: Tensor | None = None
 
 
 _STACKED = (
@@ -261,6 +272,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         o_bias=tensors.get(TensorRole.O, "bias"),
         sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         feed_forward=_feed_forward(config.layers[layer].feed_forward, tensors),
+        scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
     )
     return weights, tensors.destinations()
 
@@ -352,6 +364,7 @@ def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
     """
     if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
         return
+    assert not mixer.value_is_key, "values would be reordered, too"
     num_rows = mixer.q_size + mixer.kv_size
     rows = [weights.qkv[:num_rows]]
     if weights.qkv_bias is not None:

@@ -43,6 +43,11 @@ def row_norm(norm: Norm, weights: NormWeights, rms: RmsNorm = rms_norm) -> RowNo
             return _Layer(weights.weight.float() + 1.0, weights.bias, norm.eps)
 
 
+def unit_norm(eps: float) -> RowNorm:
+    """Scale rows to unit mean square, without a weight."""
+    return lambda x: scaled_to_unit(x, x.shape[-1:], None, eps)
+
+
 class _Rms:
     __slots__ = ("_eps", "_rms", "_weight")
 

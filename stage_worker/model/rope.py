@@ -1,4 +1,4 @@
-"""Rotary position embedding with the scalings linear, llama3, yarn and longrope.
+"""Rotary position embedding with the scalings linear, llama3, yarn, longrope and proportional.
 
 Angles are computed in float32 from absolute positions; cos and sin are rounded to the run dtype last, as
 in transformers (modeling_rope_utils.py and LlamaRotaryEmbedding.forward), so that float32 tokens agree.
@@ -69,7 +69,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
     """The elements of a head in the order of `rotate_`; None for the usual order."""
     width = rope.width or head_dim
-    if width == head_dim and not rope.is_interleaved:
+    if rope.kind is RopeKind.PROPORTIONAL or (width == head_dim and not rope.is_interleaved):
         return None
     halves = (range(width // 2), range(width // 2, width))
     first, second = (range(0, width, 2), range(1, width, 2)) if rope.is_interleaved else halves
@@ -82,13 +82,14 @@ def inverse_frequencies(rope: RopeConfig | None, head_dim: int) -> Tensor:
     if rope is None:
         return torch.empty(0)
     width = rope.width or head_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
+    all_pairs = head_dim if rope.kind is RopeKind.PROPORTIONAL else width
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / all_pairs
     wavelength_base: Tensor = rope.theta**exponents
     plain = 1.0 / wavelength_base
     match rope.kind:
         case RopeKind.DEFAULT:
             return plain
-        case RopeKind.LINEAR:
+        case RopeKind.LINEAR | RopeKind.PROPORTIONAL:
             return plain / rope.factor
         case RopeKind.LLAMA3:
             return _llama3(rope, plain)

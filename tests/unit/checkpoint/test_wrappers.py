@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config
+from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config, Mistral3Config
 
-from checkpoint import BadConfig, Checkpoint, MissingTensor, UnexpectedTensor, UnsupportedModel, parse_config
+from checkpoint import (
+    BadConfig,
+    Checkpoint,
+    MissingTensor,
+    RopeConfig,
+    RopeKind,
+    UnexpectedTensor,
+    UnsupportedModel,
+    parse_config,
+)
 from checkpoint.architectures import ARCHITECTURES
 from tests.checkpoints import edit_config
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running
@@ -44,6 +53,23 @@ YARN = {
 }
 CONFIGS = {
     "gemma3": lambda: Gemma3Config(text_config={"model_type": "gemma3_text", **TEXT}, vision_config=VISION),
+    "gemma4": lambda: Gemma4Config(
+        text_config={
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            **TEXT,
+        },
+        vision_config={
+            **VISION,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "position_embedding_size": 16,
+        },
+        audio_config=None,
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config={"model_type": "ministral3", "rope_parameters": dict(YARN), **TEXT},
         vision_config={"model_type": "pixtral", "head_dim": 8, **VISION},
@@ -91,6 +117,7 @@ def test_other_modalities_are_counted_and_not_read(directory: Path) -> None:
 
 def test_a_head_of_its_own_is_read(directory: Path) -> None:
     """Whatever the fields say: transformers ties the head of a wrapper by another one."""
+    rename(directory, "model.language_model.", "language_model.model.")
     file = directory / "model.safetensors"
     tensors = load_file(file)
     embeddings = tensors["language_model.model.embed_tokens.weight"]
@@ -106,12 +133,13 @@ def test_a_wrapper_without_all_its_text_or_with_unknown_parts_is_refused(directo
     with pytest.raises(UnsupportedModel, match="'some_future_field' = 1"):
         Checkpoint.open(directory)
     edit_config(directory, some_future_field=...)
-    rename(directory, "language_model.model.layers.1.mlp.up_proj", "audio_tower.up_proj")
+    rename(directory, "model.language_model.", "language_model.model.")
+    rename(directory, "language_model.model.layers.1.mlp.up_proj", "speech_tower.up_proj")
     with pytest.raises(MissingTensor, match=r"language_model\.model\.layers\.1\.mlp\.up_proj\.weight"):
         Checkpoint.open(directory)
-    rename(directory, "audio_tower.up_proj", "language_model.model.layers.1.mlp.up_proj")
-    rename(directory, "vision_tower.", "audio_tower.")
-    with pytest.raises(UnexpectedTensor, match=r"audio_tower\."):
+    rename(directory, "speech_tower.up_proj", "language_model.model.layers.1.mlp.up_proj")
+    rename(directory, "vision_tower.", "speech_tower.")
+    with pytest.raises(UnexpectedTensor, match=r"speech_tower\."):
         Checkpoint.open(directory)
 
 
@@ -170,13 +198,24 @@ def test_defaults_are_those_of_transformers(row: Any) -> None:
     given = full | {"architectures": [row.class_name], "dtype": "bfloat16"}
     if row.model_type == "glm4_moe":  # transformers' default of 96 heads does not divide its hidden_size
         given["num_attention_heads"] = 32
+    if row.model_type == "gemma4_text":  # by default it has per-layer embeddings, which are refused
+        given["hidden_size_per_layer_input"] = 0
     expected = parse_config(given)
     left_out = ("tie_word_embeddings", "head_dim", row.activation_key, *row.defaults)
     options = ("logit_scale", "query_pre_attn_scalar", "rope_parameters", "layer_types", "use_sliding_window")
     biases = (row.biases.qkv, row.biases.o, row.biases.feed_forward)
     caps = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern")
-    for key in {*left_out, *options, *biases, *caps, "num_key_value_heads"} & given.keys():
+    for key in {
+        *left_out,
+        *options,
+        *biases,
+        *caps,
+        "num_key_value_heads",
+        "per_layer_config",
+    } & given.keys():
         if key == "num_key_value_heads" and not row.has_kv_heads_default and key not in row.defaults:
+            continue
+        if key == "hidden_size_per_layer_input":
             continue
         if key == "head_dim" and has_odd_heads and row.head_dim is None:
             continue
@@ -184,3 +223,110 @@ def test_defaults_are_those_of_transformers(row: Any) -> None:
             continue  # no default: transformers' is that of one model
         short = {name: value for name, value in given.items() if name != key}
         assert parse_config(short) == expected, key
+
+
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "boi_token_id": 255999,
+    "dtype": "bfloat16",
+    "eoa_token_id": 258883,
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "vision_config": {"model_type": "gemma4_vision"},
+    "vision_soft_tokens_per_image": 280,
+}
+GEMMA4_TEXT: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": None,
+    "num_attention_heads": 32,
+    "num_experts": None,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "top_k_experts": None,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+
+
+def gemma4(**changes: Any) -> dict[str, Any]:
+    """A config of the size of Gemma 4 31B; `...` removes a field of the text model."""
+    text = {key: value for key, value in (GEMMA4_TEXT | changes).items() if value is not ...}
+    return GEMMA4 | {"text_config": text}
+
+
+def test_gemma_4_has_other_keys_in_layers_with_full_attention() -> None:
+    config = parse_config(gemma4())
+    assert config.layer_windows == tuple(1024 if (layer + 1) % 6 else None for layer in range(60))
+    assert (config.page_shape(None), config.page_shape(1024)) == ((4, 512), (16, 256))
+    full, windowed = config.layers[5].mixer, config.layers[0].mixer
+    assert (full.value_is_key, windowed.value_is_key) == (True, False)
+    assert full.rope == RopeConfig(kind=RopeKind.PROPORTIONAL, theta=1e6, width=128)
+    assert windowed.rope == RopeConfig(theta=1e4)
+    assert (full.scale, config.logit_softcap, config.tie_word_embeddings) == (1.0, 30.0, True)
+    rewritten = {str(layer): {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)}
+    as_transformers_writes = gemma4(
+        global_head_dim=..., num_global_key_value_heads=..., per_layer_config=rewritten
+    )
+    assert parse_config(as_transformers_writes) == config
+    assert parse_config(gemma4(rope_parameters=...)) == config
+    assert parse_config(gemma4(num_hidden_layers=4)).layer_windows == (1024, 1024, 1024, None)
+    assert parse_config(gemma4(attention_k_eq_v=False)).page_shape(None) == (16, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "'hidden_size_per_layer_input' = 256 .*per-layer embeddings"),
+        ({"hidden_size_per_layer_input": ...}, "'hidden_size_per_layer_input' = 256"),
+        ({"num_kv_shared_layers": 20}, "'num_kv_shared_layers' = 20 .* E2B and E4B"),
+        ({"use_double_wide_mlp": True}, "'use_double_wide_mlp' = True"),
+        ({"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' = 'all'"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "'per_layer_config' gives layers of one type other"),
+        ({"per_layer_config": {"0": {"sliding_window": 8}}}, r"'per_layer_config\[0\].sliding_window'"),
+    ],
+)
+def test_what_gemma_4_has_beyond_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_config(gemma4(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"per_layer_config": []},
+        {"per_layer_config": {"60": {"head_dim": 512}}},
+        {"per_layer_config": {"5": 512}},
+        {"num_global_key_value_heads": 5},
+        {"global_head_dim": 511},
+    ],
+)
+def test_impossible_heads_of_gemma_4_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadConfig, match=r"per_layer_config|layers with full attention have"):
+        parse_config(gemma4(**changes))
