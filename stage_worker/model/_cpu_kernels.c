@@ -372,7 +372,8 @@ static void pack(const bf16 *weight, bf16 *out, int64_t n, int64_t k, int is_gat
 }
 
 typedef struct {
-    const bf16 *x, *packed, *bias, *residual; /* bias and residual may be NULL */
+    const bf16 *x, *bias, *residual; /* bias and residual may be NULL */
+    const void *packed;
     bf16 *out;
     int64_t stride, rows, n, k; /* stride of x; n counts the weight's rows */
     int is_gated;
@@ -406,27 +407,34 @@ INLINE void finish_gate(const float *sums, const Product *p, int64_t row, int64_
     }
 }
 
-INLINE int64_t num_panels(const Product *p) {
-    return p->is_gated ? (p->n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (p->n + PANEL - 1) / PANEL;
+/* The sums [rows, PANEL] of a panel, for rows from `row` on. */
+INLINE void finish(const float *sums, const Product *p, int64_t row, int64_t rows, int64_t panel) {
+    for (int64_t r = 0; r < rows; r++)
+        if (p->is_gated) finish_gate(sums + r * PANEL, p, row + r, panel * PANEL / 2);
+        else finish_sums(sums + r * PANEL, p, row + r, panel * PANEL);
+}
+
+/* Panels of a weight of n rows, see `pack`. */
+INLINE int64_t num_panels(int64_t n, int is_gated) {
+    return is_gated ? (n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (n + PANEL - 1) / PANEL;
 }
 
 KERNEL static void multiply_some(const void *task, int64_t part, int64_t parts) {
     const Product *p = task;
     const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS, pairs = p->k / 2;
     const int64_t lines = 2 * p->k, fetches = (pairs + PAIRS_PER_FETCH - 1) / PAIRS_PER_FETCH * blocks;
-    const int64_t at_once = (lines + fetches - 1) / fetches, last = num_panels(p) * (part + 1) / parts;
+    const int64_t at_once = (lines + fetches - 1) / fetches, panels = num_panels(p->n, p->is_gated);
+    const int64_t last = panels * (part + 1) / parts;
     float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    for (int64_t panel = num_panels(p) * part / parts; panel < last; panel++) {
-        const bf16 *b = p->packed + panel * PANEL * p->k;
+    for (int64_t panel = panels * part / parts; panel < last; panel++) {
+        const bf16 *b = (const bf16 *)p->packed + panel * PANEL * p->k;
         for (int64_t i = 0; i < blocks; i++) {
             const int64_t row = block_begin(i, blocks, p->rows), num = block_begin(i + 1, blocks, p->rows) - row;
             const int64_t first = i * at_once * (fetches / blocks);
             const int is_fetching = panel + 1 < last && first < lines;
             const Ahead ahead = {(const char *)(b + PANEL * p->k) + 64 * first, is_fetching ? at_once : 0};
             WIDE[num](p->x + row * p->stride, p->stride, b, 2 * PANEL, pairs, ahead, sums, PANEL);
-            for (int64_t r = 0; r < num; r++)
-                if (p->is_gated) finish_gate(sums + r * PANEL, p, row + r, panel * PANEL / 2);
-                else finish_sums(sums + r * PANEL, p, row + r, panel * PANEL);
+            finish(sums, p, row, num, panel);
         }
     }
 }
@@ -435,6 +443,132 @@ enum { WEIGHTS_PER_PART = 1 << 17 };
 
 static void multiply(const Product *p) {
     if (p->rows > 0) in_parts(multiply_some, p, num_parts(p->n * p->k / WEIGHTS_PER_PART));
+}
+
+/* ---- products with int4 weights ----
+ *
+ * A weight is (code - 8) * scale + offset, with a scale and an offset for each row and group of 32 columns. It is packed
+ * as [panel][group], panels as above. A tile adds up codes times x within a group and scales the sums, all in float32;
+ * the offset is multiplied by the sum of x. So weights are never rounded, and a row's result does not depend on the
+ * other rows.
+ */
+
+enum { GROUP = 32, WORDS = GROUP / 8, FETCH_BYTES = 4096 };
+
+typedef struct {
+    uint32_t words[WORDS][PANEL]; /* 8 columns of a row: the even ones in the lower half, from the lowest bits up */
+    bf16 scales[PANEL], offsets[PANEL];
+} Int4Group;
+
+KERNEL static void pack_int4(const uint8_t *codes, const bf16 *scales, const bf16 *offsets, Int4Group *out, int64_t n, int64_t k,
+                      int is_gated) {
+    const int64_t width = is_gated ? n / 2 : n, columns = is_gated ? PANEL / 2 : PANEL, groups = k / GROUP;
+    memset(out, 0, num_panels(n, is_gated) * groups * sizeof *out);
+    for (int64_t begin = 0; begin < width; begin += columns, out += groups)
+        for (int64_t c = 0; c < PANEL; c++) {
+            const int64_t row = begin + c % columns, source = row + c / columns * width;
+            for (int64_t g = 0; row < width && g < groups; g++) {
+                out[g].scales[c] = scales[source * groups + g];
+                out[g].offsets[c] = offsets[source * groups + g];
+                for (int64_t i = 0; i < GROUP; i++)
+                    out[g].words[i / 8][c] |= (uint32_t)codes[source * k + g * GROUP + i] << (i % 8 / 2 * 4 + i % 2 * 16);
+            }
+        }
+}
+
+/* The sum of each group of a row of x. */
+KERNEL static void add_groups(const bf16 *x, float *out, int64_t groups) {
+    for (int64_t g = 0; g < groups; g++)
+        out[g] = _mm512_reduce_add_ps(_mm512_add_ps(load16(x + g * GROUP), load16(x + g * GROUP + 16)));
+}
+
+/* sums [rows, PANEL] of x [rows, groups * GROUP] by b [groups]; x_sums [rows, groups] are of `add_groups`. */
+INLINE void int4_tile(const bf16 *x, int64_t stride, const float *x_sums, const Int4Group *b, int64_t groups, float *sums,
+                      const int rows) {
+    enum { VECTORS = PANEL / 16 };
+    /* -8 to 7, twice, since an index has 5 bits: the fifth belongs to the next code */
+    const __m512i values = _mm512_set_epi64(
+        0x40E040C040A04080, 0x404040003F800000, 0xBF80C000C040C080, 0xC0A0C0C0C0E0C100,
+        0x40E040C040A04080, 0x404040003F800000, 0xBF80C000C040C080, 0xC0A0C0C0C0E0C100);
+    for (int i = 0; i < rows * PANEL; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
+    for (int64_t g = 0; g < groups; g++, b++, x += GROUP) {
+        __m512 total[TILE_ROWS][VECTORS];
+        for (size_t i = 0; i < sizeof *b; i += 64) _mm_prefetch((const char *)b + FETCH_BYTES + i, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) total[r][v] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int w = 0; w < WORDS; w++) {
+            __m512i word[VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) word[v] = _mm512_loadu_si512(b->words[w] + 16 * v);
+#pragma GCC unroll 8
+            for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) {
+                    const __m512bh pair = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(word[v], 4 * j), values);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        int32_t given;
+                        memcpy(&given, x + r * stride + 8 * w + 2 * j, sizeof given);
+                        total[r][v] = _mm512_dpbf16_ps(total[r][v], pair, (__m512bh)_mm512_set1_epi32(given));
+                    }
+                }
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const __m512 scale = load16(b->scales + 16 * v), offset = load16(b->offsets + 16 * v);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                float *sum = sums + r * PANEL + 16 * v;
+                const __m512 scaled = _mm512_fmadd_ps(total[r][v], scale, _mm512_load_ps(sum));
+                _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_set1_ps(x_sums[r * groups + g]), offset, scaled));
+            }
+        }
+    }
+}
+
+typedef void Int4Tile(const bf16 *, int64_t, const float *, const Int4Group *, int64_t, float *);
+#define INT4_TILE(ROWS)                                                                                        \
+    KERNEL static void int4_tile_##ROWS(const bf16 *x, int64_t stride, const float *x_sums, const Int4Group *b, \
+                                        int64_t groups, float *sums) {                                          \
+        int4_tile(x, stride, x_sums, b, groups, sums, ROWS);                                                    \
+    }
+INT4_TILE(1) INT4_TILE(2) INT4_TILE(3) INT4_TILE(4) INT4_TILE(5) INT4_TILE(6)
+static Int4Tile *const INT4[] = {NULL,        int4_tile_1, int4_tile_2, int4_tile_3,
+                                 int4_tile_4, int4_tile_5, int4_tile_6};
+
+typedef struct {
+    const Product *product;
+    const float *x_sums; /* [rows, groups] */
+} Int4Product;
+
+KERNEL static void multiply_int4_some(const void *task, int64_t part, int64_t parts) {
+    const Product *p = ((const Int4Product *)task)->product;
+    const float *x_sums = ((const Int4Product *)task)->x_sums;
+    const int64_t blocks = (p->rows + TILE_ROWS - 1) / TILE_ROWS, groups = p->k / GROUP;
+    const int64_t panels = num_panels(p->n, p->is_gated);
+    float sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t panel = panels * part / parts; panel < panels * (part + 1) / parts; panel++)
+        for (int64_t i = 0; i < blocks; i++) {
+            const int64_t row = block_begin(i, blocks, p->rows), num = block_begin(i + 1, blocks, p->rows) - row;
+            INT4[num](p->x + row * p->stride, p->stride, x_sums + row * groups,
+                      (const Int4Group *)p->packed + panel * groups, groups, sums);
+            finish(sums, p, row, num, panel);
+        }
+}
+
+/* Returns 0 without memory. */
+static int multiply_int4(const Product *p) {
+    const int64_t groups = p->k / GROUP;
+    float *x_sums = malloc((size_t)(p->rows * groups + 1) * sizeof(float));
+    if (x_sums == NULL) return 0;
+    for (int64_t row = 0; row < p->rows; row++) add_groups(p->x + row * p->stride, x_sums + row * groups, groups);
+    const Int4Product task = {p, x_sums};
+    in_parts(multiply_int4_some, &task, num_parts(p->n * p->k / WEIGHTS_PER_PART));
+    free(x_sums);
+    return 1;
 }
 
 /* ---- attention of several queries of one sequence ---- */
@@ -671,11 +805,38 @@ static PyObject *py_multiply(PyObject *self, PyObject *args) {
     int is_gated;
     if (!PyArg_ParseTuple(args, "KLKKKKLLLp", &x, &stride, &packed, &bias, &residual, &out, &rows, &n, &k, &is_gated))
         return NULL;
-    const Product product = {ADDRESS(bf16, x), ADDRESS(bf16, packed), ADDRESS(bf16, bias), ADDRESS(bf16, residual),
+    const Product product = {ADDRESS(bf16, x), ADDRESS(bf16, bias), ADDRESS(bf16, residual), ADDRESS(void, packed),
                              ADDRESS(bf16, out), stride, rows, n, k, is_gated};
     Py_BEGIN_ALLOW_THREADS
     multiply(&product);
     Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pack_int4(PyObject *self, PyObject *args) {
+    address codes, scales, offsets, out;
+    number n, k;
+    int is_gated;
+    if (!PyArg_ParseTuple(args, "KKKKLLp", &codes, &scales, &offsets, &out, &n, &k, &is_gated)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pack_int4(ADDRESS(uint8_t, codes), ADDRESS(bf16, scales), ADDRESS(bf16, offsets), ADDRESS(Int4Group, out), n, k,
+              is_gated);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_multiply_int4(PyObject *self, PyObject *args) {
+    address x, packed, bias, residual, out;
+    number stride, rows, n, k;
+    int is_gated, is_done;
+    if (!PyArg_ParseTuple(args, "KLKKKKLLLp", &x, &stride, &packed, &bias, &residual, &out, &rows, &n, &k, &is_gated))
+        return NULL;
+    const Product product = {ADDRESS(bf16, x), ADDRESS(bf16, bias), ADDRESS(bf16, residual), ADDRESS(void, packed),
+                             ADDRESS(bf16, out), stride, rows, n, k, is_gated};
+    Py_BEGIN_ALLOW_THREADS
+    is_done = multiply_int4(&product);
+    Py_END_ALLOW_THREADS
+    if (!is_done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -710,6 +871,8 @@ static PyMethodDef methods[] = {
     {"gate", py_gate, METH_VARARGS, NULL},
     {"pack", py_pack, METH_VARARGS, NULL},
     {"multiply", py_multiply, METH_VARARGS, NULL},
+    {"pack_int4", py_pack_int4, METH_VARARGS, NULL},
+    {"multiply_int4", py_multiply_int4, METH_VARARGS, NULL},
     {"attend_prompt", py_attend_prompt, METH_VARARGS, NULL},
     {"num_threads", py_num_threads, METH_NOARGS, "Threads of products and attention when called from this thread."},
 #endif

@@ -50,6 +50,20 @@ def multiply(
     is_gated: bool,
     /,
 ) -> None: ...
+def pack_int4(codes: int, scales: int, offsets: int, out: int, n: int, k: int, is_gated: bool, /) -> None: ...
+def multiply_int4(
+    x: int,
+    stride: int,
+    packed: int,
+    bias: int,
+    residual: int,
+    out: int,
+    rows: int,
+    n: int,
+    k: int,
+    is_gated: bool,
+    /,
+) -> None: ...
 def attend_prompt(
     query: int,
     query_stride: int,

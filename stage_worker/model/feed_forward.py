@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from checkpoint import Dense
 from checkpoint.blueprint import Activation
-from stage_worker.model.kernels import Kernels, ProductMethod
+from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import CompiledProjection, DenseWeights, Projection, project
 from stage_worker.model.operations import Operations
 
@@ -68,7 +68,7 @@ def _inner(plan: Dense, operations: Operations, kernels: Kernels) -> Function:
     """The function between the matrices."""
     if not plan.is_gated:
         return _ACTIVATIONS[plan.activation]
-    if plan.activation is Activation.SILU and kernels.layer_products is ProductMethod.COMPILED:
+    if _gates_in_product(plan, kernels):
         return _unchanged
     return gated(plan.activation, operations)
 
@@ -78,6 +78,11 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _up(plan: Dense, weights: DenseWeights, kernels: Kernels) -> Projection:
-    if kernels.layer_products is ProductMethod.COMPILED and plan.is_gated:
-        return CompiledProjection(weights.up, weights.up_bias, is_gated=True)
-    return project(weights.up, weights.up_bias, kernels.layer_products)
+    products = kernels.layer_products
+    if _gates_in_product(plan, kernels):
+        return CompiledProjection(weights.up, weights.up_bias, is_gated=True, products=products)
+    return project(weights.up, weights.up_bias, products)
+
+
+def _gates_in_product(plan: Dense, kernels: Kernels) -> bool:
+    return plan.is_gated and plan.activation is Activation.SILU and kernels.layer_products.can_gate

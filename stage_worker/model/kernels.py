@@ -34,7 +34,7 @@ def missing_because() -> str | None:
         module = load()
     except ImportError:
         return "the compiled kernels were not built when Stageline was installed"
-    if not hasattr(module, "num_threads"):
+    if not hasattr(module, "multiply_int4"):
         return "the compiled kernels are older than this Stageline: install it again"
     return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
 
@@ -74,9 +74,12 @@ class ProductMethod(Enum):
     COMPILED = "compiled products"
     INT8 = "int8 weights"
     INT4 = "int4 weights"
+    COMPILED_INT4 = "compiled products of int4 weights"
 
-
-_PRODUCTS_OF = {WeightFormat.INT8: ProductMethod.INT8, WeightFormat.INT4: ProductMethod.INT4}
+    @property
+    def can_gate(self) -> bool:
+        """Whether one product computes silu(gate) * up."""
+        return self in (ProductMethod.COMPILED, ProductMethod.COMPILED_INT4)
 
 
 class AttentionMethod(Enum):
@@ -91,15 +94,15 @@ class AttentionMethod(Enum):
 class Kernels:
     """Functions of a stage's layers.
 
-    `products`: oneDNN's are for CPUs with AMX, or without compiled kernels. `decode` and `prefill`:
-    attention of one-token slices, and of longer ones. IN_PLACE for decodes implies compiled norms, rotation
-    and gates (see `native_operations`).
+    `products`: oneDNN's are for CPUs with AMX, or without compiled kernels. `quantized`: products of layers
+    with `--quantize`. `decode` and `prefill`: attention of one-token slices, and of longer ones. IN_PLACE for
+    decodes implies compiled norms, rotation and gates (see `operations`).
     """
 
     products: ProductMethod
     decode: AttentionMethod
     prefill: AttentionMethod
-    weights: WeightFormat | None = None
+    quantized: ProductMethod | None = None
     not_compiled_because: str | None = field(default=None, compare=False)
 
     @classmethod
@@ -118,9 +121,11 @@ class Kernels:
         """
         found = cls._of_run_dtype(config, device, dtype, choice)
         weights = config.weight_format
-        if weights is not None and device.type != "cpu":
+        if weights is None:
+            return found
+        if device.type != "cpu":
             raise KernelsUnavailable(f"--quantize {weights.value} is for workers on a CPU, not on {device}")
-        return replace(found, weights=weights)
+        return replace(found, quantized=_quantized_products(weights, dtype, choice))
 
     @classmethod
     def _of_run_dtype(
@@ -134,7 +139,7 @@ class Kernels:
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return _plain(config, reason)
         has_amx = torch.cpu._is_amx_tile_supported()
-        if reason is None and not has_amx and load().num_threads() == torch.get_num_threads():
+        if reason is None and not has_amx and _has_threads_of_torch():
             return ALL_COMPILED
         return cls(
             products=ProductMethod.ONEDNN,
@@ -148,7 +153,7 @@ class Kernels:
     @property
     def layer_products(self) -> ProductMethod:
         """Products of the layers; the output head has `products`, since its matrix is not quantised."""
-        return self.products if self.weights is None else _PRODUCTS_OF[self.weights]
+        return self.products if self.quantized is None else self.quantized
 
     @property
     def choice(self) -> KernelChoice:
@@ -177,6 +182,17 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 def _needs_products(config: Blueprint) -> bool:
     mixers = (layer.mixer for layer in config.kinds)
     return any(mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
+
+
+def _quantized_products(weights: WeightFormat, dtype: torch.dtype, choice: KernelChoice) -> ProductMethod:
+    if weights is WeightFormat.INT8:
+        return ProductMethod.INT8
+    is_compiled = choice is not KernelChoice.PLAIN and dtype is torch.bfloat16 and missing_because() is None
+    return ProductMethod.COMPILED_INT4 if is_compiled and _has_threads_of_torch() else ProductMethod.INT4
+
+
+def _has_threads_of_torch() -> bool:
+    return bool(load().num_threads() == torch.get_num_threads())
 
 
 ALL_COMPILED = Kernels(

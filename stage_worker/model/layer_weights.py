@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import Attention, Blueprint, Dense, DType, Experts
+from checkpoint import Attention, Blueprint, Dense, DType, Experts, WeightFormat
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
@@ -91,30 +92,39 @@ _PANEL = 64
 
 
 class CompiledProjection:
-    """Compiled product with a reordered bfloat16 weight; rounds like oneDNN's.
+    """Compiled product with a packed bfloat16 or int4 weight; adds up in float32, rounds like oneDNN's.
 
     A row's result does not depend on the other rows and on the number of threads. A gated projection by
-    [gate, up] returns silu(gate) * up, rounded like `Operations.gate`.
+    [gate, up] returns silu(gate) * up, rounded like `Operations.gate`. int4 weights are never rounded to
+    bfloat16: the sum over a group of `INT4_GROUP` columns is scaled in float32.
     """
 
     __slots__ = ("_bias", "_multiply", "_packed", "_sizes", "_width")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
-        """Raises ValueError for an odd number of columns, or of rows of a gated projection.
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        is_gated: bool = False,
+        products: ProductMethod = ProductMethod.COMPILED,
+    ) -> None:
+        """Raises ValueError for columns that are no whole pairs or groups, and for odd rows if gated.
 
         `weight` and `bias` are contiguous bfloat16: the kernel reads their memory as it lies.
         """
-        module = load()
         for given in (weight, bias):
             is_plain = given is None or (given.is_contiguous() and given.dtype is torch.bfloat16)
             assert is_plain, "not contiguous bfloat16"
         out, self._width = weight.shape
-        if self._width % 2 or (is_gated and out % 2):
-            raise ValueError(f"a weight of {out} x {self._width} elements for pairs of elements")
-        self._multiply, self._bias = module.multiply, bias
+        is_int4 = products is ProductMethod.COMPILED_INT4
+        multiple = INT4_GROUP if is_int4 else 2
+        if self._width % multiple or (is_gated and out % 2):
+            raise ValueError(f"a weight of {out} x {self._width} elements for groups of {multiple}")
+        module = load()
+        self._multiply, self._bias = module.multiply_int4 if is_int4 else module.multiply, bias
         self._sizes = (out, self._width, is_gated)
-        self._packed = weight.new_empty(-(-out // _PANEL) * _PANEL * self._width)
-        module.pack(weight.data_ptr(), self._packed.data_ptr(), *self._sizes)
+        self._packed = (_packed_int4 if is_int4 else _packed_bf16)(weight, is_gated=is_gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x, None)
@@ -134,6 +144,26 @@ class CompiledProjection:
             *(result.data_ptr(), rows, *self._sizes),
         )
         return result
+
+
+def _packed_bf16(weight: Tensor, *, is_gated: bool) -> Tensor:
+    out, width = weight.shape
+    packed = weight.new_empty(-(-out // _PANEL) * _PANEL * width)
+    load().pack(weight.data_ptr(), packed.data_ptr(), out, width, is_gated)
+    return packed
+
+
+def _packed_int4(weight: Tensor, *, is_gated: bool) -> Tensor:
+    """Bytes of `WeightFormat.matrix_bytes`, with whole panels of rows."""
+    out, width = weight.shape
+    chunks = [int4_groups(rows) for rows in torch.split(weight, _QUANTIZED_ROWS)]
+    codes, scales, offsets = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    panels = -(-out // _PANEL)
+    size = WeightFormat.INT4.matrix_bytes(panels * _PANEL, width, DType.BF16)
+    packed = torch.empty(size, dtype=torch.uint8)
+    sources = (codes.data_ptr(), scales.data_ptr(), offsets.data_ptr())
+    load().pack_int4(*sources, packed.data_ptr(), out, width, is_gated)
+    return packed
 
 
 class Int8Projection:
@@ -160,7 +190,7 @@ class Int8Projection:
 class Int4Projection:
     """torch's product with int4 weights in groups of `INT4_GROUP` columns; sums in float32, rounds once.
 
-    Faster than a bfloat16 product for up to four rows, and slower for more than eight (bench/STUDIES.md).
+    For other dtypes than bfloat16, and CPUs without compiled products.
     Source: `_weight_int4pack_mm_for_cpu` of torch 2.13.
     """
 
@@ -192,6 +222,7 @@ _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]]
     ProductMethod.COMPILED: CompiledProjection,
     ProductMethod.INT8: Int8Projection,
     ProductMethod.INT4: Int4Projection,
+    ProductMethod.COMPILED_INT4: functools.partial(CompiledProjection, products=ProductMethod.COMPILED_INT4),
 }
 
 Destinations = dict[str, Tensor]
