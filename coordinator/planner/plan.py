@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from checkpoint import DType
 from kvcache import KvGroup, KvWindow
 from wire.ids import StageRole
+
+LayerRange = tuple[int, int]
+"""Layers [begin, end)."""
 
 
 class PlanImpossible(ValueError):
@@ -141,6 +145,54 @@ class Plan:
         if self.holds_any_length:
             return self.limits.max_sequence_tokens
         return min(self.limits.max_sequence_tokens, self.num_kv_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """Layers with the same computation and sizes. Sizes are in bytes, of one layer.
+
+    `name` is such as "attention window 1024 + dense". `weight_bytes` is the resident size. A decode step
+    reads `step_bytes` of the weights, `step_cost` times the bytes of the cheapest kind. Keys and values are
+    in block group number `group`, which has `num_blocks`.
+    """
+
+    name: str
+    layers: tuple[LayerRange, ...]
+    weight_bytes: int
+    step_bytes: int
+    step_cost: float
+    kv_bytes_per_token: int
+    group: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKinds:
+    """All kinds of layers of a planned model, in order of their first layers.
+
+    `step_cost` is computed for decode steps of `step_sequences`. A stage can begin with layer 0 or with one
+    of `legal_cuts`.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    step_sequences: float
+    legal_cuts: frozenset[int]
+
+
+def layer_ranges(layers: Iterable[int]) -> tuple[LayerRange, ...]:
+    """Return ascending layers as ranges [begin, end)."""
+    ranges: list[LayerRange] = []
+    for layer in layers:
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1] = (ranges[-1][0], layer + 1)
+        else:
+            ranges.append((layer, layer + 1))
+    return tuple(ranges)
+
+
+def format_ranges(ranges: Iterable[LayerRange]) -> str:
+    """Format layer ranges for tables: "0-4, 6"."""
+    return ", ".join(f"{begin}" if begin == end - 1 else f"{begin}-{end - 1}" for begin, end in ranges)
 
 
 def format_layers(layer_begin: int, layer_end: int) -> str:

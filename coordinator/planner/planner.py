@@ -87,6 +87,11 @@ class StageMemory:
         """Bytes of weights of each layer that a decode step reads."""
         return tuple(size - self._unread_bytes(layer) for layer, size in enumerate(self.layer_bytes))
 
+    @property
+    def step_sequences(self) -> float:
+        """Sequences of an average step, if all sequences are evenly spread over the stages; at least one."""
+        return max(1.0, self.limits.max_step_sequences / self.num_stages)
+
     @cached_property
     def _of_experts(self) -> dict[int, tuple[float, int]]:
         """Layers with experts: probability that a token does not choose a given one, and bytes of all."""
@@ -105,8 +110,7 @@ class StageMemory:
         if layer not in self._of_experts:
             return 0
         unchosen, num_bytes = self._of_experts[layer]
-        num_sequences = max(1.0, self.limits.max_step_sequences / self.num_stages)
-        unread: float = unchosen**num_sequences
+        unread: float = unchosen**self.step_sequences
         return round(num_bytes * unread)
 
     @cached_property

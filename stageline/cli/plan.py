@@ -1,6 +1,8 @@
 """`stageline plan`: the plan for given workers, without starting anything."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,15 @@ from rich.text import Text
 
 from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
-from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
+from coordinator.planner.plan import (
+    LayerKinds,
+    Plan,
+    PlanImpossible,
+    StagePlan,
+    WorkerCapacity,
+    format_ranges,
+    layer_ranges,
+)
 from stageline.cli import options
 from stageline.cli.check import check
 from stageline.cli.config_flags import config_parameters, make_config
@@ -25,22 +35,61 @@ if TYPE_CHECKING:
     from coordinator.model import ServedModel
 
 _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
+_KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 
 
-def plan_view(plan: Plan, model: "ServedModel") -> RenderableType:
-    """Stages with layers and memory, the KV cache's capacity, and what unpacking costs."""
+def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> RenderableType:
+    """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
+    notes = (*_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
+    lines = (Text(line) for line in (*notes, *_unpacking(plan, model)))
+    tables = (_stages_table(plan), "", _kinds_table(layers))
+    return Group(Text(_headline(plan, model)), "", *tables, "", *lines)
+
+
+def _stages_table(plan: Plan) -> Table:
     # eight columns fit into 80 characters with one blank between them
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
-    for column in ("Role", "Worker", "Layers", *_SIZES):
-        table.add_column(column, justify="right" if column in _SIZES else "left")
+    table = _table("Role", "Worker", "Layers", *_SIZES, right=_SIZES)
     for stage in plan.stages:
         table.add_row(stage.role.value, stage.worker, _layers(stage), *_sizes(stage))
-    notes = [Text(_cache(plan)), *(Text(line) for line in _unpacking(plan, model))]
-    return Group(Text(_headline(plan, model)), "", table, "", *notes)
+    return table
 
 
-def plan_json(plan: Plan, model: "ServedModel") -> str:
-    """The plan as JSON: sizes in bytes, `layer_end` one past the last layer."""
+def _kinds_table(layers: LayerKinds) -> Table:
+    """Weights and KV are of one layer of a kind."""
+    table = _table("Kind", "Layers", *_KIND_SIZES, right=_KIND_SIZES)
+    for kind in layers.kinds:
+        sizes = format_size(kind.weight_bytes), f"{kind.step_cost:.2f}", str(kind.kv_bytes_per_token)
+        table.add_row(kind.name, format_ranges(kind.layers), *sizes, f"{kind.group} ({kind.num_blocks})")
+    return table
+
+
+def _table(*columns: str, right: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
+
+
+def _step_cost(layers: LayerKinds) -> list[str]:
+    """The unit of the column, if kinds differ in it."""
+    if len({kind.step_cost for kind in layers.kinds}) == 1:
+        return []
+    return [
+        f"Step cost: weights read by a decode step of {layers.step_sequences:.3g} sequences, relative to the"
+        " cheapest layer."
+    ]
+
+
+def _cuts(legal: frozenset[int], num_layers: int) -> str:
+    illegal = [layer for layer in range(1, num_layers) if layer not in legal]
+    if not illegal:
+        return "A stage can begin with any layer."
+    can, cannot = (format_ranges(layer_ranges(layers)) for layers in ([0, *sorted(legal)], illegal))
+    return f"A stage can begin with layers {can}; not with {cannot}."
+
+
+def plan_json(plan: Plan, model: "ServedModel", layers: LayerKinds) -> str:
+    """The plan as JSON: sizes in bytes, `layer_end` and the ends of ranges one past the last layer."""
     facts = {
         "model": model.name,
         "dtype": plan.dtype.value,
@@ -53,6 +102,9 @@ def plan_json(plan: Plan, model: "ServedModel") -> str:
         ],
         "max_sequence_tokens": plan.max_sequence_tokens,
         "stages": [_stage_facts(stage) for stage in plan.stages],
+        "step_sequences": layers.step_sequences,
+        "layer_kinds": [asdict(kind) for kind in layers.kinds],
+        "legal_cuts": sorted(layers.legal_cuts),
     }
     if (weights := model.weight_format) is not None:
         facts["weight_format"] = weights.value
@@ -191,6 +243,7 @@ def _refuse_beside_check(context: typer.Context) -> None:
 
 def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...], *, as_json: bool) -> None:
     from coordinator.model import open_model  # imported late, as the coordinator does
+    from coordinator.planner.layer_kinds import layer_kinds
     from coordinator.planner.planner import plan_for
 
     try:
@@ -198,7 +251,8 @@ def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...]
         made = plan_for(config, served, capacities)
     except (CheckpointError, PlanImpossible) as error:
         raise CommandFailed(str(error), reason=reason_of(error)) from error
+    layers = layer_kinds(served.config, made)
     if as_json:
-        print(plan_json(made, served))
+        print(plan_json(made, served, layers))
     else:
-        Console(highlight=False).print(plan_view(made, served))
+        Console(highlight=False).print(plan_view(made, served, layers))

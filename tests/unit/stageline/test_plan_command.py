@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from coordinator.config import CoordinatorConfig
+from coordinator.model import open_model
+from coordinator.planner.layer_kinds import layer_kinds
+from coordinator.planner.planner import plan_for
 from stageline.cli import main
+from stageline.cli.plan import parse_workers, plan_view
+from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, write_quantized
 
 Captured = pytest.CaptureFixture[str]
@@ -22,6 +30,36 @@ def test_the_table_shows_layers_memory_and_tokens(capsys: Captured, monkeypatch:
     assert "worker-0 0 to 5 (6)" in lines[4]
     assert "tokens (" in lines[-1]
     assert max(len(line) for line in lines) <= 80
+
+
+def test_kinds_of_layers_and_cuts_are_shown(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shape = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+    make_checkpoint(tmp_path, "glm4_moe", num_layers=6, first_k_dense_replace=2, topk_group=1, **shape)
+    command = ["plan", "--model", str(tmp_path), "--workers", "64MiB,64MiB", "--max-step-sequences", "8"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    dense, sparse = plan["layer_kinds"]
+    assert (plan["legal_cuts"], plan["step_sequences"]) == ([1, 2, 3, 4, 5], 4)
+    assert (dense["layers"], sparse["layers"]) == ([[0, 2]], [[2, 6]])
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    (row,) = (line for line in out.splitlines() if "2 of 8 experts + shared expert" in line)
+    assert row.split()[-5:] == ["KiB", f"{sparse['step_cost']:.2f}", "256", "0", f"({plan['num_blocks']})"]
+    assert "2-5" in row
+    assert "Step cost: weights read by a decode step of 4 sequences, relative to the cheapest layer." in out
+    assert "A stage can begin with any layer." in out
+
+
+def test_layers_that_no_stage_can_begin_with_are_shown(capsys: Captured) -> None:
+    config = CoordinatorConfig(num_stages=1)
+    model = open_model(config)
+    model.config = replace(model.config, legal_cuts=frozenset({1, 2, 8}))
+    plan = plan_for(config, model, parse_workers("64MiB"))
+    Console(width=120).print(plan_view(plan, model, layer_kinds(model.config, plan)))
+    assert "A stage can begin with layers 0-2, 8; not with 3-7, 9-11." in capsys.readouterr().out
 
 
 def test_json_adds_up(capsys: Captured) -> None:

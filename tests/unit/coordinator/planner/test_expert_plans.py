@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
+import pytest
+
 from checkpoint import Blueprint, DType, Experts, LayerPlan
 from checkpoint.blueprint import Router
 from checkpoint.tensors import role_shapes
+from coordinator.planner.plan import Plan
 from coordinator.planner.planner import StageMemory, make_plan
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, llama_8b, workers
 from wire.ids import StageRole
@@ -17,14 +20,15 @@ from wire.ids import StageRole
 NUM_STAGES = 4
 NUM_TRIALS = 20
 EXPERTS = Experts(count=64, per_token=4, width=512, router=Router())
+FEW_WIDE = Experts(count=8, per_token=2, width=7168, router=Router())
 
 
-def mixed_model() -> Blueprint:
-    """32 layers: 10 without experts, then every second one with experts."""
-    config = llama_8b()
-    sparse = replace(config.layers[0], feed_forward=EXPERTS)
+def mixed_model(experts: Experts = EXPERTS, *, num_layers: int = 32, first: int = 10) -> Blueprint:
+    """`first` layers without experts, then every second one with experts."""
+    config = llama_8b(num_layers)
+    sparse = replace(config.layers[0], feed_forward=experts)
     layers = tuple(
-        sparse if index >= 10 and index % 2 else layer for index, layer in enumerate(config.layers)
+        sparse if index >= first and index % 2 else layer for index, layer in enumerate(config.layers)
     )
     return replace(config, layers=layers, vocab_size=8000)
 
@@ -45,19 +49,38 @@ def simulated_step_bytes(config: Blueprint, plan: LayerPlan, num_sequences: int)
     return 2.0 * (fixed + of_experts * sum(hit) / NUM_TRIALS / count)
 
 
-def test_simulated_step_times_of_stages_differ_by_at_most_a_tenth() -> None:
-    config = mixed_model()
-    plan = make_plan(config, DType.BF16, workers(*[80 * GIB] * NUM_STAGES), limits=USUAL_STEPS, block_size=16)
-    num_sequences = USUAL_STEPS.max_step_sequences // NUM_STAGES
-    assert num_sequences >= 1
+def simulated_times(config: Blueprint, plan: Plan, num_sequences: int) -> list[float]:
+    """Bytes that each stage reads in a decode step, to which its time is proportional."""
     bytes_of = cache(lambda layer: simulated_step_bytes(config, layer, num_sequences))
     times = [
         sum(bytes_of(layer) for layer in config.layers[stage.layer_begin : stage.layer_end])
         for stage in plan.stages
     ]
     times[-1] += 2.0 * config.hidden_size * (config.vocab_size + 1)
+    return times
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("step_sequences", [1, 8, 64])
+@pytest.mark.parametrize(("experts", "first"), [(EXPERTS, 20), (FEW_WIDE, 20), (EXPERTS, 1)])
+def test_simulated_step_times_of_stages_differ_by_at_most_a_tenth(
+    experts: Experts, first: int, step_sequences: int, num_stages: int
+) -> None:
+    config = mixed_model(experts, num_layers=160, first=first)
+    limits = replace(USUAL_STEPS, max_step_sequences=step_sequences * num_stages)
+    plan = make_plan(config, DType.BF16, workers(*[400 * GIB] * num_stages), limits=limits, block_size=16)
+    times = simulated_times(config, plan, step_sequences)
     assert max(times) <= 1.1 * min(times)
+    assert [stage.cost for stage in plan.stages] == pytest.approx(times, rel=0.05)
+    assert all(stage.total_bytes <= stage.memory_bytes for stage in plan.stages)
+
+
+def test_balanced_times_are_not_balanced_memory() -> None:
+    config = mixed_model()
+    plan = make_plan(config, DType.BF16, workers(*[80 * GIB] * NUM_STAGES), limits=USUAL_STEPS, block_size=16)
+    times = simulated_times(config, plan, USUAL_STEPS.max_step_sequences // NUM_STAGES)
     sizes = [stage.weight_bytes for stage in plan.stages]
+    assert max(times) <= 1.1 * min(times)
     assert max(sizes) > 1.3 * min(sizes), "a plan by memory would do as well"
 
 

@@ -1,0 +1,60 @@
+"""Memory and cost of each kind of layer in a plan, for people who size a cluster."""
+
+from __future__ import annotations
+
+from checkpoint import Blueprint, Experts, LayerPlan
+from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
+from coordinator.planner.planner import StageMemory
+
+
+def layer_kinds(config: Blueprint, plan: Plan) -> LayerKinds:
+    """Return the kinds of layers of a planned model, with the planner's own numbers."""
+    memory = StageMemory(
+        config=config,
+        dtype=plan.dtype,
+        limits=plan.limits,
+        block_size=plan.block_size,
+        num_stages=len(plan.stages),
+    )
+    return LayerKinds(
+        step_sequences=memory.step_sequences, legal_cuts=config.legal_cuts, kinds=_kinds(memory, plan)
+    )
+
+
+def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
+    """In order of their first layers."""
+    costs = memory.layer_costs()
+    windows = [None if window is None else window.num_tokens for window in memory.windows]
+    found: dict[tuple[str, int, int, int, int], list[int]] = {}
+    for index, layer in enumerate(memory.config.layers):
+        kv_bytes = memory.block_bytes[index] // memory.block_size
+        group = windows.index(layer.mixer.window)
+        key = (_name(layer), memory.layer_bytes[index], costs[index], kv_bytes, group)
+        found.setdefault(key, []).append(index)
+    num_blocks = (plan.num_blocks, *plan.other_num_blocks)
+    return tuple(
+        LayerKind(
+            name=name,
+            layers=layer_ranges(layers),
+            weight_bytes=weight_bytes,
+            step_bytes=step_bytes,
+            step_cost=step_bytes / min(costs),
+            kv_bytes_per_token=kv_bytes,
+            group=group,
+            num_blocks=num_blocks[group],
+        )
+        for (name, weight_bytes, step_bytes, kv_bytes, group), layers in found.items()
+    )
+
+
+def _name(layer: LayerPlan) -> str:
+    mixer, inner = layer.mixer, layer.feed_forward
+    words = ["attention" if mixer.window is None else f"attention window {mixer.window}"]
+    if mixer.rope is None:
+        words[0] += " without rotation"
+    if isinstance(inner, Experts):
+        words.append(f"{inner.per_token} of {inner.count} experts")
+        words += [] if inner.shared is None else ["shared expert"]
+    else:
+        words.append("dense")
+    return " + ".join(words)
