@@ -462,7 +462,21 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             " hidden_size_per_layer_input vocab_size_per_layer_input num_kv_shared_layers use_double_wide_mlp"
             " enable_moe_block num_experts top_k_experts moe_intermediate_size"
         ),
-        names=renamed(_AROUND),
+        names=renamed(
+            _AROUND
+            | {
+                TensorRole.ROUTER: "router.proj",
+                TensorRole.SHARED_GATE: "mlp.gate_proj",
+                TensorRole.SHARED_UP: "mlp.up_proj",
+                TensorRole.SHARED_DOWN: "mlp.down_proj",
+            },
+            Pack(
+                module="experts.gate_up_proj",
+                roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+                has_kind=False,
+            ),
+            Pack(module="experts.down_proj", roles=(TensorRole.EXPERT_DOWN,), has_kind=False),
+        ),
         windows=Windows.PATTERN_THEN_FULL,
         window_pattern=6,
         rope=RopeRule(theta=1_000_000.0, local_theta=10_000.0, is_per_type=True, has_proportional=True),
@@ -480,6 +494,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         activation="gelu_pytorch_tanh",
         scales=ScaleRule(embedding=EmbeddingScale.ROOT, attention=1.0, has_caps=True),
         is_tied=True,
+        experts=ExpertRule(
+            layers=SparseLayers.SWITCHED,
+            count_keys=("num_experts",),
+            per_token_key="top_k_experts",
+            shared_width_key="intermediate_size",
+            has_branches=True,
+        ),
         defaults={
             "vocab_size": 262_144,
             "hidden_size": 2304,
@@ -496,13 +517,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
             "use_double_wide_mlp": False,
-            "enable_moe_block": False,
             "use_bidirectional_attention": "vision",
         },
         reasons={
             "hidden_size_per_layer_input": " (per-layer embeddings, as in E2B and E4B)",
             "num_kv_shared_layers": " (keys and values of other layers, as in E2B and E4B)",
-            "enable_moe_block": " (experts beside the MLP, as in 26B-A4B)",
             "use_bidirectional_attention": ", which changes no text",
         },
     ),

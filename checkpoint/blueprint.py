@@ -135,8 +135,8 @@ class Router:
     Experts with the highest scores are chosen; with `has_choice_bias`, the experts with the highest sums
     of score and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best groups are
     chosen; the score of a group is the sum of its two best experts. Weights are the scores of the chosen
-    experts: divided by their sum if `is_normalised`, then times `scaling`. Logits are computed in float32 if
-    `is_wide`.
+    experts: divided by their sum if `is_normalised`, then times `scaling`, and with `has_expert_scale` times
+    a learned number for each expert. Logits are computed in float32 if `is_wide`.
     """
 
     score: RouterScore = RouterScore.SOFTMAX
@@ -145,6 +145,7 @@ class Router:
     num_groups: int = 1
     num_kept_groups: int = 1
     has_choice_bias: bool = False
+    has_expert_scale: bool = False
     is_wide: bool = False
 
 
@@ -154,6 +155,11 @@ class Experts:
 
     `width` is the number of elements between the matrices of one expert. `shared` is an MLP of all tokens,
     which `has_shared_gate` multiplies by the sigmoid of a projection to one element.
+
+    With `branch_norm`, `shared` and the mixture are branches that both read the residual: each output has
+    such a norm, and so has the mixture's input; the input of `shared` has the feed-forward's norm. The
+    router's input has a norm of `NormKind.RMS` with the same epsilon, and is divided by the square root of
+    hidden_size.
     """
 
     count: int
@@ -163,6 +169,7 @@ class Experts:
     activation: Activation = Activation.SILU
     shared: Dense | None = None
     has_shared_gate: bool = False
+    branch_norm: Norm | None = None
 
 
 class Placement(Enum):

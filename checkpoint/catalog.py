@@ -159,6 +159,8 @@ def _experts(row: Architecture) -> list[str]:
         return []
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
+    if rule.has_branches:
+        return [*words, "experts beside the MLP, each with norms"]
     return [*words, "shared expert"] if is_shared else words
 
 

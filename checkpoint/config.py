@@ -160,7 +160,9 @@ def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> 
     if (rule := row.experts) is None:
         return [_parse_dense(raw, row)] * num_layers
     is_sparse = parse_sparse_layers(raw, rule.layers, num_layers)
-    experts = parse_experts(raw, rule, _parse_activation(raw, row)) if any(is_sparse) else None
+    experts = None
+    if any(is_sparse):
+        experts = parse_experts(raw, rule, _parse_activation(raw, row), _parse_norm(raw, row))
     dense = None if all(is_sparse) else _parse_dense(raw, row)
     chosen = (experts if has_experts else dense for has_experts in is_sparse)
     return [feed_forward for feed_forward in chosen if feed_forward is not None]

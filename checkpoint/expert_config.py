@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint.blueprint import Activation, Dense, Experts, Router
+from checkpoint.blueprint import Activation, Dense, Experts, Norm, Router
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
 from checkpoint.errors import BadConfig
 from checkpoint.family_rules import ExpertRule, SparseLayers
@@ -17,6 +17,8 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
     match rule:
         case SparseLayers.ALL:
             return (True,) * num_layers
+        case SparseLayers.SWITCHED:
+            return (flag(raw, "enable_moe_block", default=False),) * num_layers
         case SparseLayers.STEP:
             step, dense = positive_int(raw, "decoder_sparse_step", 1), _dense_layers(raw, num_layers)
             return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
@@ -44,8 +46,8 @@ def _dense_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
     return frozenset(listed)
 
 
-def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation) -> Experts:
-    """Return the experts of a layer that has them. Raises BadConfig."""
+def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm: Norm) -> Experts:
+    """Return the experts of a layer that has them, and norms like `norm`. Raises BadConfig."""
     count, per_token = _count(raw, rule), positive_int(raw, rule.per_token_key)
     router = _parse_router(raw, rule)
     if count % router.num_groups or router.num_kept_groups > router.num_groups:
@@ -70,6 +72,7 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation) -> E
         activation=activation,
         shared=None if shared == 0 else Dense(width=shared, activation=activation),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
+        branch_norm=norm if rule.has_branches else None,
     )
 
 
@@ -97,6 +100,7 @@ def _parse_router(raw: RawConfig, rule: ExpertRule) -> Router:
         num_groups=positive_int(raw, "n_group", 1) if rule.has_groups else 1,
         num_kept_groups=positive_int(raw, "topk_group", 1) if rule.has_groups else 1,
         has_choice_bias=rule.has_choice_bias,
+        has_expert_scale=rule.has_branches,
         is_wide=rule.is_wide,
     )
 

@@ -98,6 +98,7 @@ class SparseLayers(Enum):
     """Which layers have experts."""
 
     ALL = "all"
+    SWITCHED = "all, if enable_moe_block"
     STEP = "every decoder_sparse_step-th, except mlp_only_layers"
     AFTER_FIRST = "from first_k_dense_replace on"
     INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
@@ -111,7 +112,8 @@ class ExpertRule:
     experts are divided by their sum if field `norm_key` is true (`is_normalised` is its default). The width
     of the shared expert is field `shared_width_key`, or the width of `shared_count_key` experts
     (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read;
-    `has_scaling`: routed_scaling_factor is read.
+    `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
+    experts have scales, too.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -129,6 +131,7 @@ class ExpertRule:
     shared_count_key: str | None = None
     shared_count: int = 0
     has_shared_gate: bool = False
+    has_branches: bool = False
 
 
 _USUAL_ROPE = RopeRule()
@@ -144,9 +147,8 @@ class Architecture:
     that field, layers with full attention have other keys, see `checkpoint/layer_heads.py`. Fields of
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
     `LayerPlan.has_scale`. `defaults` are the values of fields that published checkpoints may lack.
-    `window_pattern`: every
-    n-th layer has full attention if `Windows.PATTERN` is not given layer by layer. `title` names the models
-    for people; None: the name of the class.
+    `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
+    `title` names the models for people; None: the name of the class.
     """
 
     model_type: str

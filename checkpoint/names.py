@@ -33,6 +33,11 @@ class TensorRole(Enum):
     SHARED_UP = "up of the shared expert"
     SHARED_DOWN = "down of the shared expert"
     SHARED_WEIGHT = "weight of the shared expert"
+    ROUTER_NORM = "norm of the router's input"
+    EXPERT_SCALE = "scales of experts"
+    EXPERTS_NORM = "norm of the experts' input"
+    EXPERTS_OUT_NORM = "norm of the experts' output"
+    SHARED_OUT_NORM = "norm of the shared expert's output"
 
 
 _USUAL_MODULES = {
@@ -47,7 +52,7 @@ _USUAL_MODULES = {
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "post_attention_layernorm",
     TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
-    TensorRole.LAYER_SCALE: "",
+    TensorRole.LAYER_SCALE: "",  # of the layer itself
     TensorRole.GATE: "mlp.gate_proj",
     TensorRole.UP: "mlp.up_proj",
     TensorRole.DOWN: "mlp.down_proj",
@@ -60,6 +65,11 @@ _USUAL_MODULES = {
     TensorRole.SHARED_UP: "mlp.shared_experts.up_proj",
     TensorRole.SHARED_DOWN: "mlp.shared_experts.down_proj",
     TensorRole.SHARED_WEIGHT: "mlp.shared_expert_gate",
+    TensorRole.ROUTER_NORM: "router",
+    TensorRole.EXPERT_SCALE: "router",
+    TensorRole.EXPERTS_NORM: "pre_feedforward_layernorm_2",
+    TensorRole.EXPERTS_OUT_NORM: "post_feedforward_layernorm_2",
+    TensorRole.SHARED_OUT_NORM: "post_feedforward_layernorm_1",
 }
 """Names within a layer, of Llama and of most families. No family has both norms of one name."""
 
@@ -72,21 +82,25 @@ class Pack:
     """One module on disk, with the rows of all `roles` in order.
 
     A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
-    `has_unit_axis`, the shape begins with a dimension of 1.
+    `has_unit_axis`, the shape begins with a dimension of 1. Without `has_kind`, the module's name is that of
+    its weight.
     """
 
     module: str
     roles: tuple[TensorRole, ...]
     has_unit_axis: bool = False
+    has_kind: bool = True
 
     @property
     def is_per_expert(self) -> bool:
         """Whether each expert has a module of its own."""
         return "{expert}" in self.module
 
-    def of_expert(self, expert: int | None) -> str:
-        """Name of the module, with the number of an expert if it has one."""
-        return self.module if expert is None else self.module.replace("{expert}", str(expert))
+    def tensor(self, kind: str, expert: int | None) -> str:
+        """Name within a layer of tensor `kind` ("weight" or "bias") of the module, or of an expert's."""
+        module = self.module if expert is None else self.module.replace("{expert}", str(expert))
+        parts = (module, kind) if self.has_kind else (module,)
+        return ".".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +125,9 @@ class NameTable:
         """Tensor `kind` ("weight" or "bias") of the norm after the last layer."""
         return f"{self.prefix}norm.{kind}"
 
-    def in_layer(self, layer: int, module: str, kind: str) -> str:
-        """Tensor `kind` ("weight" or "bias") of `module` in layer number `layer`; "" is the layer itself."""
-        return f"{self.prefix}layers.{layer}.{module}{'.' if module else ''}{kind}"
+    def in_layer(self, layer: int, tensor: str) -> str:
+        """A tensor of layer number `layer` by its name within the layer."""
+        return f"{self.prefix}layers.{layer}.{tensor}"
 
     def pack_of(self, role: TensorRole) -> Pack:
         """The module that holds `role`, maybe among others."""

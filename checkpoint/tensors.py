@@ -26,6 +26,10 @@ SINKS_KIND = "sinks"
 """Kind of tensor of `TensorRole.SINKS`."""
 LAYER_SCALE_KIND = "layer_scalar"
 """Kind of tensor of `TensorRole.LAYER_SCALE`."""
+ROUTER_NORM_KIND, EXPERT_SCALE_KIND = "scale", "per_expert_scale"
+"""Kinds of tensor of `TensorRole.ROUTER_NORM` and `TensorRole.EXPERT_SCALE`."""
+BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole.SHARED_OUT_NORM)
+"""Norms of `Experts.branch_norm`."""
 
 
 def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
@@ -69,6 +73,12 @@ def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
     for role in (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP):
         shapes[role, "weight"] = (experts.count, experts.width, hidden_size)
     shapes[TensorRole.EXPERT_DOWN, "weight"] = (experts.count, hidden_size, experts.width)
+    if experts.router.has_expert_scale:
+        shapes[TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND] = (experts.count,)
+    if experts.branch_norm is not None:
+        shapes[TensorRole.ROUTER_NORM, ROUTER_NORM_KIND] = (hidden_size,)
+        for role in BRANCH_NORMS:
+            shapes |= _norm(role, hidden_size, experts.branch_norm)
     if experts.shared is not None:
         shapes |= _mlp(experts.shared, hidden_size, _SHARED_MLP)
     if experts.has_shared_gate:
@@ -115,7 +125,7 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
         axis = row_axis(role)
         shape = (*parts[0][:axis], sum(part[axis] for part in parts), *parts[0][axis + 1 :])
         for expert in range(shape[0]) if pack.is_per_expert else (None,):
-            name = config.names.in_layer(layer, pack.of_expert(expert), kind)
+            name = config.names.in_layer(layer, pack.tensor(kind, expert))
             own_shape = shape if expert is None else shape[1:]
             if pack.has_unit_axis:
                 own_shape = (1, *own_shape)

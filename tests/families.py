@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Blueprint, RopeConfig, RopeKind
+from checkpoint import Blueprint, Experts, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, NormKind, RouterScore
 from checkpoint.names import Pack, TensorRole
@@ -168,7 +168,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     }
     | _WINDOW,
 }
-assert set(FAMILIES) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
+FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "seed": 8,
+    "moe_intermediate_size": 48,
+}
+"""Settings of a family by its model type; after a plus, what other settings of the same family add."""
+MODEL_TYPES = {name: name.partition("+")[0] for name in FAMILIES}
+assert set(MODEL_TYPES.values()) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
 
 BLOCK_KINDS = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text")
 """Families that have every kind of norm, placement, rotation, MLP, factor and page shape between them."""
@@ -191,7 +200,7 @@ def make_family(directory: Path, family: str, **overrides: Any) -> Path:
     settings = {"num_layers": NUM_LAYERS, "initializer_range": 0.3, "seed": 3, "pad_token_id": None}
     # A copy: transformers writes into the objects that it is given.
     given = copy.deepcopy(settings | _EPS | FAMILIES[family] | overrides)
-    return make_checkpoint(directory, family, **given)
+    return make_checkpoint(directory, MODEL_TYPES[family], **given)
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,7 @@ _SHAPES = {
     *("model_type", "hidden_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype"),
     *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "has_bias", "width", "is_gated"),
     *("placement", "span", "legal_cuts", "names", "count", "has_choice_bias", "has_shared_gate"),
-    *("num_draft_layers", "is_wide", "value_is_key", "has_scale", "has_sinks"),
+    *("num_draft_layers", "is_wide", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
 }
 """Fields that change names, shapes or limits of a checkpoint: another value is refused when it is opened.
 
@@ -226,6 +235,8 @@ _ALIKE = (
     (TensorRole.GATE, TensorRole.UP),
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
+    (TensorRole.SHARED_OUT_NORM, TensorRole.EXPERTS_OUT_NORM),
+    (TensorRole.FFN_NORM, TensorRole.EXPERTS_NORM),
 )
 """Roles whose tensors may have one shape."""
 _ROPE_KINDS = {
@@ -239,7 +250,10 @@ _ROPE_KINDS = {
 
 def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
     """Each field that enters the computation, changed wherever it occurs, and names exchanged."""
+    experts = [kind.feed_forward for kind in blueprint.kinds if isinstance(kind.feed_forward, Experts)]
     for path, changed in _variants(blueprint):
+        if path.endswith("router.scaling") and any(plan.branch_norm for plan in experts):
+            continue  # the norm of the experts' output removes it
         yield Mutation(path, changed)
     shapes: dict[tuple[TensorRole, str], tuple[int, ...]] = {}
     for kind in blueprint.kinds:

@@ -31,7 +31,9 @@ from checkpoint.blueprint import Activation, NormKind, NormSpan, Placement, QkNo
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
+    EXPERT_SCALE_KIND,
     LAYER_SCALE_KIND,
+    ROUTER_NORM_KIND,
     SINKS_KIND,
     RolePlaces,
     RoleRows,
@@ -42,116 +44,15 @@ from checkpoint.tensors import (
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
 from stage_worker.backends.tensor_views import as_array, from_wire, project, to_wire
+from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import attention_factor, inverse_frequencies
 from stage_worker.model.weights import WINDOW_BYTES, load_rows
-from stage_worker.sampling.logits_processors import non_finite_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
-from wire.steps import TokenLogprobs
 from wire.tensors import WireDType
-
-
-class NonFiniteReference(ValueError):
-    def __init__(self, text: int, position: int) -> None:
-        super().__init__(f"logits for position {position} of text {text} are not finite")
-        self.text, self.position = text, position
-
-
-class HeadSummary:
-    """Log-probabilities of the most likely tokens and of the following tokens, from blocks of logits.
-
-    Each block is [2, n, m], exact and rounded logits of m tokens, for the n tokens of all texts. Sums are
-    float64.
-    """
-
-    def __init__(self, texts: Sequence[Sequence[int]], *, num_top: int) -> None:
-        self._texts = texts
-        self._num_top = num_top
-        # No token follows a text's last one.
-        following = [token for text in texts for token in (*text[1:], -1)]
-        self._following = torch.tensor(following)
-        size = len(following)
-        self._of_following = torch.zeros((2, size), dtype=torch.float64)
-        self._highest = torch.full((2, size), -math.inf, dtype=torch.float64)
-        self._mass = torch.zeros((2, size), dtype=torch.float64)
-        self._sum = torch.zeros(size, dtype=torch.float64)
-        self._sum_of_squares = torch.zeros(size, dtype=torch.float64)
-        self._vocab_size = 0
-        self._top = torch.empty((2, size, 0), dtype=torch.float64)
-        self._top_ids = torch.empty((size, 0), dtype=torch.int64)
-
-    def add(self, first: int, logits: Tensor) -> None:
-        """Add `logits` float32 [2, n, m] of the tokens from `first` on. Raises NonFiniteReference."""
-        for row in non_finite_rows(logits[0]):
-            raise NonFiniteReference(*self._place(row))
-        wide = logits.double()
-        highest = torch.maximum(self._highest, wide.amax(dim=2))
-        self._mass = self._mass * (self._highest - highest).exp() + (wide - highest[..., None]).exp().sum(2)
-        self._highest = highest
-        self._sum += wide[0].sum(dim=1)
-        self._sum_of_squares += wide[0].square().sum(dim=1)
-        self._vocab_size += wide.shape[2]
-        self._add_following(first, wide)
-        self._add_top(first, wide)
-
-    @property
-    def logit_spread(self) -> float:
-        """Standard deviation over the vocabulary, as the root mean square over the rows."""
-        mean = self._sum / self._vocab_size
-        variances = (self._sum_of_squares / self._vocab_size - mean.square()).clamp_min(0.0)
-        return math.sqrt(float(variances.mean()))
-
-    @property
-    def rounding(self) -> float:
-        """Root mean square difference between exact and rounded log-probabilities of all listed tokens."""
-        top, following = self._logprobs()
-        differences = torch.cat(((top[1] - top[0]).flatten(), (following[1] - following[0]).flatten()))
-        return math.sqrt(float(differences.square().mean()))
-
-    def rows(self) -> list[TokenLogprobs]:
-        """One row per token: the following token, or the most likely one after a text's last token."""
-        top, following = (exact_and_rounded[0].tolist() for exact_and_rounded in self._logprobs())
-        return [
-            TokenLogprobs(
-                ids[0] if token < 0 else token,
-                values[0] if token < 0 else logprob,
-                0,
-                tuple(zip(ids, values, strict=True)),
-            )
-            for token, logprob, ids, values in zip(
-                self._following.tolist(), following, self._top_ids.tolist(), top, strict=True
-            )
-        ]
-
-    def _logprobs(self) -> tuple[Tensor, Tensor]:
-        """Of the most likely tokens [2, n, num_top], and of the following or else most likely ones [2, n]."""
-        mass = self._highest + self._mass.log()
-        following = torch.where(self._following < 0, self._top[..., 0], self._of_following)
-        return self._top - mass[..., None], following - mass
-
-    def _add_following(self, first: int, wide: Tensor) -> None:
-        rows = torch.nonzero((self._following >= first) & (self._following < first + wide.shape[2]))[:, 0]
-        self._of_following[:, rows] = wide[:, rows, self._following[rows] - first]
-
-    def _add_top(self, first: int, wide: Tensor) -> None:
-        chosen = wide[0].topk(min(self._num_top, wide.shape[2]), dim=1).indices
-        values = torch.cat((self._top, wide.gather(2, chosen.expand(2, -1, -1))), dim=2)
-        ids = torch.cat((self._top_ids, chosen + first), dim=1)
-        kept = values[0].topk(min(self._num_top, ids.shape[1]), dim=1).indices
-        self._top = values.gather(2, kept.expand(2, -1, -1))
-        self._top_ids = ids.gather(1, kept)
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """Text and position of the token that follows row `row`."""
-        for number, text in enumerate(self._texts):
-            if row < len(text):
-                return number, row + 1
-            row -= len(text)
-        raise AssertionError("more rows than tokens")
-
 
 BLOCK_ELEMENTS = 1 << 22
 _ROUNDING_BYTES = 16
@@ -328,7 +229,7 @@ class _StreamedLayer:
         hidden = self._added(hidden, self._attention(normed, lengths), TensorRole.MIXER_OUT_NORM)
         if plan.placement is not Placement.SHARED:
             normed = self._normed(hidden, TensorRole.FFN_NORM)
-        hidden = self._added(hidden, self._feed_forward(normed), TensorRole.FFN_OUT_NORM)
+        hidden = self._added(hidden, self._feed_forward(normed, hidden), TensorRole.FFN_OUT_NORM)
         if not plan.has_scale:
             return hidden
         scale = self._model.vector(self._places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
@@ -349,15 +250,18 @@ class _StreamedLayer:
         places = self._places
         return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
         plan = self._plan.feed_forward
         if isinstance(plan, Dense):
             return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
-        mixed = self._mixed(x, plan)
+        if plan.branch_norm is None:
+            mixed = self._mixed(x, x, plan)
+        else:
+            mixed = self._branch(residual, plan, plan.branch_norm)
         if plan.shared is None:
             return mixed
         roles = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
-        shared = self._mlp(x, plan.shared, roles)
+        shared = self._normed(self._mlp(x, plan.shared, roles), TensorRole.SHARED_OUT_NORM, plan.branch_norm)
         if plan.has_shared_gate:
             weight = self._model.rounded(self._projected(x, TensorRole.SHARED_WEIGHT).sigmoid())
             shared = self._model.rounded(shared * weight)
@@ -379,9 +283,17 @@ class _StreamedLayer:
             inner = activation(inner)
         return self._projected(self._model.rounded(inner), down, expert)
 
-    def _mixed(self, x: Tensor, plan: Experts) -> Tensor:
+    def _branch(self, residual: Tensor, plan: Experts, norm: Norm) -> Tensor:
+        """The experts beside an MLP."""
+        rows = self._model.vector(self._places[TensorRole.ROUTER_NORM, ROUTER_NORM_KIND, None])
+        routed = self._model.normed(residual, Norm(kind=NormKind.RMS, eps=norm.eps), rows)
+        routed = self._model.rounded(routed * residual.shape[-1] ** -0.5)
+        mixed = self._mixed(self._normed(residual, TensorRole.EXPERTS_NORM, norm), routed, plan)
+        return self._normed(mixed, TensorRole.EXPERTS_OUT_NORM, norm)
+
+    def _mixed(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
         """The experts' results, of tokens that one of both copies of `x` gives to them."""
-        shares = self._shares(x, plan)
+        shares = self._shares(routed, plan)
         mixed = torch.zeros_like(x)
         roles = (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN)
         for expert in range(plan.count):
@@ -410,6 +322,10 @@ class _StreamedLayer:
         chosen = scores.masked_fill(~_is_among(ranks, plan.per_token), 0.0)
         if router.is_normalised:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        if router.has_expert_scale:
+            chosen = chosen * self._model.vector(
+                self._places[TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND, None]
+            )
         return chosen * router.scaling
 
     def _attention(self, x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from checkpoint import Attention, Dense, Experts, LayerPlan
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
+from checkpoint.tensors import BRANCH_NORMS
+from stage_worker.model.branches import Branches
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.kernels import AttentionMethod, Kernels
@@ -155,13 +157,15 @@ class HeadNorms:
 
 
 def _feed_forward(
-    plan: LayerPlan, weights: LayerWeights, operations: Operations, kernels: Kernels
+    plan: LayerPlan, weights: LayerWeights, ffn_norm: RowNorm, operations: Operations, kernels: Kernels
 ) -> FeedForward:
     given, layer_plan = weights.feed_forward, plan.feed_forward
     if isinstance(given, DenseWeights):
         assert isinstance(layer_plan, Dense), "weights of another kind"
         return Mlp(layer_plan, given, operations, kernels)
     assert isinstance(layer_plan, Experts), "weights of another kind"
+    if layer_plan.branch_norm is not None:
+        return Branches(layer_plan, given, weights.norms, ffn_norm, operations, kernels)
     return ExpertMixture(layer_plan, given, operations, kernels)
 
 
@@ -180,7 +184,7 @@ class DecoderLayer:
         norms = {
             role: row_norm(plan.norm, given, rms)
             for role, given in weights.norms.items()
-            if role not in (TensorRole.Q_NORM, TensorRole.K_NORM)
+            if role not in (TensorRole.Q_NORM, TensorRole.K_NORM, *BRANCH_NORMS)
         }
         self._mixer_norm = norms.get(TensorRole.MIXER_NORM, _unchanged)
         self._ffn_norm = norms.get(TensorRole.FFN_NORM, _unchanged)
@@ -194,7 +198,9 @@ class DecoderLayer:
         self._scale = weights.scale
         self._qkv = project(weights.qkv, weights.qkv_bias, kernels.layer_products)
         self._o = project(weights.o, weights.o_bias, kernels.layer_products)
-        self._feed_forward = _feed_forward(plan, weights, self._operations, kernels)
+        self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
+        if isinstance(self._feed_forward, Branches):
+            self._ffn_norm = _unchanged  # both branches norm the residual themselves
 
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.

@@ -85,6 +85,12 @@ def grouped_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return grouped_mm(x, matrices.transpose(1, 2), offs=ends)
 
 
+def with_rows(x: Tensor, num_rows: int) -> Tensor:
+    """`x` with rows of zeros after it, up to `num_rows`."""
+    missing = num_rows - len(x)
+    return torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x
+
+
 class ExpertMixture:
     """See `Experts`."""
 
@@ -101,20 +107,25 @@ class ExpertMixture:
 
     def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
         given = x[:num_tokens]
-        mixed = self._mixed(given)
+        mixed = self.mixed(given, given)
         if self._shared is not None:
             mixed.add_(self._weighted_shared(self._shared(given, num_tokens), given))
-        missing = len(x) - num_tokens
-        return torch.cat((mixed, x.new_zeros(missing, x.shape[1]))) if missing else mixed
+        return with_rows(mixed, len(x))
 
     def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
         return self(x, num_tokens).add_(residual)
 
-    def _mixed(self, x: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' results for `x` [n, hidden_size]."""
+    def mixed(self, x: Tensor, routed: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts' results for `x` [n, hidden_size].
+
+        `routed` [n, hidden_size] is the router's input.
+        """
         plan, weights = self._plan, self._weights
-        logits = linear(x.to(weights.router.dtype), weights.router)
+        logits = linear(routed.to(weights.router.dtype), weights.router)
         choice = choose(logits, plan.router, plan.per_token, weights.choice_bias)
+        shares = choice.weights
+        if weights.expert_scale is not None:
+            shares = shares * weights.expert_scale[choice.experts]
         chosen = choice.experts.flatten()
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=plan.count)
@@ -124,7 +135,7 @@ class ExpertMixture:
         found = torch.empty_like(by_expert)
         found[order] = by_expert
         by_token = found.view(len(x), plan.per_token, -1).float()
-        return (by_token * choice.weights[..., None]).sum(dim=1).to(x.dtype)
+        return (by_token * shares[..., None]).sum(dim=1).to(x.dtype)
 
     def _weighted_shared(self, shared: Tensor, x: Tensor) -> Tensor:
         if self._weights.shared_weight is None:

@@ -15,8 +15,11 @@ from checkpoint import Attention, Blueprint, Dense, DType, Experts, WeightFormat
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
+    BRANCH_NORMS,
     CHOICE_BIAS_KIND,
+    EXPERT_SCALE_KIND,
     LAYER_SCALE_KIND,
+    ROUTER_NORM_KIND,
     SINKS_KIND,
     layer_tensors,
     role_shapes,
@@ -248,7 +251,7 @@ class ExpertsWeights:
     gate's rows first, `down` [experts, hidden_size, width].
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
-    [1, hidden_size].
+    [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts].
     """
 
     router: Tensor
@@ -257,6 +260,8 @@ class ExpertsWeights:
     down: Tensor
     shared: DenseWeights | None
     shared_weight: Tensor | None
+    router_norm: Tensor | None = None
+    expert_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -285,6 +290,7 @@ _STACKED = (
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
     *(TensorRole.Q_NORM, TensorRole.K_NORM),
+    *BRANCH_NORMS,
 )
 
 
@@ -319,6 +325,8 @@ def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights |
         down=tensors.found(TensorRole.EXPERT_DOWN, "weight"),
         shared=_dense(tensors, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN) if has_shared else None,
         shared_weight=tensors.get(TensorRole.SHARED_WEIGHT, "weight"),
+        router_norm=tensors.get(TensorRole.ROUTER_NORM, ROUTER_NORM_KIND),
+        expert_scale=tensors.get(TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND),
     )
 
 

@@ -14,6 +14,8 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config
 from checkpoint import (
     BadConfig,
     Checkpoint,
+    Dense,
+    Experts,
     MissingTensor,
     RopeConfig,
     RopeKind,
@@ -22,6 +24,7 @@ from checkpoint import (
     parse_config,
 )
 from checkpoint.architectures import ARCHITECTURES
+from checkpoint.blueprint import Activation
 from tests.checkpoints import edit_config
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running
 
@@ -298,6 +301,20 @@ def test_gemma_4_has_other_keys_in_layers_with_full_attention() -> None:
     assert parse_config(gemma4(rope_parameters=...)) == config
     assert parse_config(gemma4(num_hidden_layers=4)).layer_windows == (1024, 1024, 1024, None)
     assert parse_config(gemma4(attention_k_eq_v=False)).page_shape(None) == (16, 512)
+
+
+def test_gemma_4_has_experts_beside_the_mlp_if_enabled() -> None:
+    """The sizes of 26B-A4B."""
+    sizes = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704, "intermediate_size": 2112}
+    assert isinstance(parse_config(gemma4(**sizes)).layers[0].feed_forward, Dense)
+    config = parse_config(gemma4(enable_moe_block=True, **sizes))
+    experts = config.layers[0].feed_forward
+    assert isinstance(experts, Experts)
+    assert (experts.count, experts.per_token, experts.width) == (128, 8, 704)
+    assert experts.shared == Dense(width=2112, activation=Activation.GELU_TANH)
+    assert experts.branch_norm == config.layers[0].norm
+    with pytest.raises(BadConfig, match="'num_experts' must give one number of experts"):
+        parse_config(gemma4(enable_moe_block=True))
 
 
 @pytest.mark.parametrize(
