@@ -11,7 +11,8 @@ from typing import Any, Self, TypeVar
 
 import grpc.aio
 
-from deploy.local_config import ClusterFailed, LocalClusterConfig, dialled_address, worker_name
+from deploy.commands import ProcessCommand, commands, coordinator_command
+from deploy.local_config import ClusterFailed, LocalClusterConfig, LocalRun, dialled_address
 from deploy.process import LocalProcess
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.transport import PLAIN
@@ -38,19 +39,24 @@ class LocalCluster:
     exited, `restart` restarts it.
     """
 
-    def __init__(self, config: LocalClusterConfig) -> None:
-        self._config = config
-        self._lines: dict[str, list[str]] = {}
+    def __init__(self, config: LocalClusterConfig | LocalRun) -> None:
+        self._run = config.run() if isinstance(config, LocalClusterConfig) else config
+        spec = self._run.spec
+        self._coordinator = spec.coordinator.name
+        self._workers = tuple(worker.name for worker in spec.workers)
+        self.gateways = tuple(gateway.name for gateway in spec.gateways)
+        """Names of the gateways."""
+        self._commands: dict[str, ProcessCommand] = {}
         self._processes: dict[str, LocalProcess] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self._exits: asyncio.Queue[LocalProcess] = asyncio.Queue()
         self._listening: dict[str, str] = {}
         """Addresses of coordinator and gateway, for their restarts."""
         self._has_failed = False
-        self.log_directory = config.log_directory or Path()
+        self.log_directory = self._run.log_directory or Path()
 
     async def __aenter__(self) -> Self:
-        if self._config.log_directory is None:
+        if self._run.log_directory is None:
             self.log_directory = Path(tempfile.mkdtemp(prefix="stageline-"))
         self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -73,8 +79,8 @@ class LocalCluster:
     @property
     def address(self) -> str:
         """HOST:PORT of the coordinator, as seen from this machine."""
-        assert COORDINATOR in self._listening, "the cluster has not been started"
-        return dialled_address(self._listening[COORDINATOR])
+        assert self._coordinator in self._listening, "the cluster has not been started"
+        return dialled_address(self._listening[self._coordinator])
 
     @property
     def dashboard_url(self) -> str | None:
@@ -83,25 +89,21 @@ class LocalCluster:
 
     @property
     def coordinator(self) -> LocalProcess:
-        return self._processes[COORDINATOR]
+        return self._processes[self._coordinator]
 
     @property
     def workers(self) -> list[LocalProcess]:
-        """The current processes of worker-0, worker-1, ..."""
-        return [process for name, process in self._processes.items() if name not in (COORDINATOR, GATEWAY)]
+        """The current processes of the workers, in the order of the configuration."""
+        return [self._processes[name] for name in self._workers]
 
-    @property
-    def has_gateway(self) -> bool:
-        return GATEWAY in self._processes
-
-    async def gateway_url(self, *, timeout_s: float) -> str:
-        """URL of the gateway once it serves. Raises ClusterFailed."""
-        address = await self.process(GATEWAY).listening_address(timeout_s=timeout_s)
-        self._listening[GATEWAY] = address
+    async def gateway_url(self, name: str = GATEWAY, *, timeout_s: float) -> str:
+        """URL of a gateway once it serves. Raises ClusterFailed."""
+        address = await self.process(name).listening_address(timeout_s=timeout_s)
+        self._listening[name] = address
         return f"http://{dialled_address(address)}"
 
     def process(self, name: str) -> LocalProcess:
-        """The current process "coordinator", "gateway" or "worker-N"."""
+        """The current process of this name, such as "coordinator", "gateway" or "worker-0"."""
         return self._processes[name]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -109,15 +111,15 @@ class LocalCluster:
 
     def line(self, name: str) -> list[str]:
         """The arguments of `stageline` that started a process."""
-        return self._lines[name]
+        return list(self._commands[name].argv)
 
     async def restart(self, name: str) -> LocalProcess:
         """Restart a process, coordinator and gateway at their addresses; kill it first if it still runs."""
         await _end([self.process(name)], grace_s=0)
-        line = list(self._lines[name])
+        command = self._commands[name]
         if name in self._listening:
-            line[line.index("--listen") + 1] = self._listening[name]
-        return await self._start(name, line)
+            command = command.listening_on(self._listening[name])
+        return await self._start(command)
 
     async def next_exit(self) -> LocalProcess:
         """The next process that exits, except by `stop`; each exit is returned once."""
@@ -176,7 +178,7 @@ class LocalCluster:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await _end(self._processes.values(), grace_s=grace_s)
-        if self._config.log_directory is None and not self._has_failed:
+        if self._run.log_directory is None and not self._has_failed:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def kill_all(self) -> None:
@@ -185,27 +187,27 @@ class LocalCluster:
             process.send_signal(signal.SIGKILL)
 
     async def _start_all(self) -> None:
-        coordinator = await self._start(COORDINATOR, self._config.coordinator_line())
+        """Start the coordinator, then the others, which are told where it listens."""
+        spec = self._run.spec
+        coordinator = await self._start(coordinator_command(spec))
         try:
             listening = await coordinator.listening_address(timeout_s=60)
         except ClusterFailed:
             self._has_failed = True
             raise
-        self._listening[COORDINATOR] = listening
-        if self._config.gateway is not None:
-            line = self._config.gateway_line(coordinator=self.address, dashboard_url=self.dashboard_url)
-            await self._start(GATEWAY, line)
-        for worker in range(self._config.num_workers):
-            line = self._config.worker_line(worker, coordinator=self.address)
-            await self._start(worker_name(worker), line)
+        self._listening[coordinator.name] = listening
+        spec = spec.serving_at(self.address, dashboard_url=self.dashboard_url)
+        for command in commands(spec)[1:]:
+            await self._start(command)
 
-    async def _start(self, name: str, line: list[str]) -> LocalProcess:
-        self._lines[name] = line
+    async def _start(self, command: ProcessCommand) -> LocalProcess:
+        name = command.name
+        self._commands[name] = command
         process = await LocalProcess.start(
             name,
-            [*self._config.command, *line],
+            [*self._run.command, *command.argv],
             log=self.log_directory / f"{name}.log",
-            environment=self._config.environment,
+            environment=command.environment,
         )
         self._processes[name] = process
         watcher = asyncio.create_task(self._watch(process), name=f"watch {name}")

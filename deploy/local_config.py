@@ -1,5 +1,7 @@
 """Configuration of a local cluster and its share of this machine."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Mapping
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, WorkerSpec
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import check_threads
 from wire.addresses import local_address, parse_address
@@ -68,6 +71,18 @@ def _read_number(file: Path) -> int | None:
 MAX_WORKERS = 1024
 # -P: the folder that the user happens to stand in must not shadow our packages.
 _STAGELINE = (sys.executable, "-P", "-m", "stageline")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalRun:
+    """A cluster whose processes all run on this machine, started with `command`.
+
+    Without `log_directory`, logs go to a temporary directory, removed at the end unless something failed.
+    """
+
+    spec: ClusterSpec
+    log_directory: Path | None = None
+    command: tuple[str, ...] = _STAGELINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,42 +168,42 @@ class LocalClusterConfig:
     def device(self, worker: int) -> str:
         return self.devices[worker] if len(self.devices) > 1 else self.devices[0]
 
-    def coordinator_line(self) -> list[str]:
-        """The arguments of `stageline` that start the coordinator."""
-        num_stages = self.num_stages or self.num_workers
-        line = ["coordinator", "--listen", self.listen, "--stages", str(num_stages)]
-        line += ["--no-http"] if self.http is None else ["--http", self.http]
-        if self.model_directory is not None:
-            line += ["--model", str(self.model_directory)]
-        return [*line, *self.coordinator_arguments]
+    def run(self) -> LocalRun:
+        """The cluster of this configuration."""
+        gateways = () if self.gateway is None else (self._gateway_spec(self.gateway),)
+        spec = ClusterSpec(
+            model=self.model_directory,
+            stages=self.num_stages,
+            coordinator=CoordinatorSpec(listen=self.listen, http=self.http, flags=self.coordinator_arguments),
+            gateways=gateways,
+            workers=tuple(self._worker_spec(worker) for worker in range(self.num_workers)),
+            environment=self.environment,
+        )
+        return LocalRun(spec=spec, log_directory=self.log_directory, command=self.command)
 
-    def worker_line(self, worker: int, *, coordinator: str) -> list[str]:
-        """The arguments of `stageline` that start a worker of the coordinator at HOST:PORT."""
-        line = ["worker", "--coordinator", coordinator, "--name", worker_name(worker)]
-        line += ["--listen", "127.0.0.1:0"]
-        memory_bytes = self._memory_bytes(worker)
-        if memory_bytes is not None:
-            line += ["--memory", f"{memory_bytes}B"]
-        if self.mocks:
-            line += ["--mock", self.mocks[worker % len(self.mocks)]]
-        else:
-            line += self._compute_line(worker)
-        return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
+    def _gateway_spec(self, listen: str) -> GatewaySpec:
+        return GatewaySpec(listen=listen, flags=self.gateway_arguments)
 
-    def gateway_line(self, *, coordinator: str, dashboard_url: str | None) -> list[str]:
-        """The arguments of `stageline` that start the gateway of the coordinator at HOST:PORT."""
-        assert self.gateway is not None
-        line = ["gateway", "--coordinator", coordinator, "--listen", self.gateway]
-        line += [] if dashboard_url is None else ["--dashboard-url", dashboard_url]
-        return [*line, *self.gateway_arguments]
+    def _worker_spec(self, worker: int) -> WorkerSpec:
+        words = self._mock_words(worker) if self.mocks else self._compute_words(worker)
+        return WorkerSpec(
+            name=worker_name(worker),
+            listen="127.0.0.1:0",
+            memory_bytes=self._memory_bytes(worker),
+            device=self.device(worker),
+            flags=(*words, *(self.worker_arguments[worker] if self.worker_arguments else ())),
+        )
 
-    def _compute_line(self, worker: int) -> list[str]:
+    def _mock_words(self, worker: int) -> list[str]:
+        return ["--mock", self.mocks[worker % len(self.mocks)]]
+
+    def _compute_words(self, worker: int) -> list[str]:
         num_threads = self.num_threads or threads_per_worker(self.num_workers)
-        line = ["--device", self.device(worker), "--threads", str(num_threads)]
+        words = ["--threads", str(num_threads)]
         cpus = cpus_of_worker(worker, self.num_workers)
         if self.pins_workers and self.device(worker) == "cpu" and cpus and num_threads <= len(cpus):
-            line += ["--cpu-set", ",".join(map(str, cpus))]
-        return line
+            words += ["--cpu-set", ",".join(map(str, cpus))]
+        return words
 
     def worker_memory_bytes(self) -> dict[str, int | None]:
         """Memory of each worker by name; None for all of its device."""

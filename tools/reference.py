@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.reference_pages import errors, flags, limits, models, modules, python_api, telemetry
+from tools.reference_pages import cluster_file, errors, flags, limits, models, modules, python_api, telemetry
 from tools.reference_pages.source import ROOT
 
 DIRECTORY = ROOT / "docs" / "reference"
@@ -22,6 +22,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "errors": errors.errors,
     "python": python_api.python,
     "limits": limits.limits,
+    "cluster-file": cluster_file.cluster_file,
     "modules": modules.modules,
 }
 

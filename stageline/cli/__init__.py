@@ -22,6 +22,7 @@ _COMMANDS = {
     "coordinator": ("stageline.cli.serve", _SERVE),
     "worker": ("stageline.cli.serve", _SERVE),
     "gateway": ("stageline.cli.serve", _SERVE),
+    "deploy": ("stageline.cli.deploy", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
     "models": ("stageline.cli.models", _SERVE),
     "generate": ("stageline.cli.generate", _USE),

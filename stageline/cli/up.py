@@ -15,8 +15,7 @@ from rich.markup import escape
 from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import PlanImpossible, WorkerCapacity
-from deploy import LocalCluster, LocalClusterConfig, LocalProcess
-from deploy.local import GATEWAY
+from deploy import LocalCluster, LocalClusterConfig, LocalProcess, LocalRun
 from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
 from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
 from stage_worker.backends.contract import KernelChoice
@@ -251,7 +250,7 @@ def _gateway_arguments(
     return (*flags_of(config, only=GATEWAY_FLAGS), *insecure, *flags_of(coordinator.logs))
 
 
-async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
+async def run_up(config: LocalClusterConfig | LocalRun, *, restarts: bool = True) -> int:
     """Run the cluster until a signal, then return 0. Raises ClusterFailed when the coordinator exits.
 
     With `restarts`, workers that exit unexpectedly are restarted.
@@ -299,8 +298,8 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
     console.print(describe_kv_cache(status), highlight=False)
     if cluster.dashboard_url is not None:
         console.print(f"dashboard {cluster.dashboard_url}", highlight=False)
-    if cluster.has_gateway:
-        await _show_gateway(cluster, console, model)
+    for gateway in cluster.gateways:
+        await _show_gateway(cluster, gateway, console, model)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Press Ctrl-C to stop. In another terminal:\n"
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",
@@ -318,9 +317,9 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
 
 
 async def _show_gateway(
-    cluster: LocalCluster, console: Console, model: inference_pb2.GetModelResponse
+    cluster: LocalCluster, name: str, console: Console, model: inference_pb2.GetModelResponse
 ) -> None:
-    url = await cluster.while_running(cluster.gateway_url(timeout_s=GATEWAY_TIMEOUT_S))
+    url = await cluster.while_running(cluster.gateway_url(name, timeout_s=GATEWAY_TIMEOUT_S))
     lines = [f"OpenAI's API at [bold]{url}/v1[/]" + (f", chat page {url}/" if model.has_tokenizer else "")]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     console.print(f"  {curl_line(url, model)}", markup=False, highlight=False, soft_wrap=True)
@@ -348,7 +347,7 @@ class _Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_exit(self, process: LocalProcess) -> None:
-        is_worker = process.name != GATEWAY
+        is_worker = process.name not in self._cluster.gateways
         if process.has_left:
             after = ": other workers have its layers." if is_worker else ". Clients of gRPC are still served."
             self._print(f"{process.name} drained{after}")

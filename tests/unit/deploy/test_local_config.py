@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from deploy import LocalClusterConfig
+from deploy.commands import commands
 from deploy.local_config import available_memory_bytes, dialled_address
+from wire.sizes import parse_size
+
+
+def _line(config: LocalClusterConfig, name: str = "coordinator") -> list[str]:
+    return next(list(command.argv) for command in commands(config.run().spec) if command.name == name)
 
 
 def _value(line: list[str], flag: str) -> str:
@@ -13,8 +19,8 @@ def _value(line: list[str], flag: str) -> str:
 
 
 def test_the_default_number_of_stages_is_the_number_of_workers() -> None:
-    assert _value(LocalClusterConfig(num_workers=4).coordinator_line(), "--stages") == "4"
-    assert _value(LocalClusterConfig(num_workers=4, num_stages=3).coordinator_line(), "--stages") == "3"
+    assert _value(_line(LocalClusterConfig(num_workers=4)), "--stages") == "4"
+    assert _value(_line(LocalClusterConfig(num_workers=4, num_stages=3)), "--stages") == "3"
 
 
 def test_extra_arguments_are_passed_to_their_process() -> None:
@@ -24,21 +30,21 @@ def test_extra_arguments_are_passed_to_their_process() -> None:
         coordinator_arguments=("--dtype", "f32"),
         worker_arguments=(("--x", "1"), ("--x", "2")),
     )
-    assert _value(config.coordinator_line(), "--model") == "/models/m"
-    assert config.coordinator_line()[-2:] == ["--dtype", "f32"]
-    assert config.worker_line(1, coordinator="h:1")[-2:] == ["--x", "2"]
-    assert "--model" not in config.worker_line(1, coordinator="h:1")
+    assert _value(_line(config), "--model") == "/models/m"
+    assert _line(config)[-2:] == ["--dtype", "f32"]
+    assert _line(config, "worker-1")[-2:] == ["--x", "2"]
+    assert "--model" not in _line(config, "worker-1")
 
 
 def test_workers_on_the_cpu_share_six_tenths_of_free_memory() -> None:
-    line = LocalClusterConfig(num_workers=4).worker_line(0, coordinator="h:1")
-    share = int(_value(line, "--memory").removesuffix("B"))
+    line = _line(LocalClusterConfig(num_workers=4), "worker-0")
+    share = parse_size(_value(line, "--memory"))
     assert share == pytest.approx(available_memory_bytes() * 0.6 / 4, rel=0.1)
     assert int(_value(line, "--threads")) >= 1
 
 
 def test_given_memory_and_threads_are_for_each_worker() -> None:
-    line = LocalClusterConfig(memory_bytes=1000, num_threads=3).worker_line(2, coordinator="h:1")
+    line = _line(LocalClusterConfig(memory_bytes=1000, num_threads=3), "worker-2")
     assert _value(line, "--memory") == "1000B"
     assert _value(line, "--threads") == "3"
     assert _value(line, "--name") == "worker-2"
@@ -49,7 +55,7 @@ def test_workers_are_pinned_to_separate_cores_if_there_are_enough(monkeypatch: p
 
     def cpu_sets(num_workers: int, **options: Any) -> list[str | None]:
         config = LocalClusterConfig(num_workers=num_workers, **options)
-        lines = [config.worker_line(worker, coordinator="h:1") for worker in range(num_workers)]
+        lines = [_line(config, f"worker-{worker}") for worker in range(num_workers)]
         return [_value(line, "--cpu-set") if "--cpu-set" in line else None for line in lines]
 
     assert cpu_sets(2) == ["2,3", "5,6"]
@@ -63,8 +69,8 @@ def test_workers_are_pinned_to_separate_cores_if_there_are_enough(monkeypatch: p
 
 def test_a_gpu_of_its_own_needs_no_memory_limit_and_a_shared_one_does() -> None:
     config = LocalClusterConfig(num_workers=2, devices=("cuda:0", "cuda:1"))
-    assert "--memory" not in config.worker_line(1, coordinator="h:1")
-    assert _value(config.worker_line(1, coordinator="h:1"), "--device") == "cuda:1"
+    assert "--memory" not in _line(config, "worker-1")
+    assert _value(_line(config, "worker-1"), "--device") == "cuda:1"
     with pytest.raises(ValueError, match="2 workers share cuda:0"):
         LocalClusterConfig(num_workers=2, devices=("cuda:0",))
     LocalClusterConfig(num_workers=2, devices=("cuda:0",), memory_bytes=2**30)

@@ -1,0 +1,148 @@
+"""Rendered files: as recorded, valid for the tools that read them, and with the processes' own words."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.commands import ProcessCommand, commands, read_cluster_spec
+from deploy.engines import RENDERERS
+from stageline.cli import main
+from tests.fake_processes import wait_until
+from tests.unit.deploy.cluster_files import HOSTS, JOB, LEAST, write
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = {"systemd": HOSTS, "compose": HOSTS, "slurm": JOB}
+
+
+def _render(engine: str, text: str, directory: Path) -> dict[str, str]:
+    """Texts of the files that the command writes, by their paths."""
+    out = directory / "out"
+    file = write(directory, text)
+    assert main(["deploy", "render", engine, "-f", str(file), "-o", str(out)]) == 0
+    return {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("engine", RENDERERS)
+def test_files_are_as_recorded(engine: str, tmp_path: Path) -> None:
+    """To record them: delete the directory of the engine in `golden` and run the test twice."""
+    rendered, recorded = _render(engine, FILES[engine], tmp_path), GOLDEN / engine
+    if not recorded.exists():
+        shutil.copytree(tmp_path / "out", recorded)
+        pytest.fail(f"recorded {recorded}")
+    found = {str(path.relative_to(recorded)): path.read_text() for path in recorded.rglob("*.*")}
+    assert rendered == found
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("text", [LEAST, HOSTS], ids=["least", "hosts"])
+def test_systemd_accepts_its_units_and_finds_them_little_exposed(text: str, tmp_path: Path) -> None:
+    _render("systemd", f"{text}engine: {{program: {shutil.which('true')}, user: daemon}}\n", tmp_path)
+    units = [str(path) for path in (tmp_path / "out").rglob("*.service")]
+    assert len(units) >= 4
+    verified = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    exposed = ["systemd-analyze", "security", "--offline=yes", "--threshold=25", "--no-pager", *units]
+    assert subprocess.run(exposed, capture_output=True).returncode == 0
+
+
+def test_units_load_secrets_as_credentials_and_no_other_file(tmp_path: Path) -> None:
+    units = _render("systemd", HOSTS, tmp_path)
+    assert [path for path, text in units.items() if "LoadCredential" in text] == [
+        "head/stories-coordinator.service"
+    ]
+    unit = units["head/stories-coordinator.service"]
+    assert "LoadCredential=token-file:/etc/stageline/operator.token\n" in unit
+    assert "--token-file %d/token-file " in unit
+    assert unit.count("operator.token") == 1
+    assert "ReadWritePaths=/var/lib/stories\n" in unit
+
+
+def _services(directory: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for text in _render("compose", HOSTS, directory).values():
+        found |= yaml.safe_load(text)["services"]
+    return found
+
+
+def test_compose_services_have_the_words_and_files_of_their_processes(tmp_path: Path) -> None:
+    services = _services(tmp_path)
+    found: tuple[ProcessCommand, ...] = commands(read_cluster_spec(write(tmp_path, HOSTS)))
+    assert set(services) == {command.name for command in found}
+    for command in found:
+        service = services[command.name]
+        assert tuple(shlex.split(service["command"].replace("$$", "$"))) == command.argv
+        assert service["environment"]["GREETING"] == "a $$b 100%"
+        mounted = [volume.replace("$$", "$").split(":")[1] for volume in service["volumes"]]
+        for used in command.paths:
+            assert any(used.path.is_relative_to(target) for target in mounted), used
+    assert "/models/m:/models/m:ro" in services["gpu-a"]["volumes"]
+    assert services["spare"].get("deploy") is None
+    assert services["gpu-a"]["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
+
+
+_FAKE = """\
+#!/bin/bash
+# Logs its start with its arguments. Workers fail at their first start. SIGTERM ends it with code 0.
+case $* in *coordinator*) role=coordinator ;; esac
+case $* in *gateway*--coordinator*) role=gateway ;; *worker*) role=worker ;; esac
+case $* in *gpu-a*) role=worker-a ;; *gpu-b*) role=worker-b ;; esac
+echo "start $role $*" >> "$LOG"
+if [ "$role" = worker-a ] && [ "$(grep -c '^start worker-a' "$LOG")" = 1 ]; then exit 3; fi
+trap 'echo "end $role" >> "$LOG"; exit 0' TERM
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    """Starts the job script with programs that log how they are started, and returns it with the log."""
+    text = JOB.replace("/opt/stage line/bin/stageline", str(tmp_path / "stageline"))
+    (script,) = _render("slurm", text, tmp_path).values()
+    for program in ("srun", "stageline", "sleep"):
+        fake = _FAKE if program != "sleep" else "#!/bin/bash\nexec /bin/sleep 0.05\n"
+        (tmp_path / program).write_text(fake)
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "log").touch()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "LOG": str(tmp_path / "log"),
+        "SLURMD_NODENAME": "node-1",
+    }
+    process = subprocess.Popen(["bash", "-c", script], env=environment, stderr=subprocess.DEVNULL)
+    yield process, tmp_path / "log"
+    process.kill()
+    process.wait()
+
+
+def test_a_slurm_job_starts_failed_steps_again_and_drains_in_order(job: Any) -> None:
+    process, log = job
+    wait_until(lambda: log.read_text().count("start ") == 5)
+    started = log.read_text()
+    assert started.count("start worker-a") == 2
+    assert started.count("--coordinator node-1:7480") == 4
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    ended = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("end")]
+    assert set(ended[:2]) == {"gateway", "coordinator"}
+    assert set(ended[2:]) == {"worker-a", "worker-b"}
+
+
+def test_slurm_chooses_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, HOSTS)
+    assert main(["deploy", "render", "slurm", "-f", str(file), "-o", str(tmp_path)]) == 2
+    assert f"{file}:7: coordinator.host: Slurm chooses the hosts" in capsys.readouterr().err
+
+
+def test_an_unknown_engine_is_rejected_with_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, LEAST)
+    assert main(["deploy", "render", "nomad", "-f", str(file), "-o", str(tmp_path)]) == 2
+    assert "engine 'nomad' is unknown, must be one of systemd, compose, slurm" in capsys.readouterr().err
