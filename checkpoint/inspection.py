@@ -17,7 +17,6 @@ from checkpoint.tensors import tensor_errors
 
 ADAPTER_FILE = "adapter_config.json"
 """Marks a LoRA adapter of peft."""
-TOKENIZER_FILE = "tokenizer.json"
 _Value = TypeVar("_Value")
 
 

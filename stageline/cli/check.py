@@ -1,30 +1,106 @@
 """`stageline plan --check`: whether a checkpoint is served, and every reason why not."""
 
+from __future__ import annotations
+
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoint import Checkpoint, stage_weight_bytes
-from checkpoint.files import is_named
-from checkpoint.inspection import TOKENIZER_FILE, Inspection, inspect
+from checkpoint.inspection import Inspection, inspect
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode
 from wire.sizes import format_size
+
+if TYPE_CHECKING:
+    from text.tokenizer import TextCodec, TokenizerError
+
+
+@dataclass(slots=True, kw_only=True)
+class TextInspection:
+    """Tokenizer and chat template of a directory; None without tokenizer. Notes are no reasons."""
+
+    codec: TextCodec | None = None
+    errors: list[TokenizerError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check(directory: Path, *, as_json: bool) -> int:
     """Print the result; the exit code is 0 for a checkpoint that is served, else 1."""
     found = inspect(directory)
-    facts = check_facts(directory, found)
-    print(json.dumps(facts, indent=2) if as_json else _text(directory, found))
-    return ExitCode.DONE if found.checkpoint is not None else ExitCode.FAILED
+    text = inspect_text(directory, found.checkpoint) if directory.is_dir() else TextInspection()
+    facts = check_facts(directory, found, text)
+    print(json.dumps(facts, indent=2) if as_json else _text(directory, found, text))
+    return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
 
 
-def check_facts(directory: Path, found: Inspection) -> dict[str, object]:
+def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspection:
+    """Load tokenizer, chat template and grammar tables as coordinator and gateway do."""
+    from text.tokenizer import TokenizerError, load_text_codec
+
+    found = TextInspection()
+    try:
+        found.codec = load_text_codec(directory)
+        if found.codec is None:
+            found.notes.append("no tokenizer (such as tokenizer.json): token ids only, no text and no chat")
+            return found
+        _check_template(found.codec, found.notes)
+        if checkpoint is not None:
+            _check_vocabulary(found.codec, checkpoint.config.vocab_size)
+            found.notes += _grammar_problems(checkpoint)
+    except TokenizerError as error:
+        found.errors.append(error)
+    return found
+
+
+def _check_template(codec: TextCodec, notes: list[str]) -> None:
+    """Raise TokenizerError for a template that renders no message; note a missing one."""
+    from text.tokenizer import ChatMessage, TokenizerError
+
+    if (template := codec.chat_template) is None:
+        notes.append("no chat template: chat needs --chat-template of stageline gateway")
+        return
+    try:
+        codec.check_template(template)
+    except TokenizerError as error:
+        raise TokenizerError(f"chat template cannot be parsed: {error}") from None
+    codec.encode_conversation([ChatMessage(role="user", content="Hello")])
+
+
+def _check_vocabulary(codec: TextCodec, num_embeddings: int) -> None:
+    from text.tokenizer import TokenizerError
+
+    if codec.vocab_size > num_embeddings:
+        raise TokenizerError(
+            f"tokenizer has token ids up to {codec.vocab_size - 1}, the model has embeddings up to"
+            f" {num_embeddings - 1} (vocab_size): use the tokenizer of this model, or extend its embeddings"
+        )
+
+
+def _grammar_problems(checkpoint: Checkpoint) -> list[str]:
+    from text.grammars import GrammarCompiler
+
+    grammars = GrammarCompiler(
+        checkpoint.directory,
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
+    problem = grammars.load()
+    return [] if problem is None else [f"no structured output: {problem}"]
+
+
+def check_facts(directory: Path, found: Inspection, text: TextInspection) -> dict[str, object]:
     """The result for JSON; sizes in bytes."""
+    errors = (*found.errors, *text.errors)
     facts: dict[str, object] = {
         "directory": str(directory),
-        "is_served": found.checkpoint is not None,
-        "reasons": [{"code": reason_of(error), "text": str(error)} for error in found.errors],
+        "is_served": not errors,
+        "reasons": [{"code": reason_of(error), "text": str(error)} for error in errors],
+        "notes": text.notes,
+        "has_tokenizer": text.codec is not None,
+        "has_chat_template": text.codec is not None and text.codec.chat_template is not None,
+        "tokenizer_vocab_size": None if text.codec is None else text.codec.vocab_size,
     }
     return facts if found.checkpoint is None else facts | _served(found.checkpoint)
 
@@ -40,7 +116,6 @@ def _served(checkpoint: Checkpoint) -> dict[str, object]:
         "resident_bytes": resident_bytes(checkpoint),
         "file_bytes": checkpoint.weight_file_bytes,
         "num_ignored_tensors": checkpoint.ignored.num_tensors,
-        "has_tokenizer": is_named(checkpoint.directory / TOKENIZER_FILE),
     }
 
 
@@ -50,9 +125,11 @@ def resident_bytes(checkpoint: Checkpoint) -> int:
     return stage_weight_bytes(config, config.dtype, 0, config.num_layers, has_embeddings=True, has_head=True)
 
 
-def _text(directory: Path, found: Inspection) -> str:
-    if found.checkpoint is None:
-        return "\n".join([f"{directory} is not served:", *(f"- {error}" for error in found.errors)])
+def _text(directory: Path, found: Inspection, text: TextInspection) -> str:
+    notes = [f"Note: {note}" for note in text.notes]
+    errors = (*found.errors, *text.errors)
+    if errors or found.checkpoint is None:
+        return "\n".join([f"{directory} is not served:", *(f"- {error}" for error in errors), *notes])
     config = found.checkpoint.config
     weights = "plain" if config.quantization is None else config.quantization.label
     lines = [
@@ -60,12 +137,13 @@ def _text(directory: Path, found: Inspection) -> str:
         f"Weights: {format_size(resident_bytes(found.checkpoint))} in {config.dtype.value}",
         f"Layers: {config.num_layers}; a stage can begin with {_cuts(sorted(config.legal_cuts))}",
     ]
+    if text.codec is not None:
+        template = "a chat template" if text.codec.chat_template is not None else "no chat template"
+        lines.append(f"Tokenizer: {text.codec.vocab_size} ids, {template}")
     if (ignored := found.checkpoint.ignored).num_tensors:
         size = format_size(ignored.num_bytes)
         lines.append(f"Not read: {ignored.num_tensors} tensors of other modalities, {size}")
-    if not is_named(directory / TOKENIZER_FILE):
-        lines.append(f"{TOKENIZER_FILE} is missing: token ids only, no grammars")
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes])
 
 
 def _cuts(cuts: list[int]) -> str:

@@ -29,12 +29,30 @@ Plain weights are safetensors in bf16, f16 or f32. Quantised weights are unpacke
 _VERIFIED = f"""
 ## Check of a checkpoint
 
-`stageline plan --check DIR` reads config.json, the headers and samples of the weights. It prints memory and
-legal cuts of a checkpoint that is served, or else every reason why it is not, and exits with 0 or 1. With
-`--json` it prints one object: `directory`, `is_served`, `reasons[].code` and `reasons[].text`; if it is
-served also `model_type`, `dtype`, `weight_format` (null: plain), `num_layers`, `legal_cuts` (layers above 0
-that a stage can begin with), `resident_bytes` (weights in `dtype`), `file_bytes`, `num_ignored_tensors` (of
-other modalities) and `has_tokenizer`.
+`stageline plan --check DIR` reads config.json, the headers and samples of the weights, and loads tokenizer
+and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one message. It
+prints memory and legal cuts of a checkpoint that is served, or else every reason why it is not, and exits
+with 0 or 1. Other reasons are a tokenizer or template that cannot be loaded, and a tokenizer with more ids
+than the model has embeddings: a coordinator starts with it, but rejects prompts that have such ids. A missing
+tokenizer or template is a note. With `--json` it prints one object:
+
+| key | value |
+|---|---|
+| `directory`, `is_served` | |
+| `reasons[].code`, `reasons[].text` | why it is not served |
+| `notes` | what is not available: text, chat or structured output |
+| `has_tokenizer`, `has_chat_template` | they were loaded |
+| `tokenizer_vocab_size` | the tokenizer's largest id plus 1; null without tokenizer |
+
+If config and weights are served also:
+
+| key | value |
+|---|---|
+| `model_type`, `dtype`, `num_layers` | |
+| `weight_format` | null: plain |
+| `legal_cuts` | layers above 0 that a stage can begin with |
+| `resident_bytes`, `file_bytes` | weights in `dtype`, and in files |
+| `num_ignored_tensors` | tensors of other modalities |
 
 ## Verification
 

@@ -8,6 +8,7 @@ import pytest
 
 from stageline.cli import main
 from tests.checkpoints import make_checkpoint
+from tests.unit.text.trained_tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 Captured = pytest.CaptureFixture[str]
 
@@ -34,6 +35,12 @@ def test_a_served_checkpoint_is_exit_code_0_with_size_and_cuts(directory: Path, 
     assert (code, told["is_served"], told["reasons"]) == (0, True, [])
     assert told["legal_cuts"] == list(range(1, told["num_layers"]))
     assert told["resident_bytes"] == told["file_bytes"] > 0
+    assert (told["has_tokenizer"], told["has_chat_template"], told["tokenizer_vocab_size"]) == (
+        False,
+        False,
+        None,
+    )
+    assert told["notes"] == ["no tokenizer (such as tokenizer.json): token ids only, no text and no chat"]
     assert main(["plan", "--check", str(directory)]) == 0
     assert "is served: llama, plain weights" in capsys.readouterr().out
 
@@ -85,3 +92,65 @@ def test_broken_weights_and_directories_are_reasons(directory: Path, capsys: Cap
 def test_a_check_does_not_plan(flag: list[str], directory: Path, capsys: Captured) -> None:
     assert main(["plan", "--check", str(directory), *flag]) == 2
     assert f"takes no {flag[0]}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> Path:
+    """A model of 384 embeddings with a tokenizer of fewer ids and a chat template."""
+    directory = make_checkpoint(tmp_path / "model", "llama", num_layers=1, vocab_size=384)
+    save_tokenizer(directory, byte_level(), chat_template=CHAT_TEMPLATE)
+    return directory
+
+
+def test_tokenizer_and_template_are_told(with_tokenizer: Path, capsys: Captured) -> None:
+    code, told = check(with_tokenizer, capsys)
+    assert (code, told["reasons"], told["has_chat_template"]) == (0, [], True)
+    assert 300 < told["tokenizer_vocab_size"] < 384
+    assert main(["plan", "--check", str(with_tokenizer)]) == 0
+    assert f"{told['tokenizer_vocab_size']} ids, a chat template" in capsys.readouterr().out
+
+
+def test_a_missing_template_is_a_note(with_tokenizer: Path, capsys: Captured) -> None:
+    save_tokenizer(with_tokenizer, byte_level())
+    code, told = check(with_tokenizer, capsys)
+    assert (code, told["reasons"], told["has_tokenizer"], told["has_chat_template"]) == (0, [], True, False)
+    assert any("no chat template" in note for note in told["notes"])
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for %}", "chat template cannot be parsed: line 1: Expected"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 // 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_a_reason(
+    template: str, words: str, with_tokenizer: Path, capsys: Captured
+) -> None:
+    save_tokenizer(with_tokenizer, byte_level(), chat_template=template)
+    code, told = check(with_tokenizer, capsys)
+    (reason,) = told["reasons"]
+    assert (code, told["is_served"]) == (1, False)
+    assert words in reason["text"]
+    assert main(["plan", "--check", str(with_tokenizer)]) == 1
+    assert f"is not served:\n- {reason['text']}" in capsys.readouterr().out
+
+
+def test_a_broken_tokenizer_is_a_reason_beside_those_of_the_config(
+    with_tokenizer: Path, capsys: Captured
+) -> None:
+    (with_tokenizer / "tokenizer.json").write_text("{")
+    change_config(with_tokenizer, one_knob=1)
+    code, told = check(with_tokenizer, capsys)
+    assert code == 1
+    assert [reason["code"] for reason in told["reasons"]] == ["UNSUPPORTED_MODEL", "UNREADABLE_TOKENIZER"]
+
+
+def test_more_token_ids_than_embeddings_are_a_reason(directory: Path, capsys: Captured) -> None:
+    save_tokenizer(directory, byte_level())
+    code, told = check(directory, capsys)
+    (reason,) = told["reasons"]
+    last = told["tokenizer_vocab_size"] - 1
+    assert code == 1
+    assert f"token ids up to {last}, the model has embeddings up to 127 (vocab_size)" in reason["text"]
