@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvcache import KvWindow
+from kvcache.pages import KvPages
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import load_reference, make_checkpoint
+from tests.families import make_family
 from tests.integration.cluster import Cluster
 from tests.integration.test_sliding_window import prompt_of
 from tests.local_pipeline import LocalPipeline, Request, Run
@@ -120,3 +123,35 @@ async def test_a_cluster_plans_and_serves_both_groups(mixed: Path) -> None:
         assert list(status.window_blocks) == [cluster_pb2.WindowBlocks(window=WINDOW, num_blocks=held)]
         (completion,) = await cluster.client.complete(prompt, max_tokens=20, ignore_eos=True)
         assert list(completion.token_ids) == expected_tokens(mixed, prompt, 20)
+
+
+async def test_a_cluster_serves_and_checks_groups_whose_pages_have_other_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4: windowed layers have 2 KV heads of 16 elements, layers with full attention 1 of 32."""
+    made: list[KvPages] = []
+    new = KvPages.__init__
+
+    def recorded(pages: KvPages, **sizes: Any) -> None:
+        new(pages, **sizes)
+        made.append(pages)
+
+    monkeypatch.setattr(KvPages, "__init__", recorded)
+    directory = make_family(tmp_path / "model", "gemma4_text", global_head_dim=64)
+    prompt = prompt_of(60, 8)
+    async with Cluster(
+        directory, layers=(1, 4), block_size=BLOCK_SIZE, max_step_tokens=CHUNK, self_check=True
+    ) as cluster:
+        (completion,) = await cluster.client.complete(prompt, max_tokens=20, ignore_eos=True)
+        assert list(completion.token_ids) == expected_tokens(directory, prompt, 20)
+        status = await cluster.client.status()
+        planned = {worker.name: worker.kv_bytes for worker in status.workers}
+    block = {(2, 16): 2 * 2 * 16 * BLOCK_SIZE * 4, (1, 64): 2 * 1 * 64 * BLOCK_SIZE * 4}
+    windowed, full = (
+        status.window_blocks[0].num_blocks * block[2, 16],
+        status.num_blocks * block[1, 64],
+    )
+    assert planned == {"w0": windowed, "w1": windowed + 3 * full}
+    shapes = [(pages.num_kv_heads, pages.head_dim, pages.num_layers) for pages in made]
+    assert sorted(shapes) == [(1, 64, 3), (2, 16, 1), (2, 16, 1)]
+    assert sum(pages.size_bytes for pages in made) == sum(planned.values())
