@@ -38,6 +38,13 @@ _MIXTRAL_MODULES = {
     TensorRole.EXPERT_UP: "block_sparse_moe.experts.{expert}.w3",
     TensorRole.EXPERT_DOWN: "block_sparse_moe.experts.{expert}.w2",
 }
+_GATE_UP_ROLES = (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)
+_PARAMETER = Pack(module="", roles=(), has_kind=False, is_transposed=True)
+_GPT_OSS_EXPERTS = (
+    replace(_PARAMETER, module="mlp.experts.gate_up_proj", roles=_GATE_UP_ROLES, is_alternating=True),
+    replace(_PARAMETER, module="mlp.experts.down_proj", roles=(TensorRole.EXPERT_DOWN,)),
+)
+_ORIGINAL_LENGTH = tuple(f"rope_{key}.original_max_position_embeddings" for key in ("scaling", "parameters"))
 _AROUND = {
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "pre_feedforward_layernorm",
@@ -187,9 +194,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 TensorRole.ROUTER: "block_sparse_moe.router.layer",
                 TensorRole.EXPERT_DOWN: "block_sparse_moe.output_linear",
             },
-            Pack(
-                module="block_sparse_moe.input_linear", roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)
-            ),
+            Pack(module="block_sparse_moe.input_linear", roles=_GATE_UP_ROLES),
         ),
         scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_multipliers=True),
         experts=_ALL_EXPERTS,
@@ -235,6 +240,28 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         experts=replace(_ALL_EXPERTS, score=RouterScore.SIGMOID, has_choice_bias=True),
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
         | {"use_routing_bias": True, "shared_intermediate_size": 0},
+    ),
+    Architecture(
+        model_type="gpt_oss",
+        class_name="GptOssForCausalLM",
+        title="gpt-oss",
+        keys=_keys(
+            f"{_EXPERT_KEYS} attention_bias sliding_window swiglu_alpha swiglu_limit experts_per_token"
+            " initial_context_length"
+        ),
+        names=renamed({TensorRole.ROUTER: "mlp.router"}, *_GPT_OSS_EXPERTS),
+        windows=Windows.PATTERN,
+        window_pattern=2,
+        rope=RopeRule(theta=150_000.0, is_yarn_by_default=True),
+        head_dim=64,
+        has_kv_heads_default=False,
+        has_sinks=True,
+        biases=BiasKeys(qkv_default=True, default=True),
+        norms=NormRule(kind=NormKind.RMS_WIDE),
+        experts=ExpertRule(width_key="intermediate_size", has_bias=True, has_clamp=True),
+        defaults={"sliding_window": 128},
+        fixed={"hidden_act": "silu"},
+        same={"experts_per_token": ("num_experts_per_tok",), "initial_context_length": _ORIGINAL_LENGTH},
     ),
     Architecture(
         model_type="smollm3",
@@ -388,9 +415,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="cohere",
         class_name="CohereForCausalLM",
         title="Command R",
-        keys=_keys("attention_bias layer_norm_eps logit_scale"),
+        keys=_keys("attention_bias layer_norm_eps logit_scale use_qk_norm"),
         rope=RopeRule(theta=500_000.0, is_interleaved=True),
-        norms=NormRule(kind=NormKind.LAYER, placement=Placement.SHARED, eps_key="layer_norm_eps"),
+        norms=NormRule(
+            kind=NormKind.LAYER,
+            placement=Placement.SHARED,
+            eps_key="layer_norm_eps",
+            qk_span=NormSpan.EACH_HEAD,
+            qk_key="use_qk_norm",
+        ),
         scales=ScaleRule(logit_scale=0.0625),
         is_tied=True,
     ),
@@ -472,7 +505,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             },
             Pack(
                 module="experts.gate_up_proj",
-                roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+                roles=_GATE_UP_ROLES,
                 has_kind=False,
             ),
             Pack(module="experts.down_proj", roles=(TensorRole.EXPERT_DOWN,), has_kind=False),

@@ -48,6 +48,7 @@ class NormSpan(Enum):
     """Elements that a norm of queries or keys sees together."""
 
     HEAD = "head"
+    EACH_HEAD = "head, with weights of its own"
     WIDTH = "all heads"
 
 
@@ -112,6 +113,17 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiGlu:
+    """(up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups from -limit to limit.
+
+    Source: gpt-oss, torch/model.py, swiglu.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated, with `width` elements between."""
 
@@ -147,6 +159,7 @@ class Router:
     has_choice_bias: bool = False
     has_expert_scale: bool = False
     is_wide: bool = False
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +179,8 @@ class Experts:
     per_token: int
     width: int
     router: Router
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiGlu = Activation.SILU
+    has_bias: bool = False
     shared: Dense | None = None
     has_shared_gate: bool = False
     branch_norm: Norm | None = None

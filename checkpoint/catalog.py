@@ -143,6 +143,8 @@ def _scales(row: Architecture) -> list[str]:
 
 def _biases(row: Architecture) -> list[str]:
     rule, llama = row.biases, _LLAMA.biases
+    if rule.qkv_default and rule.default:
+        return ["biases of all projections"]
     if rule.qkv_default:
         return ["biases of queries, keys and values"]
     if rule.qkv is None:
@@ -159,6 +161,8 @@ def _experts(row: Architecture) -> list[str]:
         return []
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
+    words += ["clamped SwiGLU"] if rule.has_clamp else []
+    words += ["biases of experts and router"] if rule.has_bias else []
     if rule.has_branches:
         return [*words, "experts beside the MLP, each with norms"]
     return [*words, "shared expert"] if is_shared else words
@@ -172,7 +176,7 @@ def _names(row: Architecture) -> list[str]:
 _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
     *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
-    *("windows", "window_pattern", "activation_key", "fixed", "reasons"),
+    *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same"),
 }
 """Names, defaults, and what other columns show."""
 _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
@@ -183,6 +187,7 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "norms": _norms,
     "activation": lambda row: [f"activation {row.activation}"],
     "is_gated": lambda row: ["MLP without gate"],
+    "has_sinks": lambda row: ["attention sinks"],
     "scales": _scales,
     "experts": _experts,
     "global_head_dim": lambda row: [

@@ -54,6 +54,7 @@ def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None
     refuse_unknown_keys(raw, row.keys)
     raw = {**row.defaults, **raw}
     _refuse_other_values(raw, row)
+    _refuse_contradictions(raw, row)
     layers = _parse_layers(raw, row)
     hidden_size = positive_int(raw, "hidden_size")
     caps = row.scales.has_caps
@@ -83,6 +84,16 @@ def _refuse_other_values(raw: RawConfig, row: Architecture) -> None:
                 f"config field {key!r} = {raw[key]!r} is not supported for {row.model_type!r},"
                 f" only {value!r} is{row.reasons.get(key, '')}"
             )
+
+
+def _refuse_contradictions(raw: RawConfig, row: Architecture) -> None:
+    for key, paths in row.same.items():
+        for path in paths:
+            value: object = raw
+            for part in path.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if value is not None and raw.get(key) is not None and raw[key] != value:
+                raise BadConfig(f"config fields {key!r} = {raw[key]!r} and {path!r} = {value!r} contradict")
 
 
 def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
@@ -189,6 +200,7 @@ def _parse_attention(raw: RawConfig, row: Architecture) -> Attention:
         qkv_bias=_bias(raw, biases.qkv, default=biases.qkv_default),
         o_bias=_bias(raw, biases.o, default=biases.default),
         value_norm_eps=_parse_norm(raw, row).eps if rule.has_value_norm else None,
+        has_sinks=row.has_sinks,
     )
 
 

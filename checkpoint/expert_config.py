@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint.blueprint import Activation, Dense, Experts, Norm, Router
+from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, Norm, Router
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
 from checkpoint.errors import BadConfig
 from checkpoint.family_rules import ExpertRule, SparseLayers
@@ -69,10 +69,17 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
         per_token=per_token,
         width=width,
         router=router,
-        activation=activation,
+        activation=_clamped(raw) if rule.has_clamp else activation,
+        has_bias=rule.has_bias,
         shared=None if shared == 0 else Dense(width=shared, activation=activation),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
         branch_norm=norm if rule.has_branches else None,
+    )
+
+
+def _clamped(raw: RawConfig) -> ClampedSwiGlu:
+    return ClampedSwiGlu(
+        alpha=positive_float(raw, "swiglu_alpha", 1.702), limit=positive_float(raw, "swiglu_limit", 7.0)
     )
 
 
@@ -102,6 +109,7 @@ def _parse_router(raw: RawConfig, rule: ExpertRule) -> Router:
         has_choice_bias=rule.has_choice_bias,
         has_expert_scale=rule.has_branches,
         is_wide=rule.is_wide,
+        has_bias=rule.has_bias,
     )
 
 

@@ -113,7 +113,8 @@ class ExpertRule:
     of the shared expert is field `shared_width_key`, or the width of `shared_count_key` experts
     (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read;
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
-    experts have scales, too.
+    experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
+    swiglu_limit are read.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -132,6 +133,8 @@ class ExpertRule:
     shared_count: int = 0
     has_shared_gate: bool = False
     has_branches: bool = False
+    has_bias: bool = False
+    has_clamp: bool = False
 
 
 _USUAL_ROPE = RopeRule()
@@ -146,7 +149,8 @@ class Architecture:
     without `has_kv_heads_default`, num_key_value_heads must be given. With `global_head_dim`, the default of
     that field, layers with full attention have other keys, see `checkpoint/layer_heads.py`. Fields of
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
-    `LayerPlan.has_scale`. `defaults` are the values of fields that published checkpoints may lack.
+    `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
+    these are given. `defaults` are the values of fields that published checkpoints may lack.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class.
     """
@@ -163,6 +167,7 @@ class Architecture:
     head_dim: int | None = None
     global_head_dim: int | None = None
     has_layer_scale: bool = False
+    has_sinks: bool = False
     has_kv_heads_default: bool = True
     biases: BiasKeys = BiasKeys()
     norms: NormRule = NormRule()
@@ -175,3 +180,4 @@ class Architecture:
     experts: ExpertRule | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
+    same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

@@ -82,14 +82,17 @@ class Pack:
     """One module on disk, with the rows of all `roles` in order.
 
     A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
-    `has_unit_axis`, the shape begins with a dimension of 1. Without `has_kind`, the module's name is that of
-    its weight.
+    `has_unit_axis`, the shape begins with a dimension of 1. Without `has_kind`, the weight has the module's
+    name, and the bias that name with "_bias". With `is_alternating`, rows of the roles take turns. With
+    `is_transposed`, matrices are [in, out], unless they are quantised.
     """
 
     module: str
     roles: tuple[TensorRole, ...]
     has_unit_axis: bool = False
     has_kind: bool = True
+    is_alternating: bool = False
+    is_transposed: bool = False
 
     @property
     def is_per_expert(self) -> bool:
@@ -99,8 +102,9 @@ class Pack:
     def tensor(self, kind: str, expert: int | None) -> str:
         """Name within a layer of tensor `kind` ("weight" or "bias") of the module, or of an expert's."""
         module = self.module if expert is None else self.module.replace("{expert}", str(expert))
-        parts = (module, kind) if self.has_kind else (module,)
-        return ".".join(filter(None, parts))
+        if not self.has_kind:
+            return module if kind == "weight" else f"{module}_{kind}"
+        return f"{module}.{kind}" if module else kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

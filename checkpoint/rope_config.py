@@ -87,6 +87,7 @@ class RopeRule:
     has_proportional: bool = False
     has_query_growth: bool = False
     has_rotary_dim: bool = False
+    is_yarn_by_default: bool = False
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -126,6 +127,15 @@ _PROPORTIONAL_DEFAULT = {FULL: {"rope_type": "proportional", "partial_rotary_fac
 """Source: transformers' Gemma4TextConfig."""
 
 
+_YARN_DEFAULT: dict[str, object] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""Of transformers' GptOssConfig."""
+
+
 def parse_ropes(raw: RawConfig, rule: RopeRule, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
     """Parse the RopeConfig of each layer type from a whole config.json, for heads of `head_dims` elements.
 
@@ -135,6 +145,8 @@ def parse_ropes(raw: RawConfig, rule: RopeRule, head_dims: Mapping[str, int]) ->
     field, given = _rope_object(raw)
     if rule.has_proportional and not given:
         given = _PROPORTIONAL_DEFAULT
+    if rule.is_yarn_by_default and not given:
+        given = _YARN_DEFAULT
     if not rule.is_per_type:
         rope = _RopeReader(raw, rule, head_dims[FULL], field, given).read(rule.theta)
         return {FULL: rope, SLIDING: rope}

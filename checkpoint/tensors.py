@@ -20,6 +20,9 @@ RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
 """
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
+_MATRIX_ROLES = frozenset(
+    {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
+).union(_MLP, _SHARED_MLP, EXPERT_ROLES)
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 SINKS_KIND = "sinks"
@@ -37,7 +40,7 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     attention = plan.mixer
     shapes: RoleShapes = {}
     for role in norm_roles(plan):
-        shapes |= _norm(role, hidden_size, plan.norm)
+        shapes |= _norm(role, (hidden_size,), plan.norm)
     if plan.has_scale:
         shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
     projections = {TensorRole.Q: attention.q_size, TensorRole.K: attention.kv_size}
@@ -46,9 +49,11 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     for role, width in projections.items():
         shapes |= _projection(role, width, hidden_size, bias=attention.qkv_bias)
     if (qk_norm := attention.qk_norm) is not None:
-        is_whole = qk_norm.span is NormSpan.WIDTH
-        for role, width in ((TensorRole.Q_NORM, attention.q_size), (TensorRole.K_NORM, attention.kv_size)):
-            shapes |= _norm(role, width if is_whole else attention.head_dim, qk_norm.norm)
+        for role, heads in (
+            (TensorRole.Q_NORM, attention.num_heads),
+            (TensorRole.K_NORM, attention.num_kv_heads),
+        ):
+            shapes |= _norm(role, _norm_shape(qk_norm.span, heads, attention.head_dim), qk_norm.norm)
     shapes |= _projection(TensorRole.O, hidden_size, attention.q_size, bias=attention.o_bias)
     if attention.has_sinks:
         shapes[TensorRole.SINKS, SINKS_KIND] = (attention.num_heads,)
@@ -67,18 +72,23 @@ def _mlp(dense: Dense, hidden_size: int, roles: tuple[TensorRole, TensorRole, Te
 
 
 def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
-    shapes: RoleShapes = {(TensorRole.ROUTER, "weight"): (experts.count, hidden_size)}
+    shapes = _projection(TensorRole.ROUTER, experts.count, hidden_size, bias=experts.router.has_bias)
     if experts.router.has_choice_bias:
         shapes[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND] = (experts.count,)
-    for role in (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP):
-        shapes[role, "weight"] = (experts.count, experts.width, hidden_size)
-    shapes[TensorRole.EXPERT_DOWN, "weight"] = (experts.count, hidden_size, experts.width)
+    inner, outer = experts.width, hidden_size
+    for role, sizes in (
+        (TensorRole.EXPERT_GATE, (inner, outer)),
+        (TensorRole.EXPERT_UP, (inner, outer)),
+        (TensorRole.EXPERT_DOWN, (outer, inner)),
+    ):
+        own = _projection(role, *sizes, bias=experts.has_bias)
+        shapes |= {key: (experts.count, *shape) for key, shape in own.items()}
     if experts.router.has_expert_scale:
         shapes[TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND] = (experts.count,)
     if experts.branch_norm is not None:
         shapes[TensorRole.ROUTER_NORM, ROUTER_NORM_KIND] = (hidden_size,)
         for role in BRANCH_NORMS:
-            shapes |= _norm(role, hidden_size, experts.branch_norm)
+            shapes |= _norm(role, (hidden_size,), experts.branch_norm)
     if experts.shared is not None:
         shapes |= _mlp(experts.shared, hidden_size, _SHARED_MLP)
     if experts.has_shared_gate:
@@ -106,13 +116,32 @@ def norm_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """A tensor on disk: the rows of `roles`, whose "weight" or "bias" it is; of one `expert` or of all."""
+    """A tensor on disk: the rows of `roles`, whose "weight" or "bias" it is; of one `expert` or of all.
+
+    See `Pack` for `is_alternating` and `is_transposed`.
+    """
 
     name: str
     kind: str
     roles: tuple[TensorRole, ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    is_alternating: bool = False
+    is_transposed: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it holds matrices, which may be quantised, and not vectors."""
+        return _is_matrix(self.roles[0], self.kind)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it holds a matrix or a vector of every expert."""
+        return self.roles[0] in EXPERT_ROLES and self.expert is None
+
+
+def _is_matrix(role: TensorRole, kind: str) -> bool:
+    return kind == "weight" and role in _MATRIX_ROLES
 
 
 def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
@@ -129,8 +158,17 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
             own_shape = shape if expert is None else shape[1:]
             if pack.has_unit_axis:
                 own_shape = (1, *own_shape)
-            found[name] = LayerTensor(name, kind, pack.roles, own_shape, expert)
+            is_transposed = pack.is_transposed and kind == "weight" and not _is_quantised(config, name)
+            if is_transposed:
+                own_shape = (*own_shape[:-2], own_shape[-1], own_shape[-2])
+            found[name] = LayerTensor(
+                name, kind, pack.roles, own_shape, expert, pack.is_alternating, is_transposed
+            )
     return tuple(found.values())
+
+
+def _is_quantised(config: Blueprint, matrix: str) -> bool:
+    return config.quantization is not None and config.quantization.scheme_of(matrix) is not None
 
 
 def row_axis(role: TensorRole) -> int:
@@ -140,11 +178,18 @@ def row_axis(role: TensorRole) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleRows:
-    """Rows [begin, end) of the tensor `name`; its matrices are one below the other."""
+    """Rows [begin, end) of the tensor `name`; its matrices are one below the other.
+
+    Of them every `step`-th from `first` on belongs to the role. With `is_across`, it is every `step`-th
+    element of each row: the matrix is transposed, or the only row is a bias.
+    """
 
     name: str
     begin: int
     end: int
+    first: int = 0
+    step: int = 1
+    is_across: bool = False
 
 
 RolePlaces = dict[tuple[TensorRole, str, int | None], RoleRows]
@@ -156,15 +201,31 @@ def rows_of_roles(config: Blueprint, layer: int) -> RolePlaces:
     shapes = role_shapes(config.hidden_size, config.layers[layer])
     places: RolePlaces = {}
     for tensor in layer_tensors(config, layer):
+        is_across = tensor.is_transposed or (tensor.is_stack and not tensor.is_matrix)
+        if is_across or tensor.is_alternating:
+            places |= _taking_turns(tensor, is_across=is_across)
+            continue
         axis = row_axis(tensor.roles[0])
-        is_stack = axis == 1 and tensor.expert is None
         begin = 0
-        for expert in range(tensor.shape[0]) if is_stack else (tensor.expert,):
+        for expert in range(tensor.shape[0]) if tensor.is_stack else (tensor.expert,):
             for role in tensor.roles:
                 end = begin + shapes[role, tensor.kind][axis]
                 places[role, tensor.kind, expert] = RoleRows(tensor.name, begin, end)
                 begin = end
     return places
+
+
+def _taking_turns(tensor: LayerTensor, *, is_across: bool) -> RolePlaces:
+    """Places of roles that share the rows of a stack, or their elements."""
+    assert tensor.is_stack and (tensor.is_alternating or len(tensor.roles) == 1), "roles one after the other"
+    rows, step = prod(tensor.shape[1:-1]), len(tensor.roles)
+    return {
+        (role, tensor.kind, expert): RoleRows(
+            tensor.name, expert * rows, (expert + 1) * rows, first, step, is_across
+        )
+        for expert in range(tensor.shape[0])
+        for first, role in enumerate(tensor.roles)
+    }
 
 
 def stage_tensor_shapes(
@@ -211,8 +272,13 @@ def stage_tensor_names(
 
 def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PackedMatrix]:
     """Return the quantised tensors among `shapes`, see `stage_tensor_shapes`."""
+    if config.quantization is None:
+        return {}
+    layers = range(config.num_layers)
+    vectors = {one.name for layer in layers for one in layer_tensors(config, layer) if not one.is_matrix}
+    matrices = {name: shape for name, shape in shapes.items() if name not in vectors}
     embeddings = config.names.embeddings
-    return packed_matrices(config.quantization, shapes, embeddings=embeddings, head=head_tensor(config))
+    return packed_matrices(config.quantization, matrices, embeddings=embeddings, head=head_tensor(config))
 
 
 def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
@@ -290,9 +356,19 @@ def _projection(role: TensorRole, out_size: int, in_size: int, *, bias: bool) ->
     return weight | {(role, "bias"): (out_size,)} if bias else weight
 
 
-def _norm(role: TensorRole, width: int, norm: Norm) -> RoleShapes:
-    weight: RoleShapes = {(role, "weight"): (width,)}
-    return weight | {(role, "bias"): (width,)} if norm.has_bias else weight
+def _norm(role: TensorRole, shape: tuple[int, ...], norm: Norm) -> RoleShapes:
+    weight: RoleShapes = {(role, "weight"): shape}
+    return weight | {(role, "bias"): shape} if norm.has_bias else weight
+
+
+def _norm_shape(span: NormSpan, num_heads: int, head_dim: int) -> tuple[int, ...]:
+    match span:
+        case NormSpan.HEAD:
+            return (head_dim,)
+        case NormSpan.EACH_HEAD:
+            return (num_heads, head_dim)
+        case NormSpan.WIDTH:
+            return (num_heads * head_dim,)
 
 
 def _is_harmless(config: Blueprint, name: str) -> bool:
@@ -310,11 +386,11 @@ def _listed(names: list[str]) -> str:
 
 def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     """Size of the weights of a layer in memory."""
-    shapes = role_shapes(hidden_size, plan).values()
+    shapes = role_shapes(hidden_size, plan)
     if plan.weights is None:
-        return num_elements(shapes) * dtype.size_bytes
-    vectors = num_elements(shape for shape in shapes if len(shape) == 1)
-    matrices = (shape for shape in shapes if len(shape) > 1)
+        return num_elements(shapes.values()) * dtype.size_bytes
+    vectors = num_elements(shape for key, shape in shapes.items() if not _is_matrix(*key))
+    matrices = (shape for key, shape in shapes.items() if _is_matrix(*key))
     sizes = (plan.weights.matrix_bytes(rows, columns, dtype) for rows, columns in matrices)
     return vectors * dtype.size_bytes + sum(sizes)
 
@@ -331,7 +407,7 @@ def check_can_hold(config: Blueprint) -> None:
         return
     for layer in map(config.layers.index, config.kinds):
         for tensor in layer_tensors(config, layer):
-            if len(tensor.shape) > 1 and (tensor.shape[0] % INT4_ROWS or tensor.shape[1] % INT4_GROUP):
+            if tensor.is_matrix and (tensor.shape[0] % INT4_ROWS or tensor.shape[1] % INT4_GROUP):
                 raise UnsupportedModel(
                     f"int4 weights have multiples of {INT4_ROWS} rows and {INT4_GROUP} columns, but"
                     f" {tensor.name} has {tensor.shape[0]} and {tensor.shape[1]}: use int8, or no --quantize"

@@ -55,8 +55,9 @@ def make_checkpoint(
 def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
     config = json.loads((directory / "config.json").read_text())
-    # Of transformers' implementations, only the eager one limits scores.
-    attention = "eager" if config.get("attn_logit_softcapping") else "sdpa"
+    # Of transformers' implementations, only the eager one limits scores and has sinks.
+    is_eager = config.get("attn_logit_softcapping") or config["model_type"] == "gpt_oss"
+    attention = "eager" if is_eager else "sdpa"
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention)
     model.train(mode=False)
     return model
@@ -93,7 +94,9 @@ def _perturb(model: PreTrainedModel) -> None:
         if "norm" in name:
             around = round(float(parameter.mean()))  # 0 where the model adds 1
             parameter.copy_(torch.empty_like(parameter).uniform_(around - 0.4, around + 0.4))
-        elif name.endswith(".bias"):
+        elif name.endswith("sinks"):
+            parameter.copy_(torch.empty_like(parameter).normal_(std=2.0))
+        elif name.endswith((".bias", "_proj_bias")):
             parameter.copy_(torch.empty_like(parameter).normal_(std=0.3))
     for name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith("e_score_correction_bias"):

@@ -105,6 +105,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "seed": 5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
     },
+    "gpt_oss": {
+        "num_local_experts": 16,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "swiglu_limit": 1.5,
+        "seed": 3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e3,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 2.0,
+            "beta_slow": 0.125,
+            "truncate": False,
+        },
+    }
+    | _WINDOW,
     "smollm3": {"no_rope_layer_interval": 3} | _THETA,
     "granite": {
         "embedding_multiplier": 3.0,
@@ -136,7 +153,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": _THETA,
     "olmo3": _WINDOW | {"rope_parameters": _LOCAL["rope_parameters"]},
     "exaone4": _WINDOW | _THETA,
-    "cohere": {"logit_scale": 0.5, "layer_norm_eps": 0.05} | _THETA,
+    "cohere": {"logit_scale": 0.5, "layer_norm_eps": 0.05, "use_qk_norm": True} | _THETA,
     "cohere2": {"logit_scale": 0.5, "layer_norm_eps": 0.05} | _WINDOW | _THETA,
     "gemma2": {
         "attn_logit_softcapping": 2.0,
@@ -242,7 +259,9 @@ _ALIKE = (
 _ROPE_KINDS = {
     RopeKind.LINEAR: {"factor"},
     RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    RopeKind.YARN: {"factor", "original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim"},
+    RopeKind.YARN: {
+        *("factor", "original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim", "truncate"),
+    },
     RopeKind.LONGROPE: {"short_factors", "attention_factor"},
     RopeKind.PROPORTIONAL: {"factor"},
 }
@@ -318,11 +337,14 @@ def _ropes(rope: RopeConfig) -> Iterator[tuple[str, RopeConfig | None]]:
     if rope.width is not None:
         yield "width", replace(rope, width=rope.width - 2, short_factors=rope.short_factors[:-1])
     for name in _ROPE_KINDS.get(rope.kind, ()):
-        value = getattr(rope, name)
-        yield (
-            name,
-            replace(rope, **{name: tuple(2 * x for x in value) if name == "short_factors" else 2 * value}),
-        )
+        if (value := getattr(rope, name)) is not None:
+            yield name, replace(rope, **{name: _other_of_rope(value)})
+
+
+def _other_of_rope(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return tuple(2 * x for x in value) if isinstance(value, tuple) else 2 * value
 
 
 def _other(value: Any) -> Any:

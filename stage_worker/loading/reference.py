@@ -27,7 +27,7 @@ from checkpoint import (
     RopeKind,
     WeightFormat,
 )
-from checkpoint.blueprint import Activation, NormKind, NormSpan, Placement, QkNorm, RouterScore
+from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, Placement, QkNorm, RouterScore
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
@@ -150,7 +150,8 @@ class StreamedModel:
 
     def vector(self, rows: RoleRows) -> Tensor:
         """A norm's weight, or a bias."""
-        return self._rows(rows.name, rows.begin, rows.end)
+        found = self._rows(rows.name, rows.begin, rows.end)
+        return found.flatten()[rows.first :: rows.step] if rows.is_across else found
 
     def exact(self, rows: RoleRows) -> Tensor:
         """A whole vector that stages keep in float32."""
@@ -166,8 +167,21 @@ class StreamedModel:
     def projected(self, x: Tensor, weight: RoleRows, bias: RoleRows | None) -> Tensor:
         """[2, n, out] for x [2, n, in]."""
         blocks = self._blocks(weight, self._config.weight_format)
-        product = torch.cat([linear(x, block) for _, block in blocks], dim=-1)
+        if weight.is_across:
+            product = self._across(x, weight, blocks)
+        else:
+            parts = [
+                linear(x, block[(weight.first - at) % weight.step :: weight.step]) for at, block in blocks
+            ]
+            product = torch.cat(parts, dim=-1)
         return self.rounded(product if bias is None else product + self.vector(bias))
+
+    def _across(self, x: Tensor, weight: RoleRows, blocks: Iterator[tuple[int, Tensor]]) -> Tensor:
+        """Product with a transposed matrix, of which `blocks` have some of the inputs."""
+        total = torch.zeros(())
+        for first, block in blocks:
+            total = total + x[..., first : first + len(block)] @ block[:, weight.first :: weight.step]
+        return total
 
     def _blocks(self, matrix: RoleRows, weights: WeightFormat | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows) per block of a matrix in the format `weights`.
@@ -276,12 +290,21 @@ class _StreamedLayer:
     ) -> Tensor:
         """`roles` are gate, up and down, of one expert or of all tokens."""
         gate, up, down = roles
-        activation, inner = _ACTIVATIONS[plan.activation], self._projected(x, up, expert)
-        if isinstance(plan, Experts) or plan.is_gated:
-            inner = self._model.rounded(activation(self._projected(x, gate, expert))) * inner
+        activation, inner = plan.activation, self._projected(x, up, expert)
+        if isinstance(activation, ClampedSwiGlu):
+            inner = self._clamped(activation, self._projected(x, gate, expert), inner)
+        elif isinstance(plan, Experts) or plan.is_gated:
+            gates = _ACTIVATIONS[activation](self._projected(x, gate, expert))
+            inner = self._model.rounded(gates) * inner
         else:
-            inner = activation(inner)
+            inner = _ACTIVATIONS[activation](inner)
         return self._projected(self._model.rounded(inner), down, expert)
+
+    def _clamped(self, plan: ClampedSwiGlu, gate: Tensor, up: Tensor) -> Tensor:
+        rounded = self._model.rounded
+        gate, up = gate.clamp(max=plan.limit), up.clamp(-plan.limit, plan.limit)
+        sigmoid = rounded(rounded(plan.alpha * gate).sigmoid())
+        return rounded(up + 1) * rounded(gate * sigmoid)
 
     def _branch(self, residual: Tensor, plan: Experts, norm: Norm) -> Tensor:
         """The experts beside an MLP."""
@@ -309,7 +332,7 @@ class _StreamedLayer:
         if router.is_wide:
             logits = torch.cat([linear(x, block) for block in self._model.exact_blocks(weight)], dim=-1)
         else:
-            logits = self._model.projected(x, weight, None)
+            logits = self._projected(x, TensorRole.ROUTER)
         scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
         ranks = scores
         if router.has_choice_bias:
@@ -350,7 +373,7 @@ class _StreamedLayer:
 
     def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
         pairs = ((query, TensorRole.Q_NORM), (key, TensorRole.K_NORM))
-        if qk_norm.span is NormSpan.HEAD:
+        if qk_norm.span is not NormSpan.WIDTH:
             query, key = (self._normed(x, role, qk_norm.norm) for x, role in pairs)
         else:
             query, key = (self._normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)

@@ -121,7 +121,7 @@ class ExpertMixture:
         `routed` [n, hidden_size] is the router's input.
         """
         plan, weights = self._plan, self._weights
-        logits = linear(routed.to(weights.router.dtype), weights.router)
+        logits = linear(routed.to(weights.router.dtype), weights.router, weights.router_bias)
         choice = choose(logits, plan.router, plan.per_token, weights.choice_bias)
         shares = choice.weights
         if weights.expert_scale is not None:
@@ -129,9 +129,9 @@ class ExpertMixture:
         chosen = choice.experts.flatten()
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=plan.count)
-        rows = x[order // plan.per_token]
-        inner = self._gate(self._products(rows, weights.up, counts))
-        by_expert = self._products(inner, weights.down, counts)
+        rows, owners = x[order // plan.per_token], chosen[order]
+        inner = self._gate(_biased(self._products(rows, weights.up, counts), weights.up_bias, owners))
+        by_expert = _biased(self._products(inner, weights.down, counts), weights.down_bias, owners)
         found = torch.empty_like(by_expert)
         found[order] = by_expert
         by_token = found.view(len(x), plan.per_token, -1).float()
@@ -141,6 +141,11 @@ class ExpertMixture:
         if self._weights.shared_weight is None:
             return shared
         return linear(x, self._weights.shared_weight).sigmoid().mul(shared)
+
+
+def _biased(product: Tensor, biases: Tensor | None, owners: Tensor) -> Tensor:
+    """Rows plus the `biases` [experts, width] of their experts, int64 [m]."""
+    return product if biases is None else product.add_(biases[owners])
 
 
 def _products_on(matrices: Tensor) -> Products:

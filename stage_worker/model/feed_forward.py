@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from checkpoint import Dense
-from checkpoint.blueprint import Activation
+from checkpoint.blueprint import Activation, ClampedSwiGlu
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import CompiledProjection, DenseWeights, Projection, project
 from stage_worker.model.operations import Operations
@@ -35,15 +35,26 @@ _ACTIVATIONS: dict[Activation, Function] = {
 }
 
 
-def gated(activation: Activation, operations: Operations) -> Function:
+def gated(activation: Activation | ClampedSwiGlu, operations: Operations) -> Function:
     """The product of the activated gate and up, [n, width], of both concatenated [n, 2 * width]."""
     if activation is Activation.SILU:  # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
         return operations.gate
+    if isinstance(activation, ClampedSwiGlu):
+        return _clamped(activation)
     function = _ACTIVATIONS[activation]
 
     def gate(gate_up: Tensor) -> Tensor:
         first, second = gate_up.chunk(2, dim=-1)
         return function(first).mul_(second)
+
+    return gate
+
+
+def _clamped(plan: ClampedSwiGlu) -> Function:
+    def gate(gate_up: Tensor) -> Tensor:
+        first, second = gate_up.chunk(2, dim=-1)
+        first, second = first.clamp(max=plan.limit), second.clamp(-plan.limit, plan.limit)
+        return (first * plan.alpha).sigmoid_().mul_(first).mul_(second.add_(1))
 
     return gate
 

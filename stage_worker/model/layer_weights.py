@@ -248,16 +248,19 @@ class DenseWeights:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExpertsWeights:
     """A mixture of experts: router [experts, hidden_size], `up` [experts, 2 * width, hidden_size] with the
-    gate's rows first, `down` [experts, hidden_size, width].
+    gate's rows first, `down` [experts, hidden_size, width]; biases lack the last dimension.
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
     [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts].
     """
 
     router: Tensor
+    router_bias: Tensor | None
     choice_bias: Tensor | None
     up: Tensor
+    up_bias: Tensor | None
     down: Tensor
+    down_bias: Tensor | None
     shared: DenseWeights | None
     shared_weight: Tensor | None
     router_norm: Tensor | None = None
@@ -320,9 +323,12 @@ def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights |
     has_shared = plan.shared is not None
     return ExpertsWeights(
         router=tensors.found(TensorRole.ROUTER, "weight"),
+        router_bias=tensors.get(TensorRole.ROUTER, "bias"),
         choice_bias=tensors.get(TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND),
         up=tensors.found(TensorRole.EXPERT_UP, "weight"),
+        up_bias=tensors.get(TensorRole.EXPERT_UP, "bias"),
         down=tensors.found(TensorRole.EXPERT_DOWN, "weight"),
+        down_bias=tensors.get(TensorRole.EXPERT_DOWN, "bias"),
         shared=_dense(tensors, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN) if has_shared else None,
         shared_weight=tensors.get(TensorRole.SHARED_WEIGHT, "weight"),
         router_norm=tensors.get(TensorRole.ROUTER_NORM, ROUTER_NORM_KIND),
@@ -382,6 +388,8 @@ class _Allocation:
                 place = into[begin:end]
             else:
                 place = into.narrow(row_axis(tensor.roles[0]), begin, end - begin)
+            if tensor.is_transposed:
+                place = place.view(tensor.shape)
             if len(tensor.shape) > place.dim():
                 place = place[None]
             is_whole = into is last and place.shape == tensor.shape and place.is_contiguous()
@@ -394,6 +402,21 @@ def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
     return (TensorRole.CHOICE_BIAS, TensorRole.ROUTER) if is_wide else (TensorRole.CHOICE_BIAS,)
+
+
+def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
+    """Turn loaded matrices and biases of experts from their order on disk into that of `ExpertsWeights`.
+
+    One expert's matrix is copied at a time.
+    """
+    for tensor in layer_tensors(config, layer):
+        if not (tensor.is_transposed or tensor.is_alternating):
+            continue
+        for stored in destinations[tensor.name]:
+            ordered = stored.t() if tensor.is_transposed else stored
+            if tensor.is_alternating:
+                ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
+            stored.view(-1).copy_(ordered.reshape(-1))
 
 
 def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
@@ -409,7 +432,9 @@ def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
     if weights.qkv_bias is not None:
         rows.append(weights.qkv_bias[:num_rows])
     rows += [
-        weights.norms[role].weight for role in (TensorRole.Q_NORM, TensorRole.K_NORM) if role in weights.norms
+        weights.norms[role].weight.view(-1)
+        for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
+        if role in weights.norms
     ]
     for tensor in rows:
         heads = tensor.view(-1, mixer.head_dim, *tensor.shape[1:])

@@ -22,7 +22,7 @@ RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormWeights:
-    """Weight and bias [width] in the run dtype."""
+    """Weight and bias [width], or weight [heads, width] of `NormSpan.EACH_HEAD`, in the run dtype."""
 
     weight: Tensor
     bias: Tensor | None
@@ -80,4 +80,7 @@ class _Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
+        if self._weight.dim() > 1:
+            assert self._bias is None, "weights of each head have no bias"
+            return layer_norm(wide, x.shape[-1:], None, None, self._eps).mul_(self._weight).to(x.dtype)
         return layer_norm(wide, self._weight.shape, self._weight, self._bias, self._eps).to(x.dtype)

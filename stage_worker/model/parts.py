@@ -18,6 +18,7 @@ from stage_worker.model.layer_weights import (
     PlainProjection,
     Projection,
     allocate_layer,
+    arrange_stacks,
     project,
     reorder_heads,
 )
@@ -187,6 +188,7 @@ class PartLoader:
         plan = self._config.layers[layer]
         weights, destinations = allocate_layer(self._config, layer, self._new)
         load_tensors(self._checkpoint, destinations, progress=progress)
+        arrange_stacks(self._config, layer, destinations)
         reorder_heads(plan.mixer, weights)
         return DecoderLayer(plan, weights, self._kernels)
 

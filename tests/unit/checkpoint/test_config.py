@@ -145,7 +145,61 @@ QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-HUB = {"llama2": LLAMA2, "llama3.1": LLAMA31, "mistral": MISTRAL, "qwen2.5": QWEN25, "qwen3": QWEN3}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+HUB = {
+    "llama2": LLAMA2,
+    "llama3.1": LLAMA31,
+    "mistral": MISTRAL,
+    "qwen2.5": QWEN25,
+    "qwen3": QWEN3,
+    "gpt-oss-20b": GPT_OSS,
+}
 SMALL = LLAMA2 | {"num_hidden_layers": 4}
 
 
@@ -318,7 +372,7 @@ def test_settings_that_change_no_logit_are_ignored(more: dict[str, Any]) -> None
     assert parse_config(SMALL | more) == parse_config(SMALL)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss"])
 def test_every_field_that_transformers_writes_by_default_is_known(family: str) -> None:
     config = AutoConfig.for_model(family, dtype="bfloat16")
     assert parse_config(config.to_dict()) == parse_config(config.to_diff_dict())
@@ -375,6 +429,11 @@ def test_the_fields_that_transformers_4_wrote_for_every_model_are_known() -> Non
         (SMALL | {"rope_scaling": [1]}, "'rope_scaling' must be an object"),
         (SMALL | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "contradict"),
         (SMALL | {"rope_scaling": yarn(beta_fast=1.0, beta_slow=2.0)}, "beta_slow 2.0"),
+        (
+            GPT_OSS | {"experts_per_token": 8},
+            "'experts_per_token' = 8 and 'num_experts_per_tok' = 4 contradict",
+        ),
+        (GPT_OSS | {"initial_context_length": 8192}, "'initial_context_length' = 8192 and 'rope_scaling"),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 28}, "no sliding window is set"),
         (QWEN3 | {"layer_types": ["full_attention"]}, "must list 28 layers"),
         (
