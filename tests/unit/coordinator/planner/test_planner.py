@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise, permutations
 
 import pytest
@@ -42,6 +43,7 @@ def small_memory(config: Blueprint) -> StageMemory:
 
 
 Ranges = Sequence[tuple[int, int]]
+TotalBytes = Callable[[StageRole, int, int, int], int]
 
 
 def splits(config: Blueprint, num_stages: int) -> Iterator[Ranges]:
@@ -49,7 +51,9 @@ def splits(config: Blueprint, num_stages: int) -> Iterator[Ranges]:
         yield list(pairwise((0, *inner, config.num_layers)))
 
 
-def objective(memory: StageMemory, ranges: Ranges, capacities: Sequence[int]) -> Objective | None:
+def objective(
+    memory: StageMemory, total_bytes: TotalBytes, ranges: Ranges, capacities: Sequence[int]
+) -> Objective | None:
     """(slowest cost, minus blocks, sum of squared costs) of one split, or None when it does not fit."""
     roles = [StageRole.of_stage(stage, len(ranges)) for stage in range(len(ranges))]
     stages = [(role, *edges, size) for role, edges, size in zip(roles, ranges, capacities, strict=True)]
@@ -59,7 +63,7 @@ def objective(memory: StageMemory, ranges: Ranges, capacities: Sequence[int]) ->
     too_many = bisect_left(
         range(most + 1),
         True,
-        key=lambda blocks: any(memory.total_bytes(*stage, blocks) > size for *stage, size in stages),
+        key=lambda blocks: any(total_bytes(*stage, blocks) > size for *stage, size in stages),
     )
     if too_many <= least:
         return None
@@ -68,8 +72,11 @@ def objective(memory: StageMemory, ranges: Ranges, capacities: Sequence[int]) ->
 
 
 def best_by_trying(memory: StageMemory, orders: Sequence[Sequence[int]]) -> Objective | None:
+    total_bytes = cache(memory.total_bytes)  # the splits have most stages in common
     tried = [
-        objective(memory, ranges, order) for order in orders for ranges in splits(memory.config, len(order))
+        objective(memory, total_bytes, ranges, order)
+        for order in orders
+        for ranges in splits(memory.config, len(order))
     ]
     return min((found for found in tried if found is not None), default=None)
 
