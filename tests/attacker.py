@@ -46,6 +46,7 @@ class Attacker:
     def __init__(self, coordinator: str, gateway: str, worker: str) -> None:
         self._coordinator, self._gateway, self._worker = coordinator, gateway, worker
         self.refused = Counter[str]()
+        self._stopped: set[str] = set()
 
     def all(self) -> dict[str, tuple[int, Callable[[], Awaitable[str]]]]:
         """How many of each run at once, and one try of it, which returns how it ended."""
@@ -74,27 +75,35 @@ class Attacker:
         }
 
     async def run(self, seconds: float) -> None:
-        loops = [
-            asyncio.create_task(self._repeat(name, attack))
+        loops = {
+            asyncio.create_task(self._repeat(name, attack)): name
             for name, (num, attack) in self.all().items()
             for _ in range(num)
-        ]
+        }
         await asyncio.wait(loops, timeout=seconds)
         while missing := self._missing():
             print("waiting for", *missing, file=sys.stderr)
+            # A slow machine would take minutes for all at once.
+            self._stop({task: name for task, name in loops.items() if name not in missing})
             await asyncio.wait(loops, timeout=1.0)
         for task in loops:
-            if task.done():
+            if task.done() and not task.cancelled():
                 task.result()  # an attack that cannot be made
-            task.cancel()
+        self._stop(loops)
         await asyncio.gather(*loops, return_exceptions=True)
+
+    def _stop(self, loops: dict[asyncio.Task[None], str]) -> None:
+        """A loop ends by its name if grpc.aio swallows the cancellation of a call that begins."""
+        self._stopped.update(loops.values())
+        for task in loops:
+            task.cancel()
 
     def _missing(self) -> list[str]:
         """Attacks that have not ended once."""
         return [name for name in self.all() if not any(end.startswith(name) for end in self.refused)]
 
     async def _repeat(self, name: str, attack: Callable[[], Awaitable[str]]) -> None:
-        while True:
+        while name not in self._stopped:
             try:
                 told = await attack()
             except grpc.aio.AioRpcError as error:
