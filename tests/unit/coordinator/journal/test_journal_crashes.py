@@ -34,7 +34,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.journal = Journal(self.path, IDENTITY)
         self.expected = Expected()
         self.history = [self.expected.copy()]
-        self.num_crashes = 0
+        self.num_crashes = self.num_accepted = 0
 
     def teardown(self) -> None:
         self.journal.close()
@@ -46,7 +46,9 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def accept(self) -> None:
-        accepted = accepted_request()
+        # What is drawn from the ids must be the same when an example is tried again.
+        self.num_accepted += 1
+        accepted = accepted_request(RequestId(self.num_accepted.to_bytes(16, "big")))
         self.journal.accept(accepted)
         self.expected.accept(accepted)
 
