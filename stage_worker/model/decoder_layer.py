@@ -35,7 +35,7 @@ from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, Rotary
 
 def attend(
     query: Tensor,
-    fresh: Tensor,
+    heads: Tensor,
     output: Tensor,
     *,
     operations: Operations,
@@ -45,8 +45,8 @@ def attend(
 ) -> None:
     """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim].
 
-    `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages.
-    `sinks` is float32 [heads], see `Attention`.
+    `heads` [n, heads + 2 * kv_heads, head_dim] are the step's queries, keys and values; keys and values are
+    already in the pages. `sinks` is float32 [heads], see `Attention`.
     """
     step = kv.step
     views = step.views[mixer.window]
@@ -54,11 +54,12 @@ def attend(
         operations.decode(query, output, view, mixer, kv, sinks)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
         rows = slice(begin, end)
+        fresh = heads[rows, mixer.num_heads :]
         if step.kernels.prefill is AttentionMethod.IN_PLACE:
             assert sinks is None, "no sinks"
-            attend_prompt(query[rows], fresh[rows], output[rows], prefill, mixer, kv)
+            attend_prompt(query[rows], fresh, output[rows], prefill, mixer, kv)
         else:
-            _prefill(query[rows], fresh[rows], output[rows], prefill, mixer, kv, sinks)
+            _prefill(query[rows], fresh, output[rows], prefill, mixer, kv, sinks)
 
 
 def _prefill(
@@ -190,6 +191,9 @@ class DecoderLayer:
         self._ffn_norm = norms.get(TensorRole.FFN_NORM, _unchanged)
         self._mixer_out_norm = norms.get(TensorRole.MIXER_OUT_NORM)
         self._ffn_out_norm = norms.get(TensorRole.FFN_OUT_NORM)
+        self._adds_mixed, self._adds_fed = (
+            norm is None and plan.residual_scale == 1.0 for norm in (self._mixer_out_norm, self._ffn_out_norm)
+        )
         head_norms = None if mixer.qk_norm is None else HeadNorms(mixer.qk_norm, mixer, weights)
         is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
         self._norm_heads = None if is_late else head_norms
@@ -215,19 +219,15 @@ class DecoderLayer:
         """`forward` without the scale of the layer, as a new tensor."""
         normed = self._mixer_norm(hidden)
         mixed = self._attention(normed, LayerKv(step, pages, layer))
-        if self._is_plain(self._mixer_out_norm):
+        if self._adds_mixed:
             hidden = self._o.added_to(hidden, mixed)
         else:
             hidden = self._added(hidden, self._o(mixed), self._mixer_out_norm)
         if not self._is_shared:
             normed = self._ffn_norm(hidden)
-        if self._is_plain(self._ffn_out_norm):
+        if self._adds_fed:
             return self._feed_forward.added_to(hidden, normed, step.num_tokens)
         return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm)
-
-    def _is_plain(self, norm: RowNorm | None) -> bool:
-        """Whether outputs are added as they are."""
-        return norm is None and self._residual_scale == 1.0
 
     def _added(self, residual: Tensor, x: Tensor, norm: RowNorm | None) -> Tensor:
         """`residual` plus the normed and scaled `x`, which may be modified."""
@@ -238,8 +238,11 @@ class DecoderLayer:
         """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
         step = kv.step
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
-        heads = self._heads(normed)[:num_tokens]
-        query, fresh = heads[:, :num_heads], heads[:, num_heads:]
+        is_whole = num_rows == num_tokens  # slices of all rows would cost 3 us
+        heads = self._heads(normed)
+        if not is_whole:
+            heads = heads[:num_tokens]
+        query = heads[:, :num_heads]
         if self._norm_heads is not None:
             self._norm_heads(heads)
         if self._norm_values is not None:
@@ -250,12 +253,12 @@ class DecoderLayer:
         self._operations.rotate_and_write(heads, num_heads, rotary, kv, self._norm_rotated)
         if rotary.query_scale is not None:
             query.mul_(rotary.query_scale)
-        new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
+        new = normed.new_empty if is_whole else normed.new_zeros
         mixed = new(num_rows, num_heads, self._mixer.head_dim)
         attend(
             query,
-            fresh,
-            mixed[:num_tokens],
+            heads,
+            mixed if is_whole else mixed[:num_tokens],
             operations=self._operations,
             mixer=self._mixer,
             kv=kv,
@@ -265,7 +268,7 @@ class DecoderLayer:
 
     def _heads(self, normed: Tensor) -> Tensor:
         """Queries, keys and values [m, heads + 2 * kv_heads, head_dim] of `normed` [m, hidden_size]."""
-        heads = self._qkv(normed).view(len(normed), -1, self._mixer.head_dim)
+        heads = self._qkv(normed).view(normed.shape[0], -1, self._mixer.head_dim)
         if self._mixer.value_is_key:
             return torch.cat((heads, heads[:, self._mixer.num_heads :]), dim=1)
         return heads

@@ -102,7 +102,7 @@ class CompiledProjection:
     bfloat16: the sum over a group of `INT4_GROUP` columns is scaled in float32.
     """
 
-    __slots__ = ("_bias", "_multiply", "_packed", "_sizes", "_width")
+    __slots__ = ("_addresses", "_bias", "_multiply", "_packed", "_sizes", "_width")
 
     def __init__(
         self,
@@ -128,6 +128,8 @@ class CompiledProjection:
         self._multiply, self._bias = module.multiply_int4 if is_int4 else module.multiply, bias
         self._sizes = (out, self._width, is_gated)
         self._packed = (_packed_int4 if is_int4 else _packed_bf16)(weight, is_gated=is_gated)
+        # Found once: each costs a tenth of a microsecond.
+        self._addresses = (self._packed.data_ptr(), 0 if bias is None else bias.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x, None)
@@ -142,9 +144,13 @@ class CompiledProjection:
         result = x.new_empty(rows, out // 2 if is_gated else out)
         assert residual is None or residual.shape == result.shape, "a residual of another shape"
         self._multiply(
-            *(x.data_ptr(), x.stride(0), self._packed.data_ptr()),
-            *(0 if extra is None else extra.data_ptr() for extra in (self._bias, residual)),
-            *(result.data_ptr(), rows, *self._sizes),
+            x.data_ptr(),
+            x.stride(0),
+            *self._addresses,
+            0 if residual is None else residual.data_ptr(),
+            result.data_ptr(),
+            rows,
+            *self._sizes,
         )
         return result
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -310,12 +310,20 @@ class RotaryTable:
     query_scale: Tensor | None = None
 
 
-class Rotary(NamedTuple):
-    """What the tables of a mixer depend on."""
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What the tables of a mixer depend on. Layers look one up in each step: the hash is kept."""
 
     rope: RopeConfig | None
     head_dim: int
     growth: QueryGrowth | None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.rope, self.head_dim, self.growth)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, mixer: Attention) -> Rotary:
@@ -395,11 +403,12 @@ class StepLayout:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LayerKv:
     """Keys and values of one layer in a step: where the layer writes them, and where it reads them.
 
-    `layer` is the index into `pages`, from the stage's first.
+    `layer` is the index into `pages`, from the stage's first. Made for every layer of a step: a frozen one
+    takes three times as long.
     """
 
     step: StepLayout

@@ -232,7 +232,7 @@ def test_attention_of_several_queries_equals_the_formula(
     output = torch.full((num_tokens, HEADS, head_dim), float("nan"), dtype=torch.bfloat16)
     step = layout(checkpoint, kernels, slices, window)
     attend(
-        *(heads[:, :HEADS], heads[:, HEADS:], output),
+        *(heads[:, :HEADS], heads, output),
         operations=operations(kernels),
         mixer=mixer_of(head_dim, window),
         kv=LayerKv(step, pages, 0),
