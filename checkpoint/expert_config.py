@@ -53,14 +53,15 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
     if count % router.num_groups or router.num_kept_groups > router.num_groups:
         raise BadConfig(
             f"{count} experts in {router.num_groups} groups (n_group), of which {router.num_kept_groups} are"
-            " kept (topk_group): groups must be of one size, and those kept at most all"
+            " kept (topk_group): groups must have equal sizes, and topk_group at most n_group"
         )
     group_size = count // router.num_groups
     if per_token > (choice := group_size * router.num_kept_groups):
         raise BadConfig(f"config field {rule.per_token_key!r} is {per_token}, the limit is {choice} experts")
     if router.num_groups > 1 and group_size < 2:
         raise BadConfig(
-            f"config field 'n_group' is {router.num_groups}, a group of {count} needs two experts"
+            f"config field 'n_group' is {router.num_groups}: groups have {group_size} of {count} experts, the"
+            " minimum is 2"
         )
     width = positive_int(raw, rule.width_key)
     shared = _shared_width(raw, rule, width)

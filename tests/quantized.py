@@ -474,7 +474,37 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+MOE_CONFIG: dict[str, Any] = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+"""A mixture of experts in the second of two layers."""
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes = _dense_shapes()
+    if "num_experts" not in config:
+        return shapes
+    hidden, width, name = config["hidden_size"], config["moe_intermediate_size"], "model.layers.1.mlp"
+    shapes = {module: shape for module, shape in shapes.items() if not module.startswith(name)}
+    shapes |= {
+        f"model.layers.{layer}.self_attn.{part}_norm.weight": (config["head_dim"],)
+        for layer in range(2)
+        for part in ("q", "k")
+    }
+    shapes[f"{name}.gate.weight"] = (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            shapes[f"{name}.experts.{expert}.{part}_proj.weight"] = shape
+    return shapes
+
+
+def _dense_shapes() -> dict[str, tuple[int, ...]]:
     hidden, width = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     keys = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
@@ -494,12 +524,14 @@ def is_packed(form: QuantizedFormat, name: str) -> bool:
     return name.endswith("_proj.weight") and not any(part in name for part in form.plain)
 
 
-def write_quantized(directory: Path, form: QuantizedFormat, *, seed: int = 0) -> dict[str, Floats]:
+def write_quantized(
+    directory: Path, form: QuantizedFormat, *, seed: int = 0, config: Mapping[str, Any] = CONFIG
+) -> dict[str, Floats]:
     """Write a checkpoint of random codes to `directory`, and return its unpacked weights."""
     rng = np.random.default_rng(seed)
     tensors: dict[str, Stored] = {}
     weights: dict[str, Floats] = {}
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(config).items():
         if is_packed(form, name):
             parts, weights[name] = form.write(rng, name, *shape)
             tensors |= parts
@@ -510,16 +542,18 @@ def write_quantized(directory: Path, form: QuantizedFormat, *, seed: int = 0) ->
     directory.mkdir(exist_ok=True)
     write_safetensors(directory / "model.safetensors", tensors)
     if form.file == "config.json":
-        (directory / form.file).write_text(json.dumps(CONFIG | {"quantization_config": form.config}))
+        (directory / form.file).write_text(json.dumps({**config, "quantization_config": form.config}))
     else:
-        (directory / "config.json").write_text(json.dumps(CONFIG))
+        (directory / "config.json").write_text(json.dumps(dict(config)))
         (directory / form.file).write_text(json.dumps(form.config))
     return weights
 
 
-def write_plain(directory: Path, weights: Mapping[str, Floats]) -> None:
+def write_plain(
+    directory: Path, weights: Mapping[str, Floats], *, config: Mapping[str, Any] = CONFIG
+) -> None:
     """Write a checkpoint with these weights in float32."""
     directory.mkdir(exist_ok=True)
     tensors = {name: stored("F32", np.ascontiguousarray(array)) for name, array in weights.items()}
     write_safetensors(directory / "model.safetensors", tensors)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(dict(config)))

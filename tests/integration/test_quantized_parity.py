@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from checkpoint import WeightFormat
 from stage_worker.model.quantize import rounded_to
 from tests.checkpoints import load_reference
 from tests.local_pipeline import LocalPipeline
-from tests.quantized import CONFIG, FORMATS, write_plain, write_quantized
+from tests.quantized import CONFIG, FORMATS, MOE_CONFIG, is_packed, write_plain, write_quantized
 
 NUM_NEW_TOKENS = 24
 PROMPTS = [[5, 17, 60, 2, 90], [44], list(range(3, 60, 2))]
@@ -33,6 +34,22 @@ def _reference_tokens(directory: Path, prompt: list[int]) -> list[int]:
 def test_tokens_are_those_of_the_unpacked_weights(form: str, tmp_path: Path) -> None:
     weights = write_quantized(tmp_path / "quantized", FORMATS[form], seed=2)
     write_plain(tmp_path / "plain", weights)
+    expected = [_reference_tokens(tmp_path / "plain", prompt) for prompt in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) > 12, "a degenerate model proves nothing"
+    for layers in ((CONFIG["num_hidden_layers"],), (1, 1)):
+        pipeline = LocalPipeline(tmp_path / "quantized", layers, block_size=16, max_step_tokens=16)
+        assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "float-channel", "pack4-group"])
+def test_quantised_experts_generate_the_tokens_of_their_unpacked_weights(form: str, tmp_path: Path) -> None:
+    """The router is plain, as in published checkpoints."""
+    listed = "modules_to_not_convert" if "modules_to_not_convert" in FORMATS[form].config else "ignore"
+    plain = ["lm_head", "model.layers.1.mlp.gate"]
+    packed = replace(FORMATS[form], config=FORMATS[form].config | {listed: plain}, plain=())
+    weights = write_quantized(tmp_path / "quantized", packed, seed=2, config=MOE_CONFIG)
+    assert is_packed(packed, "model.layers.1.mlp.experts.3.up_proj.weight")
+    write_plain(tmp_path / "plain", weights, config=MOE_CONFIG)
     expected = [_reference_tokens(tmp_path / "plain", prompt) for prompt in PROMPTS]
     assert len({token for tokens in expected for token in tokens}) > 12, "a degenerate model proves nothing"
     for layers in ((CONFIG["num_hidden_layers"],), (1, 1)):
