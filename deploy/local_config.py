@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, WorkerSpec
+from deploy.spec.document import WrongField
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import check_threads
 from wire.addresses import local_address, parse_address
@@ -142,7 +143,7 @@ class LocalClusterConfig:
         if self.num_threads is not None:
             check_threads(self.num_threads)
         if self.memory_bytes is None:
-            self._check_devices_unshared()
+            _check_devices_unshared([self.device(worker) for worker in range(self.num_workers)])
         elif not self.mocks:
             self._check_host_memory(self.memory_bytes)
 
@@ -156,14 +157,6 @@ class LocalClusterConfig:
                 f"{format_size(num_on_host * memory_bytes)} in all, but this host has "
                 f"{format_size(total_bytes)}: lower --memory or omit it"
             )
-
-    def _check_devices_unshared(self) -> None:
-        devices = [self.device(worker) for worker in range(self.num_workers)]
-        for device in devices:
-            if device != "cpu" and devices.count(device) > 1:
-                raise ValueError(
-                    f"{devices.count(device)} workers share {device}: say with --memory how much each may use"
-                )
 
     def device(self, worker: int) -> str:
         return self.devices[worker] if len(self.devices) > 1 else self.devices[0]
@@ -179,40 +172,77 @@ class LocalClusterConfig:
             workers=tuple(self._worker_spec(worker) for worker in range(self.num_workers)),
             environment=self.environment,
         )
+        spec = with_local_shares(spec, pins_workers=self.pins_workers)
         return LocalRun(spec=spec, log_directory=self.log_directory, command=self.command)
 
     def _gateway_spec(self, listen: str) -> GatewaySpec:
         return GatewaySpec(listen=listen, flags=self.gateway_arguments)
 
     def _worker_spec(self, worker: int) -> WorkerSpec:
-        words = self._mock_words(worker) if self.mocks else self._compute_words(worker)
+        words: tuple[str, ...] = ()
+        if self.mocks:
+            words = ("--mock", self.mocks[worker % len(self.mocks)])
+        elif self.num_threads is not None:
+            words = ("--threads", str(self.num_threads))
         return WorkerSpec(
             name=worker_name(worker),
             listen="127.0.0.1:0",
-            memory_bytes=self._memory_bytes(worker),
+            memory_bytes=self.memory_bytes,
             device=self.device(worker),
             flags=(*words, *(self.worker_arguments[worker] if self.worker_arguments else ())),
         )
 
-    def _mock_words(self, worker: int) -> list[str]:
-        return ["--mock", self.mocks[worker % len(self.mocks)]]
 
-    def _compute_words(self, worker: int) -> list[str]:
-        num_threads = self.num_threads or threads_per_worker(self.num_workers)
-        words = ["--threads", str(num_threads)]
-        cpus = cpus_of_worker(worker, self.num_workers)
-        if self.pins_workers and self.device(worker) == "cpu" and cpus and num_threads <= len(cpus):
-            words += ["--cpu-set", ",".join(map(str, cpus))]
-        return words
+def with_local_shares(spec: ClusterSpec, *, pins_workers: bool = True) -> ClusterSpec:
+    """Give each worker its share of this machine, where the cluster does not say what it may use."""
+    num_workers = len(spec.workers)
+    shared = (
+        _with_share(worker, *(index, num_workers), pins_workers) for index, worker in enumerate(spec.workers)
+    )
+    return replace(spec, workers=tuple(shared))
 
-    def worker_memory_bytes(self) -> dict[str, int | None]:
-        """Memory of each worker by name; None for all of its device."""
-        return {worker_name(worker): self._memory_bytes(worker) for worker in range(self.num_workers)}
 
-    def _memory_bytes(self, worker: int) -> int | None:
-        if self.memory_bytes is None and self.device(worker) == "cpu" and not self.mocks:
-            return memory_per_worker(self.num_workers)
-        return self.memory_bytes
+def _with_share(worker: WorkerSpec, index: int, num_workers: int, pins_workers: bool) -> WorkerSpec:
+    if "--mock" in worker.flags:
+        return worker
+    is_on_cpu, given = worker.device == "cpu", worker.flags
+    has_threads = "--threads" in given
+    num_threads = int(given[given.index("--threads") + 1]) if has_threads else threads_per_worker(num_workers)
+    words = [] if has_threads else ["--threads", str(num_threads)]
+    cpus = cpus_of_worker(index, num_workers)
+    if pins_workers and is_on_cpu and "--cpu-set" not in given and cpus and num_threads <= len(cpus):
+        words += ["--cpu-set", ",".join(map(str, cpus))]
+    memory_bytes = worker.memory_bytes
+    if memory_bytes is None and is_on_cpu:
+        memory_bytes = memory_per_worker(num_workers)
+    return replace(worker, memory_bytes=memory_bytes, flags=(*words, *given))
+
+
+def local_run(spec: ClusterSpec) -> LocalRun:
+    """A cluster of a file, on this machine. Raises WrongField for what needs other hosts."""
+    if spec.coordinator.host is not None:
+        raise WrongField(("coordinator", "host"), "the engine local has one machine: remove the key")
+    if spec.security.tls_directory is not None:
+        reason = "the engine local speaks plain text within one machine: remove the key"
+        raise WrongField(("security", "tls-dir"), reason)
+    try:
+        _check_devices_unshared([worker.device for worker in spec.workers if worker.memory_bytes is None])
+    except ValueError as error:
+        raise WrongField(("workers",), str(error)) from None
+    on_cpu = [worker for worker in spec.workers if worker.device == "cpu" and "--mock" not in worker.flags]
+    wanted, total = sum(worker.memory_bytes or 0 for worker in on_cpu), int(psutil.virtual_memory().total)
+    if wanted > total:
+        sizes = f"{format_size(wanted)} in all, but this host has {format_size(total)}"
+        raise WrongField(("workers",), f"those on the CPU have {sizes}: lower their memory")
+    return LocalRun(spec=with_local_shares(spec))
+
+
+def _check_devices_unshared(devices: list[str]) -> None:
+    for device in devices:
+        if device != "cpu" and devices.count(device) > 1:
+            raise ValueError(
+                f"{devices.count(device)} workers share {device}: say with --memory how much each may use"
+            )
 
 
 def worker_name(worker: int) -> str:

@@ -6,7 +6,7 @@ from httpx2 import AsyncClient
 from rich.console import Console
 
 from coordinator.config import CoordinatorConfig
-from deploy import ClusterFailed, LocalCluster, LocalClusterConfig
+from deploy import ClusterFailed, LocalCluster, LocalClusterConfig, LocalRun
 from stageline.cli.config_flags import flags_of
 from stageline.cli.options import CommandFailed
 from stageline.cli.output import Report, live, show_stream
@@ -35,16 +35,17 @@ def demo() -> int:
         coordinator_arguments=flags_of(coordinator, without=SET_BY_CLUSTER),
         worker_arguments=(flags_of(coordinator.logs),) * _NUM_WORKERS,
     )
-    check_plan(coordinator, cluster)
-    asyncio.run(run_demo(cluster))
+    run = cluster.run()
+    check_plan(coordinator, run)
+    asyncio.run(run_demo(run))
     return 0
 
 
-async def run_demo(config: LocalClusterConfig) -> None:
+async def run_demo(config: LocalRun) -> None:
     """Raises ClusterFailed or CommandFailed, with the end of a log."""
-    console = Console(highlight=False)
+    console, num_workers = Console(highlight=False), len(config.spec.workers)
     console.print(
-        f"Starting a coordinator, {config.num_workers} stage workers and a gateway as separate processes ..."
+        f"Starting a coordinator, {num_workers} stage workers and a gateway as separate processes ..."
     )
     async with LocalCluster(config) as cluster:
         status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)

@@ -1,30 +1,60 @@
 """`stageline deploy`: a cluster from a cluster file, on an engine."""
 
+import asyncio
+import os
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
-from deploy.commands import read_cluster_spec
-from deploy.engines import RENDERERS, RenderedFile
+from deploy.commands import coordinator_command, read_cluster_spec
+from deploy.engines import RENDERERS
+from deploy.launcher import Launcher
+from deploy.local import GRACE_S
+from deploy.local_config import local_run
 from deploy.spec.cluster_spec import ClusterSpec
 from deploy.spec.document import WrongField, read_document
 from stageline.cli.options import build_config, option_parser
+from stageline.cli.status import show_once
+from stageline.cli.up import check_plan, run_up
+from stageline.client.client import Client
+from wire.channels import raise_file_limit
 from wire.exit_codes import ExitCode
+from wire.user_files import state_directory
+
+_Made = TypeVar("_Made")
+_STOP_TIMEOUT_S = GRACE_S + 25.0
 
 deploy = typer.Typer(
     help="Run a cluster from a file that describes it.", no_args_is_help=True, rich_markup_mode="rich"
 )
 
 
-def _engine(text: str) -> str:
-    if text not in RENDERERS:
-        raise ValueError(f"engine {text!r} is unknown, must be one of {', '.join(RENDERERS)}")
-    return text
+LOCAL = "local"
+
+
+def _one_of(engines: Collection[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in engines:
+            raise ValueError(f"engine {text!r} is unknown, must be one of {', '.join(engines)}")
+        return text
+
+    return option_parser(parse)
 
 
 _ClusterFile: TypeAlias = Annotated[
     Path, typer.Option("--file", "-f", metavar="FILE", help="Cluster file (docs/deploy.md).")
+]
+
+_RunningEngine: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="ENGINE",
+        parser=_one_of((LOCAL,)),
+        help=f"What runs the cluster: {LOCAL}, processes on this machine.",
+        show_default=False,
+    ),
 ]
 
 
@@ -34,7 +64,7 @@ def render(
         str,
         typer.Argument(
             metavar="ENGINE",
-            parser=option_parser(_engine),
+            parser=_one_of(RENDERERS),
             help=f"What runs the cluster: {', '.join(RENDERERS)}.",
             show_default=False,
         ),
@@ -45,8 +75,7 @@ def render(
     ],
 ) -> int:
     """Write the files with which an engine runs a cluster, and print their paths."""
-    spec = build_config(lambda: read_cluster_spec(file))
-    for rendered in build_config(lambda: _render(engine, spec, file)):
+    for rendered in build_config(lambda: _made(file, RENDERERS[engine])):
         path = out / rendered.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(rendered.text, encoding="utf-8")
@@ -54,9 +83,45 @@ def render(
     return ExitCode.DONE
 
 
-def _render(engine: str, spec: ClusterSpec, file: Path) -> tuple[RenderedFile, ...]:
-    """Raises SpecError for what the engine cannot do."""
+@deploy.command("run")
+def run(engine: _RunningEngine, file: _ClusterFile) -> int:
+    """Run the cluster until Ctrl-C or `stageline deploy stop`, as `stageline up` does."""
+    cluster = build_config(lambda: _made(file, local_run))
+    check_plan(coordinator_command(cluster.spec).config(), cluster)
+    raise_file_limit()
+    with _launcher(cluster.spec).running():
+        return asyncio.run(run_up(cluster))
+
+
+@deploy.command("status")
+def status(
+    engine: _RunningEngine,
+    file: _ClusterFile,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
+) -> int:
+    """Show plan, workers, layers, memory, KV use and requests."""
+    spec = build_config(lambda: read_cluster_spec(file))
+    asyncio.run(show_once(Client(spec.coordinator.address), as_json=as_json))
+    return ExitCode.DONE
+
+
+@deploy.command("stop")
+def stop(engine: _RunningEngine, file: _ClusterFile) -> int:
+    """Stop the cluster that `stageline deploy run` started, and wait until its processes have ended."""
+    spec = build_config(lambda: read_cluster_spec(file))
+    _launcher(spec).stop(timeout_s=_STOP_TIMEOUT_S)
+    print(f"cluster {spec.name} stopped")
+    return ExitCode.DONE
+
+
+def _launcher(spec: ClusterSpec) -> Launcher:
+    return Launcher(state_directory(os.environ) / "deploy" / f"{spec.name}.json")
+
+
+def _made(file: Path, make: Callable[[ClusterSpec], _Made]) -> _Made:
+    """What an engine makes of a cluster file. Raises SpecError."""
+    spec = read_cluster_spec(file)
     try:
-        return RENDERERS[engine](spec)
+        return make(spec)
     except WrongField as error:
         raise read_document(file).error_at(error) from None

@@ -56,11 +56,12 @@ def status(
     if as_json and watch:
         raise typer.BadParameter("--json prints once: it cannot be used with --watch")
     client = Client(coordinator, tls_dir=tls_dir)
-    asyncio.run(_watch(client) if watch else _show_once(client, as_json=as_json))
+    asyncio.run(_watch(client) if watch else show_once(client, as_json=as_json))
     return 0
 
 
-async def _show_once(client: Client, *, as_json: bool) -> None:
+async def show_once(client: Client, *, as_json: bool) -> None:
+    """Print the status of a cluster."""
     async with client:
         message = await client.status()
     if as_json:

@@ -34,14 +34,14 @@ from wire.flags import OFF, parameter_of
 _UNKNOWN_MEMORY_BYTES = 2**50  # for a GPU, whose memory only its worker can read: any plan fits
 
 
-def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> None:
+def check_plan(coordinator: CoordinatorConfig, cluster: LocalRun) -> None:
     """Raises CommandFailed for a plan that the coordinator would reject once all workers have joined."""
     from coordinator.model import open_model  # imported late, as the coordinator does
     from coordinator.planner.planner import plan_for
 
     workers = [
-        WorkerCapacity(name=name, memory_bytes=memory_bytes or _UNKNOWN_MEMORY_BYTES)
-        for name, memory_bytes in cluster.worker_memory_bytes().items()
+        WorkerCapacity(name=worker.name, memory_bytes=worker.memory_bytes or _UNKNOWN_MEMORY_BYTES)
+        for worker in cluster.spec.workers
     ]
     try:
         plan_for(coordinator, open_model(coordinator), workers)
@@ -197,9 +197,10 @@ def up(context: typer.Context, **flags: Any) -> int:
             worker_arguments=(_worker_arguments(coordinator, context, flags),) * num_workers,
         )
     )
-    check_plan(coordinator, cluster)
+    run = cluster.run()
+    check_plan(coordinator, run)
     raise_file_limit()
-    return asyncio.run(run_up(cluster, restarts=flags["restart"] is not False))
+    return asyncio.run(run_up(run, restarts=flags["restart"] is not False))
 
 
 def _check_mocks(flags: Mapping[str, Any]) -> None:
@@ -250,7 +251,7 @@ def _gateway_arguments(
     return (*flags_of(config, only=GATEWAY_FLAGS), *insecure, *flags_of(coordinator.logs))
 
 
-async def run_up(config: LocalClusterConfig | LocalRun, *, restarts: bool = True) -> int:
+async def run_up(config: LocalRun, *, restarts: bool = True) -> int:
     """Run the cluster until a signal, then return 0. Raises ClusterFailed when the coordinator exits.
 
     With `restarts`, workers that exit unexpectedly are restarted.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from deploy.local import GRACE_S
-from stageline.cli import up
+from stageline.cli import main, up
 from tests.fake_processes import FAKE_ENVIRONMENT, is_running, wait_until
 
 Launch = Callable[..., subprocess.Popen[str]]
@@ -253,3 +253,54 @@ def test_a_demo_that_fails_ends_with_the_last_lines_of_the_log(launch: Launch) -
     assert demo.returncode == 1
     assert errors.startswith("stageline: error[CLUSTER_FAILED]: worker-2 (pid ")
     assert errors.endswith("  | first line\n  | out of memory\n")
+
+
+def _cluster_file(directory: Path) -> Path:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = first.getsockname()[1], second.getsockname()[1]
+    file = directory / "cluster.yaml"
+    file.write_text(
+        f"name: stories\ncoordinator: {{listen: '127.0.0.1:{ports[0]}', http: off}}\n"
+        f"gateways: [{{name: api, listen: '127.0.0.1:{ports[1]}'}}]\n"
+        "workers: [{name: left}, {name: right, flags: {threads: 1}}]\n"
+        "environment: {FAKE_TOKENIZER: '1'}\n"
+    )
+    return file
+
+
+def test_a_cluster_file_is_run_once_shown_and_stopped(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(_cluster_file(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    launcher = launch("deploy", "run", "local", "-f", file)
+    printed = _read_until(launcher, "Press Ctrl-C to stop")
+    assert "0 FIRST left" in " ".join(printed.split())
+    children = [child.pid for child in psutil.Process(launcher.pid).children()]
+    lines = [psutil.Process(pid).cmdline() for pid in children]
+    (right,) = [line for line in lines if "right" in line]
+    assert len(lines) == 4
+    assert right[right.index("--threads") + 1] == "1"
+    assert "--memory" in right
+
+    assert main(["deploy", "run", "local", "-f", file]) == 1
+    assert f"cluster stories runs already, started by process {launcher.pid}" in capsys.readouterr().err
+    assert main(["deploy", "status", "local", "-f", file]) == 0
+    assert "left" in capsys.readouterr().out
+    assert main(["deploy", "stop", "local", "-f", file]) == 0
+    assert capsys.readouterr().out == "cluster stories stopped\n"
+    assert launcher.wait(timeout=10) == 0
+    assert _all_ended(children)
+    assert main(["deploy", "stop", "local", "-f", file]) == 1
+    assert "cluster stories is not running on this machine" in capsys.readouterr().err
+
+
+def test_a_local_cluster_has_one_machine_and_no_certificates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("workers: [{name: a}]\nsecurity:\n  tls-dir: /tls\n")
+    assert main(["deploy", "run", "local", "-f", str(file)]) == 2
+    assert f"{file}:3: security.tls-dir: the engine local speaks plain text" in capsys.readouterr().err
