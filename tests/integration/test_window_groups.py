@@ -13,7 +13,8 @@ from kvcache.pages import KvPages
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.families import make_family
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, RequestCase
+from tests.integration.test_cluster_recovery import until_tokens
 from tests.integration.test_sliding_window import prompt_of
 from tests.local_pipeline import LocalPipeline, Request, Run
 from wire.steps import Step
@@ -123,6 +124,39 @@ async def test_a_cluster_plans_and_serves_both_groups(mixed: Path) -> None:
         assert list(status.window_blocks) == [cluster_pb2.WindowBlocks(window=WINDOW, num_blocks=held)]
         (completion,) = await cluster.client.complete(prompt, max_tokens=20, ignore_eos=True)
         assert list(completion.token_ids) == expected_tokens(mixed, prompt, 20)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("lost", ["w0", "w1"])
+async def test_tokens_are_the_same_after_the_loss_of_a_worker(mixed: Path, lost: str) -> None:
+    """The worker is lost when windowed layers have released blocks; their tokens are computed again.
+
+    Then a prompt is sent again: its blocks of both groups are those of the new epoch.
+    """
+    lengths = (45, 70, 3)
+    cases = [RequestCase(prompt=tuple(prompt_of(length, length)), max_tokens=60) for length in lengths]
+    expected = [expected_tokens(mixed, list(case.prompt), 60) for case in cases]
+    async with Cluster(
+        mixed,
+        layers=(1, 4),
+        block_size=BLOCK_SIZE,
+        max_step_tokens=CHUNK,
+        max_step_sequences=2,
+        max_kv_tokens=512,
+    ) as cluster:
+        epoch, planned = cluster.epoch, (await cluster.client.status()).window_blocks[0].num_blocks
+        async with cluster.generating(cases) as answers:
+            await until_tokens(answers, WINDOW + BLOCK_SIZE)
+            await cluster.workers[lost].stop()
+            await cluster.start_worker(lost)
+        assert [answer.error for answer in answers] == [None] * len(cases)
+        assert [answer.tokens for answer in answers] == expected
+        assert cluster.epoch > epoch
+        (again,) = await cluster.client.complete(list(cases[1].prompt), max_tokens=60, ignore_eos=True)
+        assert list(again.token_ids) == expected[1]
+        status = await cluster.wait_drained()
+        assert status.requests.cached_tokens > 0
+        assert status.window_blocks[0].num_blocks == planned
 
 
 async def test_a_cluster_serves_and_checks_groups_whose_pages_have_other_shapes(
