@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,6 +17,7 @@ def dead_code(*paths: Path) -> list[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
+@pytest.mark.full
 def test_the_product_has_no_dead_code() -> None:
     assert dead_code() == []
 

@@ -84,6 +84,7 @@ def test_passes():
 """
 
 
+@pytest.mark.full
 def test_a_test_that_hangs_fails_with_what_it_waits_for_and_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING)
     options = ("-n1", "-p", "tests.overdue", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}")

@@ -12,6 +12,7 @@ from tools.reference import DIRECTORY, DOCUMENTS, main
 TOOL = REPOSITORY / "tools" / "reference.py"
 
 
+@pytest.mark.full
 def test_the_reference_is_up_to_date() -> None:
     check = subprocess.run([sys.executable, TOOL, "--check"], check=False)
     assert check.returncode == 0, "run: python tools/reference.py"
