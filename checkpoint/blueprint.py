@@ -12,7 +12,7 @@ from enum import Enum
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import Quantization
-from checkpoint.rope_config import RopeConfig
+from checkpoint.rope_config import RopeConfig, RopeKind
 
 
 class Activation(Enum):
@@ -282,6 +282,30 @@ class Blueprint:
         layers = {kind: replace(kind, weights=weights) for kind in self.kinds}
         return replace(self, layers=tuple(layers[layer] for layer in self.layers))
 
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether layers have `RopeConfig.is_long`."""
+        return any(rope.is_long for rope in self._ropes)
+
+    def for_length(self, max_tokens: int) -> Blueprint:
+        """This decoder for sequences of at most `max_tokens`, which decide on `RopeConfig.is_long`."""
+        return self.with_long_rope(
+            is_long=any(
+                rope.kind is RopeKind.LONGROPE and max_tokens > rope.original_max_position_embeddings
+                for rope in self._ropes
+            )
+        )
+
+    def with_long_rope(self, *, is_long: bool) -> Blueprint:
+        """This decoder with the long factors of LONGROPE, or with the short ones."""
+        layers = {kind: _with_long_rope(kind, is_long=is_long) for kind in self.kinds}
+        return replace(self, layers=tuple(layers[layer] for layer in self.layers))
+
+    @property
+    def _ropes(self) -> tuple[RopeConfig, ...]:
+        ropes = (layer.mixer.rope for layer in self.kinds)
+        return tuple(rope for rope in ropes if rope is not None)
+
     def page_shape(self, window: int | None) -> tuple[int, int]:
         """KV heads and their width in the layers with `window`, which share blocks.
 
@@ -300,3 +324,10 @@ class Blueprint:
     def layer_windows(self) -> tuple[int | None, ...]:
         """`Attention.window` of each layer."""
         return tuple(layer.mixer.window for layer in self.layers)
+
+
+def _with_long_rope(layer: LayerPlan, *, is_long: bool) -> LayerPlan:
+    rope = layer.mixer.rope
+    if rope is None or rope.kind is not RopeKind.LONGROPE:
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, rope=replace(rope, is_long=is_long)))

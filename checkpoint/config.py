@@ -36,7 +36,7 @@ from checkpoint.expert_config import parse_experts, parse_sparse_layers
 from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.quantization_config import parse_quantization
-from checkpoint.rope_config import FULL, SLIDING, RopeKind, parse_query_growth, parse_ropes
+from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
 from checkpoint.wrappers import text_config
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -62,7 +62,7 @@ def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None
         model_type=row.model_type,
         hidden_size=hidden_size,
         vocab_size=positive_int(raw, "vocab_size"),
-        max_position_embeddings=_longest(positive_int(raw, "max_position_embeddings"), layers),
+        max_position_embeddings=positive_int(raw, "max_position_embeddings"),
         layers=layers,
         final_norm=_parse_norm(raw, row),
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=row.is_tied),
@@ -121,17 +121,6 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         except CheckpointError as error:
             errors.append(error)
     return tuple({str(error): error for error in errors}.values())
-
-
-def _longest(max_positions: int, layers: tuple[LayerPlan, ...]) -> int:
-    """`max_positions`, or the original length of a "longrope", whose keys are others beyond it."""
-    ropes = (layer.mixer.rope for layer in layers)
-    limits = (
-        rope.original_max_position_embeddings
-        for rope in ropes
-        if rope is not None and rope.kind is RopeKind.LONGROPE
-    )
-    return min((max_positions, *limits))
 
 
 def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:

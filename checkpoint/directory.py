@@ -186,6 +186,15 @@ class Checkpoint:
         check_can_hold(config)
         return replace(self, config=config)
 
+    def for_length(self, max_tokens: int | None) -> Checkpoint:
+        """This checkpoint for sequences of at most `max_tokens` (None: of the model's length)."""
+        longest = self.config.max_position_embeddings if max_tokens is None else max_tokens
+        return replace(self, config=self.config.for_length(longest))
+
+    def with_long_rope(self, *, is_long: bool) -> Checkpoint:
+        """See `Blueprint.with_long_rope`."""
+        return replace(self, config=self.config.with_long_rope(is_long=is_long))
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of tensor `name` once it is unpacked."""
         return self.packed[name].shape if name in self.packed else self.tensors[name].shape

@@ -43,8 +43,9 @@ class RopeConfig:
     and rotates the first width / 2 pairs, by the angles that they have if all pairs are rotated.
 
     `factor` belongs to LINEAR, LLAMA3, YARN and PROPORTIONAL; `low_freq_factor` and `high_freq_factor` to
-    LLAMA3; `original_max_position_embeddings` (tokens) to LLAMA3, YARN and LONGROPE; `short_factors`, one per
-    frequency, to LONGROPE; `attention_factor` to YARN and LONGROPE; the rest to YARN.
+    LLAMA3; `original_max_position_embeddings` (tokens) to LLAMA3, YARN and LONGROPE; `short_factors`, and
+    `long_factors` if `is_long`, one per frequency, to LONGROPE; `attention_factor` to YARN and LONGROPE; the
+    rest to YARN.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -60,6 +61,8 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
     width: int | None = None
     is_interleaved: bool = False
 
@@ -216,11 +219,12 @@ class _RopeReader:
         if self.rule.has_fixed_alpha and (alpha := optional_float(self.given, "alpha")) is not None:
             theta *= alpha ** (self.head_dim / (self.head_dim - 2))
         width = self._width(kind)
-        if rope.short_factors and len(rope.short_factors) != (width or self.head_dim) // 2:
-            raise BadConfig(
-                f"config field '{self.field}.short_factor' has {len(rope.short_factors)} numbers, "
-                f"expected {(width or self.head_dim) // 2}"
-            )
+        expected = (width or self.head_dim) // 2
+        for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if factors and len(factors) != expected:
+                raise BadConfig(
+                    f"config field '{self.field}.{key}' has {len(factors)} numbers, expected {expected}"
+                )
         return replace(rope, theta=theta, width=width, is_interleaved=self.rule.is_interleaved)
 
     def _width(self, kind: RopeKind) -> int | None:
@@ -347,10 +351,7 @@ def _parse_yarn(parameters: RawConfig, max_positions: int) -> RopeConfig:
 
 
 def _parse_longrope(parameters: RawConfig, max_positions: int, raw: RawConfig) -> RopeConfig:
-    """Source: Ding et al. 2024, arXiv:2402.13753; transformers _compute_longrope_parameters.
-
-    Longer sequences than the original length would need other factors for all of their keys.
-    """
+    """Source: Ding et al. 2024, arXiv:2402.13753; transformers _compute_longrope_parameters."""
     source = parameters if parameters.get("original_max_position_embeddings") is not None else raw
     original = positive_int(source, "original_max_position_embeddings", max_positions)
     factor = positive_float(parameters, "factor", max_positions / original)
@@ -360,6 +361,7 @@ def _parse_longrope(parameters: RawConfig, max_positions: int, raw: RawConfig) -
         original_max_position_embeddings=original,
         attention_factor=optional_float(parameters, "attention_factor") or found,
         short_factors=positive_floats(parameters, "short_factor"),
+        long_factors=positive_floats(parameters, "long_factor"),
     )
 
 

@@ -153,7 +153,7 @@ class CoordinatorConfig:
         _batching(
             "--max-model-len",
             "N",
-            "Maximum tokens of a sequence, prompt and output",
+            "Maximum tokens of a sequence, prompt and output; chooses the rotary factors of longrope models",
             unset="the model's limit",
             min=1,
             max=MAX_INT,

@@ -70,6 +70,11 @@ class ServedModel:
         return self.config.weight_format
 
     @property
+    def has_long_rope(self) -> bool:
+        """See `Blueprint.has_long_rope`."""
+        return self.config.has_long_rope
+
+    @property
     def directory_for_workers(self) -> str:
         """Absolute path on this host; empty for a mock and for the built-in model, which all workers have."""
         return "" if self.is_builtin or self.directory is None else str(self.directory.resolve())
@@ -109,6 +114,9 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         return _mock(mock_model.parse_mock_model(config.mock_model), dtype, wire_dtype)
     weights = WeightFormat.from_name(config.quantize) if config.quantize else None
     checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY).with_weights(weights)
+    checkpoint = checkpoint.for_length(config.max_sequence_tokens)
+    if checkpoint.config.has_long_rope:
+        log.info("rotary embeddings by long_factor: sequences may be longer than the original length")
     if (ignored := checkpoint.ignored).num_tensors:
         size = format_size(ignored.num_bytes)
         log.info("serving text only: ignored %d tensors of other modalities, %s", ignored.num_tensors, size)

@@ -29,7 +29,7 @@ class ReferenceRequest:
 
     `directory` is the coordinator's path ("" for the built-in model), `num_top` the number of most likely
     tokens reported per row, `wire_dtype` the dtype of hidden states between stages, `weights` the format of
-    the matrices of layers.
+    the matrices of layers. `has_long_rope`: see `RopeConfig.is_long`.
     """
 
     directory: str
@@ -39,6 +39,7 @@ class ReferenceRequest:
     num_top: int
     wire_dtype: WireDType
     weights: WeightFormat | None = None
+    has_long_rope: bool = False
 
     def __post_init__(self) -> None:
         num_tokens = sum(map(len, self.texts))
@@ -67,6 +68,7 @@ def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str)
         num_top=message.num_top,
         wire_dtype=wire_dtype,
         weights=WEIGHT_FORMAT_FROM_MESSAGE[message.weights],
+        has_long_rope=message.has_long_rope,
     )
 
 
@@ -121,7 +123,8 @@ class Assignment:
 
     `num_blocks` are the KV blocks of the first block group, `other_num_blocks` those of the others.
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
-    parts in memory. `weights` is the format of the matrices of layers.
+    parts in memory. `weights` is the format of the matrices of layers. `has_long_rope`: see
+    `RopeConfig.is_long`.
     """
 
     plan_id: int
@@ -142,6 +145,7 @@ class Assignment:
     wire_dtype: WireDType | None = None
     force_reload: bool = False
     weights: WeightFormat | None = None
+    has_long_rope: bool = False
     other_num_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -221,6 +225,7 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
         force_reload=message.force_reload,
         weights=_assigned_weights(message.weights),
+        has_long_rope=message.has_long_rope,
     )
 
 

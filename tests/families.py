@@ -262,7 +262,7 @@ _ROPE_KINDS = {
     RopeKind.YARN: {
         *("factor", "original_max_position_embeddings", "beta_fast", "mscale", "mscale_all_dim", "truncate"),
     },
-    RopeKind.LONGROPE: {"short_factors", "attention_factor"},
+    RopeKind.LONGROPE: {"short_factors", "attention_factor", "is_long"},
     RopeKind.PROPORTIONAL: {"factor"},
 }
 

@@ -55,7 +55,7 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
     untyped.add_done_callback(lambda _: callback())
 
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_PENDING_CALLS = 32_768
 MAX_STREAMS_PER_CONNECTION = 4096

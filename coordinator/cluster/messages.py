@@ -73,6 +73,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
         weights=WEIGHT_FORMAT_TO_MESSAGE[model.weight_format],
+        has_long_rope=model.has_long_rope,
         force_reload=action.force_reload,
     )
     return join_pb2.JoinResponse(assign=assign)

@@ -255,6 +255,7 @@ class References:
             num_top=NUM_TOP,
             secret=source.secret,
             weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
+            has_long_rope=self._model.has_long_rope,
         )
         response = await compute_reference(
             source.address,
@@ -278,8 +279,10 @@ def _take_exception(task: asyncio.Task[KnownReference]) -> None:
 
 def _kept_file(cache_directory: Path, model: ServedModel) -> Path:
     weights = model.weight_format
-    name = model.fingerprint if weights is None else f"{model.fingerprint}-{weights.value}"
-    return cache_directory / "references" / f"{name}.json"
+    parts = [model.fingerprint]
+    parts += [] if weights is None else [weights.value]
+    parts += ["long"] if model.has_long_rope else []
+    return cache_directory / "references" / f"{'-'.join(parts)}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

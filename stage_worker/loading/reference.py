@@ -465,6 +465,7 @@ def compute_reference(
         if checkpoint.fingerprint != request.fingerprint:
             raise fingerprint_mismatch(checkpoint, expected=request.fingerprint)
         rounded = checkpoint.with_weights(request.weights)
+        rounded = rounded.with_long_rope(is_long=request.has_long_rope)
         _check_size(request, rounded, free_bytes)
         return _compute(request, rounded, progress)
     except (CheckpointError, ValueError, OSError) as error:

@@ -228,6 +228,7 @@ class DecoderStage:
             dtype=self.torch_dtype,
             device=self.device,
             kernels=self.kernels,
+            has_long_rope=checkpoint.config.has_long_rope,
         )
 
     def _loaded(self) -> LoadedWeights:

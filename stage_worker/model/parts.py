@@ -45,6 +45,7 @@ class PartsOrigin:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    has_long_rope: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -96,7 +96,8 @@ def inverse_frequencies(rope: RopeConfig | None, head_dim: int) -> Tensor:
         case RopeKind.YARN:
             return _yarn(rope, wavelength_base, width)
         case RopeKind.LONGROPE:
-            return 1.0 / (torch.tensor(rope.short_factors) * wavelength_base)
+            factors = rope.long_factors if rope.is_long else rope.short_factors
+            return 1.0 / (torch.tensor(factors) * wavelength_base)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

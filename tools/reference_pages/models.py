@@ -85,6 +85,15 @@ Every weight format is compared bit by bit with an independent unpacker (`tests/
 | `weight_formats[].variants` | what is read of it |
 | `weight_formats[].verified` | how the format is verified |
 
+## Long sequences
+
+Phi-3 and Phi-4 checkpoints with `longrope` have two lists of rotary factors, for sequences up to
+`original_max_position_embeddings` and for longer ones. All keys of a cache need the same list, so the longest
+sequence that is served decides, as in vLLM: with `--max-model-len` up to the original length the short
+factors are used, else the long ones, for short sequences, too. transformers changes the factors when a
+sequence reaches the original length, and keeps the keys that it computed before. Set `--max-model-len` to the
+original length (4096 for Phi-3-mini-128k) if no sequence is longer.
+
 ## Not served
 
 LoRA adapters (merge them into the checkpoint), images, audio, embeddings and reranking;

@@ -329,6 +329,7 @@ class ComputeReferenceRequest(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Fingerprint of the checkpoint in `Welcome`; no other one is read."""
     dtype: _cluster_pb2.Dtype.ValueType
@@ -341,6 +342,8 @@ class ComputeReferenceRequest(_message.Message):
     """Dtype of hidden states between stages; unspecified: `dtype`."""
     weights: _cluster_pb2.WeightFormat.ValueType
     """The matrices of layers are rounded to this format, too."""
+    has_long_rope: _builtins.bool
+    """Keys are rotated by the long factors of "longrope"."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.TokenSequence]: ...
     def __init__(
@@ -353,10 +356,11 @@ class ComputeReferenceRequest(_message.Message):
         texts: _abc.Iterable[_step_pb2.TokenSequence] | None = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
         weights: _cluster_pb2.WeightFormat.ValueType = ...,
+        has_long_rope: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "has_long_rope", b"has_long_rope", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
