@@ -44,6 +44,7 @@ ACTIONS = {
     "NO_SECRET": "run the command on the host that started the request",
     "NO_KEY": "look up the id with `stageline keys list`",
     "NO_TOKEN": "run the command on the coordinator's host, or pass `--token-file`",
+    "NOT_SERVING": "read the state in the text, or pass a longer `--timeout`",
     "NO_CHAT_TEMPLATE": "use `stageline generate`",
     "GATEWAY_UNREACHABLE": "check `--gateway`, and that the gateway runs; start the command again",
     "WARMUP_FAILED": "fix the cause in the text, then start the load again",
@@ -83,6 +84,7 @@ IN_COMMANDS = {
     "NO_SECRET": "The secret of a detached request is not on this host.",
     "NO_KEY": "The file has no API key of this id.",
     "NO_TOKEN": "The coordinator's operator token is not on this host.",
+    "NOT_SERVING": "The cluster did not serve within the time of `status --wait`.",
     "NO_CHAT_TEMPLATE": "A chat with a model without a chat template.",
     "GATEWAY_UNREACHABLE": "No connection to the gateway of a batch.",
 }

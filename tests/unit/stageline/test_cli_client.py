@@ -216,3 +216,19 @@ def _status(address: str) -> dict[str, object]:
         env={**os.environ, **FAKE_ENVIRONMENT},
     )
     return json.loads(process.stdout)
+
+
+def test_status_waits_until_the_cluster_serves_or_says_why_it_does_not(
+    address: str, unused_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["status", "--wait", "serving", "--timeout", "0.6", "--coordinator"]
+    for coordinator, words in (
+        (address, "0 of 2 workers joined"),
+        (unused_address, "not serving after 0.6 s: "),
+    ):
+        assert main([*line, coordinator]) == 1
+        output, errors = capsys.readouterr()
+        assert (output, words in errors) == ("", True)
+        assert errors.startswith("stageline: error[NOT_SERVING]: ")
+    assert main(["status", "--timeout", "3"]) == 2
+    assert main(["status", "--wait", "ready"]) == 2
