@@ -1,0 +1,85 @@
+"""A loaded stage keeps the bytes of the plan: temporaries of rounding go back to the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint import Checkpoint, DType, WeightFormat, stage_weight_bytes
+from tests.zero_checkpoint import write_zero_checkpoint
+
+ROOT = Path(__file__).parents[4]
+CONFIG: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+SLACK_BYTES = 20e6
+"""Python objects and libraries that loading creates."""
+
+PROGRAM = """
+import re, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from checkpoint import DType, WeightFormat
+from stage_worker.loading import stage_loader
+from tests.integration.stage_bench import new_assignment
+torch.set_num_threads(1)
+directory, weights = Path(sys.argv[1]), WeightFormat.from_name(sys.argv[2])
+def anonymous_bytes():
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+class Measured(Exception):
+    pass
+def measure(*given):
+    raise Measured
+stage_loader.new_pages = measure  # the step after the weights
+if "keep" in sys.argv:
+    stage_loader.free_memory = lambda device: None
+assignment = replace(new_assignment(directory, stage=0, num_stages=1, num_layers=6), dtype=DType.BF16,
+                     weights=weights)
+resources = stage_loader.WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 40,
+                                         model_directory=None)
+cache = stage_loader.StageCache()
+at_start = anonymous_bytes()
+try:
+    stage_loader._load(assignment, resources, stage_loader.LoadProgress(), cache)
+except Measured:
+    print(anonymous_bytes() - at_start)
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("zeros")
+    write_zero_checkpoint(directory, CONFIG, num_shards=2)
+    return directory
+
+
+def measure(directory: Path, form: WeightFormat, mode: str = "") -> int:
+    """Growth of a fresh process in bytes until a stage has its weights; "keep" keeps temporaries."""
+    command = [sys.executable, "-c", PROGRAM, str(directory), form.value, mode]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
+@pytest.mark.parametrize("form", WeightFormat)
+def test_memory_after_a_load_is_the_plan_s_resident_size(directory: Path, form: WeightFormat) -> None:
+    config = Checkpoint.open(directory).with_weights(form).config
+    planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
+    assert 0.9 * planned < measure(directory, form) < 1.03 * planned + SLACK_BYTES
+    assert measure(directory, form, "keep") > 1.03 * planned + SLACK_BYTES, "the bound notices nothing"
