@@ -3,7 +3,7 @@
 from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
-from checkpoint.dtypes import DType, WeightFormat
+from checkpoint.dtypes import DType, ScaledDType, WeightFormat
 from checkpoint.errors import (
     BadConfig,
     BadHeader,
@@ -50,6 +50,7 @@ __all__ = [
     "NotRegularFile",
     "RopeConfig",
     "RopeKind",
+    "ScaledDType",
     "TensorEntry",
     "UnexpectedTensor",
     "UnknownDType",

@@ -18,6 +18,10 @@ class DType(Enum):
     def size_bytes(self) -> int:
         return 4 if self is DType.F32 else 2
 
+    def row_bytes(self, width: int) -> int:
+        """Size of one row of `width` elements."""
+        return width * self.size_bytes
+
     @classmethod
     def from_name(cls, name: str) -> DType:
         """Parse a short name, torch's ("bfloat16", "torch.half") or safetensors' ("BF16").
@@ -28,6 +32,37 @@ class DType(Enum):
         if dtype is None:
             raise UnknownDType(f"dtype {name!r} is not one of {', '.join(_BY_NAME)}")
         return dtype
+
+
+class ScaledDType(Enum):
+    """One byte per element and one float32 scale per row; the value is its name in flags.
+
+    The values of a row are its elements times its scale.
+    """
+
+    F8_E4M3 = "fp8"
+    I8 = "int8"
+
+    @property
+    def size_bytes(self) -> int:
+        return 1
+
+    def row_bytes(self, width: int) -> int:
+        """Size of one row of `width` elements, with its scale."""
+        return width + SCALE_BYTES
+
+    @classmethod
+    def from_name(cls, name: str) -> ScaledDType:
+        """Parse a name as users write it. Raises UnknownDType with the valid names."""
+        for found in cls:
+            if found.value == name:
+                return found
+        names = ", ".join(found.value for found in cls)
+        raise UnknownDType(f"dtype {name!r} of keys and values is not one of {names}")
+
+
+SCALE_BYTES = 4
+"""Size of the scale of a row."""
 
 
 class WeightFormat(Enum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm, NormSpan, Placement
-from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, StoredDType, WeightFormat
+from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredDType, WeightFormat
 from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
 from checkpoint.names import EXPERT_ROLES, TensorRole
@@ -450,6 +450,6 @@ def stage_weight_bytes(
     return outside * dtype.size_bytes + sum(sizes[config.layers[layer]] for layer in layers)
 
 
-def kv_bytes_per_token(attention: Attention, dtype: DType) -> int:
-    """Size of keys and values of one position in one layer."""
-    return 2 * attention.kv_size * dtype.size_bytes
+def kv_bytes_per_token(attention: Attention, dtype: DType | ScaledDType) -> int:
+    """Size of keys and values of one position in one layer: of each head a row of `dtype`."""
+    return 2 * attention.num_kv_heads * dtype.row_bytes(attention.head_dim)

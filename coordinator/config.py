@@ -8,7 +8,7 @@ from typing import Annotated
 
 from opentelemetry.sdk.trace.sampling import Sampler
 
-from checkpoint import DType, WeightFormat
+from checkpoint import DType, ScaledDType, WeightFormat
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
@@ -99,6 +99,15 @@ class CoordinatorConfig:
             "int8|int4",
             "Hold the matrices of layers in fewer bits, on CPUs; smaller and less exact",
             unset="in the run dtype",
+        ),
+    ] = None
+    kv_dtype: Annotated[
+        str | None,
+        _model(
+            "--kv-dtype",
+            "fp8|int8",
+            "Dtype of keys and values in the cache; half the memory and less exact",
+            unset="the run dtype",
         ),
     ] = None
     wire_dtype: Annotated[
@@ -421,6 +430,8 @@ class CoordinatorConfig:
             self._check_wire_dtype(self.wire_dtype)
         if self.quantize is not None:
             WeightFormat.from_name(self.quantize)
+        if self.kv_dtype is not None:
+            ScaledDType.from_name(self.kv_dtype)
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
             raise ValueError(
                 f"client_key {self.client_key!r} is not a metadata key: use a-z, 0-9, '-', '_', '.'"
@@ -433,6 +444,8 @@ class CoordinatorConfig:
                 raise ValueError("--mock-model replaces the model: it cannot be used with --model")
             if self.quantize is not None:
                 raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
+            if self.kv_dtype is not None:
+                raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
-from checkpoint import Blueprint, Checkpoint, DType, WeightFormat
+from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, WeightFormat
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from text.grammars import GrammarCompiler
@@ -37,6 +37,7 @@ class ServedModel:
 
     Attributes:
         wire_dtype: Dtype of hidden states between stages; None for the run dtype.
+        kv_dtype: Dtype of keys and values in the cache; None for the run dtype.
         directory: The checkpoint, None for a mock.
         quantized: Set if the weights are quantised in files.
         text: Tokenizer; None for a model that serves token ids only.
@@ -48,6 +49,7 @@ class ServedModel:
     fingerprint: str
     dtype: DType
     wire_dtype: WireDType | None = None
+    kv_dtype: ScaledDType | None = None
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
@@ -123,6 +125,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     model = model_of(
         checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model_directory is None
     )
+    model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
         checkpoint.directory,
         vocab_size=checkpoint.config.vocab_size,

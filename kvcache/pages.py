@@ -53,7 +53,7 @@ class KvPages:
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
-        self._store = _zeros(shape, dtype, torch.device(device))
+        self._store = zeros(shape, dtype, torch.device(device))
         # Created once, because indexing a tensor costs microseconds.
         self._layers: list[Tensor] = list(self._store)
         self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
@@ -109,24 +109,37 @@ class KvPages:
         if len(numbers) != slots.numel():
             raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {len(numbers)}")
 
-    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+    def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Store one layer's keys and values at `slots` (int64 [n]) that passed `validate_write`.
 
-        `tokens` is [n, 2 * num_kv_heads, head_dim]: the heads of the keys, then those of the values. Raises
-        InvalidWrite, before anything is written, for another shape, dtype or device.
+        `tokens` is [n, 2 * num_kv_heads, head_dim]: the heads of the keys, then those of the values. With
+        `rows` (int64 [n]) only these of more tokens are stored. Raises InvalidWrite, before anything is
+        written, for another shape, dtype or device.
         """
-        expected = (slots.numel(), 2 * self.num_kv_heads, self.head_dim)
+        chosen = tokens if rows is None else tokens.index_select(0, rows)
+        self._check_tokens(chosen, slots.numel())
+        self._put(self._rows[layer], chosen, slots)
+
+    def _check_tokens(self, tokens: Tensor, num_tokens: int) -> None:
+        expected = (num_tokens, 2 * self.num_kv_heads, self.head_dim)
         if tokens.shape != expected or tokens.dtype is not self.dtype or tokens.device != self.device:
             needed = f"{self.dtype} {expected} on {self.device}"
             got = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise InvalidWrite(f"keys and values: expected {needed}, got {got}")
+
+    def _put(self, target: Tensor, tokens: Tensor, slots: Tensor) -> None:
+        """Copy `tokens` to the rows of `target` at `slots`."""
         if slots is not self._placed[0]:
             self._placed = (slots, self._places(slots))
-        self._rows[layer].index_copy_(0, self._placed[1], tokens.reshape(-1, self.head_dim))
+        target.index_copy_(0, self._placed[1], tokens.reshape(-1, target.shape[1]))
 
     def store(self, layer: int) -> Tensor:
         """Return one layer's pages, [num_blocks, 2, num_kv_heads, block_size, head_dim], not a copy."""
         return self._layers[layer]
+
+    def scales(self, layer: int) -> Tensor | None:
+        """Scale of each row of `store(layer)`, [num_blocks, 2, num_kv_heads, block_size]; None without."""
+        return None
 
     def clear(self, pages: Tensor) -> None:
         """Set whole pages (int64 [num_pages]) to zero in all layers."""
@@ -162,7 +175,7 @@ class KvPages:
 
     def _room(self, size: tuple[int, ...]) -> Tensor:
         num_elements = math.prod(size)
-        if num_elements * self.dtype.itemsize > _KEPT_BYTES:
+        if num_elements * self._store.element_size() > _KEPT_BYTES:
             return self._store.new_empty(size)
         if num_elements > self._gathered.numel():
             with torch.inference_mode(mode=False):  # writable in both modes
@@ -204,8 +217,8 @@ class PageGroups:
         return self.groups[0].block_size
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.zeros, which writes every byte on a CPU; numpy gets zeroed memory from the system."""
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros like torch.zeros, which writes all bytes on a CPU; numpy gets zeroed memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from checkpoint import DType, WeightFormat
+from checkpoint import DType, ScaledDType, WeightFormat
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import HandshakeMismatch, InvalidRequest
@@ -11,6 +11,7 @@ from wire.peer_secrets import RefusedPeers, is_secret
 from wire.reference import Text
 from wire.tensors import (
     DTYPE_FROM_MESSAGE,
+    KV_DTYPE_FROM_MESSAGE,
     WEIGHT_FORMAT_FROM_MESSAGE,
     WIRE_DTYPE_FROM_MESSAGE,
     WireDType,
@@ -29,7 +30,8 @@ class ReferenceRequest:
 
     `directory` is the coordinator's path ("" for the built-in model), `num_top` the number of most likely
     tokens reported per row, `wire_dtype` the dtype of hidden states between stages, `weights` the format of
-    the matrices of layers. `has_long_rope`: see `RopeConfig.is_long`.
+    the matrices of layers, `kv_dtype` the dtype of keys and values (None: `dtype`). `has_long_rope`: see
+    `RopeConfig.is_long`.
     """
 
     directory: str
@@ -39,6 +41,7 @@ class ReferenceRequest:
     num_top: int
     wire_dtype: WireDType
     weights: WeightFormat | None = None
+    kv_dtype: ScaledDType | None = None
     has_long_rope: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str)
         raise InvalidRequest(f"wire dtype number {message.wire_dtype} is not one for {dtype.value}")
     if message.weights not in WEIGHT_FORMAT_FROM_MESSAGE:
         raise InvalidRequest(f"weight format number {message.weights} is not known")
+    if message.kv_dtype not in KV_DTYPE_FROM_MESSAGE:
+        raise InvalidRequest(f"number {message.kv_dtype} is not a dtype of keys and values")
     return ReferenceRequest(
         directory=directory,
         fingerprint=message.fingerprint,
@@ -68,6 +73,7 @@ def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str)
         num_top=message.num_top,
         wire_dtype=wire_dtype,
         weights=WEIGHT_FORMAT_FROM_MESSAGE[message.weights],
+        kv_dtype=KV_DTYPE_FROM_MESSAGE[message.kv_dtype],
         has_long_rope=message.has_long_rope,
     )
 
@@ -123,8 +129,8 @@ class Assignment:
 
     `num_blocks` are the KV blocks of the first block group, `other_num_blocks` those of the others.
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
-    parts in memory. `weights` is the format of the matrices of layers. `has_long_rope`: see
-    `RopeConfig.is_long`.
+    parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
+    values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`.
     """
 
     plan_id: int
@@ -147,6 +153,7 @@ class Assignment:
     weights: WeightFormat | None = None
     has_long_rope: bool = False
     other_num_blocks: tuple[int, ...] = ()
+    kv_dtype: ScaledDType | None = None
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -225,6 +232,7 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
         force_reload=message.force_reload,
         weights=_assigned_weights(message.weights),
+        kv_dtype=_assigned_kv_dtype(message.kv_dtype),
         has_long_rope=message.has_long_rope,
     )
 
@@ -242,6 +250,12 @@ def _assigned_weights(number: int) -> WeightFormat | None:
     if number not in WEIGHT_FORMAT_FROM_MESSAGE:
         raise ValueError(f"weight format number {number} is not known")
     return WEIGHT_FORMAT_FROM_MESSAGE[number]
+
+
+def _assigned_kv_dtype(number: int) -> ScaledDType | None:
+    if number not in KV_DTYPE_FROM_MESSAGE:
+        raise ValueError(f"number {number} is not a dtype of keys and values")
+    return KV_DTYPE_FROM_MESSAGE[number]
 
 
 def wants(message: join_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None) -> bool:

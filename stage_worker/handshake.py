@@ -16,6 +16,7 @@ from wire.tensors import (
     WIRE_DTYPE_FROM_MESSAGE,
     WireDType,
     can_carry,
+    kv_dtype_text,
     number_of,
 )
 
@@ -101,6 +102,7 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
         num_blocks=assignment.num_blocks,
         other_num_blocks=assignment.other_num_blocks,
         wire_dtype=number_of(None if assignment.role.has_head else assignment.wire_dtype),
+        kv_dtype=number_of(assignment.kv_dtype),
         secret=epoch.outgoing_secret,
     )
 
@@ -132,6 +134,11 @@ def check_hop(hello: forward_pb2.HopHello, epoch: Epoch, assignment: Assignment)
     for what, expected, got in (
         ("model fingerprint", assignment.fingerprint, hello.fingerprint),
         ("dtype", assignment.dtype.value, _dtype_text(hello.dtype)),
+        (
+            "dtype of keys and values",
+            kv_dtype_text(number_of(assignment.kv_dtype)),
+            kv_dtype_text(hello.kv_dtype),
+        ),
         ("layer range", f"begin {assignment.layer_begin}", f"begin {hello.layer_end}"),
         ("block size", assignment.block_size, hello.block_size),
         ("number of blocks", assignment.num_blocks, hello.num_blocks),

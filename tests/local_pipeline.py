@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, DType, WeightFormat
+from checkpoint import Checkpoint, DType, ScaledDType, WeightFormat
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.self_check_script import Script
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -93,6 +93,7 @@ class LocalPipeline:
         releases_window: bool = True,
         device: str = "cpu",
         weights: WeightFormat | None = None,
+        kv_dtype: ScaledDType | None = None,
     ) -> None:
         """`releases_window` False keeps the blocks that a sliding window hides, to compare with.
 
@@ -106,6 +107,7 @@ class LocalPipeline:
             max_steps_in_flight=len(layers),
         )
         self._block_size, self._num_blocks, self._dtype = block_size, num_blocks, dtype
+        self._kv_dtype = kv_dtype
         windows = group_windows(self._checkpoint.config.layer_windows)
         self._windows = [KvWindow.of(w if releases_window else None, max_step_tokens) for w in windows]
         self._other_num_blocks = tuple(other_num_blocks or (num_blocks,) * (len(windows) - 1))
@@ -236,6 +238,7 @@ class LocalPipeline:
             model_directory=str(self._checkpoint.directory),
             fingerprint=self._checkpoint.fingerprint,
             dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             other_num_blocks=self._other_num_blocks,

@@ -4,32 +4,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeAlias
 
-from checkpoint.dtypes import DType, WeightFormat
+from checkpoint.dtypes import SCALE_BYTES, DType, ScaledDType, WeightFormat
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import StepFault, StepFaultKind
 
-
-class ScaledDType(Enum):
-    """One byte per element, then, after all elements, one float32 scale per row.
-
-    The values of a row are its elements times its scale.
-    """
-
-    F8_E4M3 = "fp8"
-    I8 = "int8"
-
-    @property
-    def size_bytes(self) -> int:
-        return 1
-
-
 WireDType: TypeAlias = DType | ScaledDType
-
-_SCALE_BYTES = 4
 
 CHOICES: dict[str, WireDType] = {
     "bf16": DType.BF16,
@@ -87,12 +69,28 @@ def check_can_carry(wire_dtype: WireDType, computed: DType) -> None:
 def payload_bytes(dtype: WireDType, shape: Sequence[int]) -> int:
     """Size of hidden states of this shape, including the row scales of a ScaledDType."""
     elements = math.prod(shape) * dtype.size_bytes
-    return elements + _SCALE_BYTES * math.prod(shape[:-1]) if isinstance(dtype, ScaledDType) else elements
+    return elements + SCALE_BYTES * math.prod(shape[:-1]) if isinstance(dtype, ScaledDType) else elements
 
 
 def number_of(wire_dtype: WireDType | None) -> cluster_pb2.Dtype.ValueType:
     """Return the number in messages; DTYPE_UNSPECIFIED for None."""
     return cluster_pb2.DTYPE_UNSPECIFIED if wire_dtype is None else WIRE_DTYPE_TO_MESSAGE[wire_dtype]
+
+
+KV_DTYPE_FROM_MESSAGE: dict[int, ScaledDType | None] = {
+    cluster_pb2.DTYPE_UNSPECIFIED: None,
+    cluster_pb2.DTYPE_F8_E4M3: ScaledDType.F8_E4M3,
+    cluster_pb2.DTYPE_I8: ScaledDType.I8,
+}
+"""Dtype of keys and values in the cache; None for the run dtype."""
+
+
+def kv_dtype_text(number: int) -> str:
+    """Name in errors of a dtype of keys and values in a message."""
+    if number not in KV_DTYPE_FROM_MESSAGE:
+        return f"number {number}"
+    found = KV_DTYPE_FROM_MESSAGE[number]
+    return "the run dtype" if found is None else found.value
 
 
 DTYPE_TO_MESSAGE: dict[DType, cluster_pb2.Dtype.ValueType] = {

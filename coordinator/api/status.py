@@ -100,6 +100,7 @@ class StatusReporter:
             dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
             wire_dtype=number_of(self._model.wire_dtype),
             weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
+            kv_dtype=number_of(self._model.kv_dtype),
             state=PHASE_TO_MESSAGE[state.phase],
             detail="; ".join(filter(None, (state.detail, self._memory_limits.text))),
             epoch=state.epoch,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import Blueprint, Checkpoint, CheckpointError, stage_tensor_names
+from checkpoint.dtypes import ScaledDType
 from checkpoint.errors import FileChanged
 from checkpoint.hashes import CACHE_FOLDER, HashCache, Hashes, TensorHasher, Urgency, hash_when_idle
 from coordinator.cluster.actions import Action, CheckPlan
@@ -26,7 +27,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import IntegrityMonitor, IntegrityReport
 from stageline_rpc.internal.v1 import join_pb2
 from wire.steps import Step, StepResult
-from wire.tensors import ScaledDType, WireDType
+from wire.tensors import WireDType
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import Incarnation, StageRole
-from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
+from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, kv_dtype_text, number_of
 
 MAX_TEXT = 255
 """Maximum characters of each text in a hello."""
@@ -73,6 +73,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
         weights=WEIGHT_FORMAT_TO_MESSAGE[model.weight_format],
+        kv_dtype=number_of(plan.kv_dtype),
         has_long_rope=model.has_long_rope,
         force_reload=action.force_reload,
     )
@@ -156,6 +157,7 @@ def encode_hop_hello(
         block_size=action.plan.block_size,
         num_blocks=action.plan.num_blocks,
         other_num_blocks=action.plan.other_num_blocks,
+        kv_dtype=number_of(action.plan.kv_dtype),
     )
 
 
@@ -172,6 +174,7 @@ def check_results_hello(
         ("worker incarnation", last.incarnation.hex(), hello.sender_incarnation.hex()),
         ("fingerprint", fingerprint, hello.fingerprint),
         ("dtype", DTYPE_TO_MESSAGE[plan.dtype], hello.dtype),
+        ("dtype of keys and values", kv_dtype_text(number_of(plan.kv_dtype)), kv_dtype_text(hello.kv_dtype)),
         ("number of layers", plan.num_layers, hello.layer_end),
         ("block size", plan.block_size, hello.block_size),
         ("number of blocks", plan.num_blocks, hello.num_blocks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from checkpoint import DType
+from checkpoint import DType, ScaledDType
 from kvcache import KvGroup, KvWindow
 from wire.ids import StageRole
 
@@ -101,7 +101,8 @@ class Plan:
     """All stages in order, with `num_blocks` KV blocks each in the first block group.
 
     `window` is that of the first group: the widest sliding window of the layers; None if a layer has none.
-    `other_groups` have the layers with other windows.
+    `other_groups` have the layers with other windows. `kv_dtype` is the dtype of keys and values (None:
+    `dtype`).
     """
 
     stages: tuple[StagePlan, ...]
@@ -111,6 +112,7 @@ class Plan:
     limits: StepLimits
     window: KvWindow | None = None
     other_groups: tuple[KvGroup, ...] = ()
+    kv_dtype: ScaledDType | None = None
 
     @property
     def other_num_blocks(self) -> tuple[int, ...]:

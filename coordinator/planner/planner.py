@@ -48,6 +48,7 @@ from checkpoint import (
     DType,
     Experts,
     LayerPlan,
+    ScaledDType,
     expert_weight_bytes,
     head_bytes,
     kv_bytes_per_token,
@@ -75,6 +76,7 @@ class StageMemory:
     limits: StepLimits
     block_size: int
     num_stages: int
+    kv_dtype: ScaledDType | None = None
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -116,7 +118,8 @@ class StageMemory:
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block in each layer."""
-        sizes = (kv_bytes_per_token(layer.mixer, self.dtype) for layer in self.config.layers)
+        dtype = self.kv_dtype or self.dtype
+        sizes = (kv_bytes_per_token(layer.mixer, dtype) for layer in self.config.layers)
         return tuple(self.block_size * size for size in sizes)
 
     @property
@@ -202,10 +205,16 @@ class StageMemory:
     @cached_property
     def _kind_bytes(self) -> set[tuple[int, int]]:
         """Activation bytes of one token, and KV bytes of one token, in each kind of layers."""
-        return {
-            (self._token_bytes(kind), kv_bytes_per_token(kind.mixer, self.dtype))
-            for kind in self.config.kinds
-        }
+        return {(self._token_bytes(kind), self._gathered_bytes(kind)) for kind in self.config.kinds}
+
+    def _gathered_bytes(self, layer: LayerPlan) -> int:
+        """Keys and values of one token that attention reads, and while they are read from rows with scales:
+        these rows, and keys or values before their product with the scales.
+        """
+        size = kv_bytes_per_token(layer.mixer, self.dtype)
+        if self.kv_dtype is None:
+            return size
+        return size + size // 2 + kv_bytes_per_token(layer.mixer, self.kv_dtype)
 
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
@@ -364,6 +373,7 @@ def make_plan(
     block_size: int,
     layers: Sequence[int] | None = None,
     max_kv_tokens: int | None = None,
+    kv_dtype: ScaledDType | None = None,
 ) -> Plan:
     """Assign one stage to every worker, and every layer of the model to one stage.
 
@@ -382,16 +392,25 @@ def make_plan(
     limits = limits.capped(config.max_position_embeddings)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(
-        config=config, dtype=dtype, limits=limits, block_size=block_size, num_stages=len(workers)
+        config=config,
+        dtype=dtype,
+        limits=limits,
+        block_size=block_size,
+        num_stages=len(workers),
+        kv_dtype=kv_dtype,
     )
     problem = _split_problem(memory, workers, max_kv_tokens)
-    split = _choose_split(memory, workers, layers, problem)
+    return _made_plan(memory, workers, _choose_split(memory, workers, layers, problem))
+
+
+def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split) -> Plan:
     return Plan(
         stages=tuple(_stage(memory, workers, split, stage) for stage in range(len(workers))),
         num_blocks=split.num_blocks,
-        block_size=block_size,
-        dtype=dtype,
-        limits=limits,
+        block_size=memory.block_size,
+        dtype=memory.dtype,
+        kv_dtype=memory.kv_dtype,
+        limits=memory.limits,
         window=memory.windows[0],
         other_groups=memory.other_groups(split.num_blocks),
     )
@@ -526,4 +545,5 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         block_size=config.block_size,
         layers=config.layers if len(workers) == config.num_stages else None,
         max_kv_tokens=config.max_kv_tokens,
+        kv_dtype=model.kv_dtype,
     )

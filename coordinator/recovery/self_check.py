@@ -31,7 +31,13 @@ from wire.reference import (
 )
 from wire.stage_calls import compute_reference
 from wire.steps import Step, StepResult
-from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType
+from wire.tensors import (
+    DTYPE_TO_MESSAGE,
+    WEIGHT_FORMAT_TO_MESSAGE,
+    WIRE_DTYPE_TO_MESSAGE,
+    WireDType,
+    number_of,
+)
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
@@ -80,7 +86,7 @@ class References:
         self._model = model
         self._num_layers = model.config.num_layers
         self._policy, self._transport = policy, transport
-        is_exact = model.weight_format is None
+        is_exact = model.weight_format is None and model.kv_dtype is None
         self._recorded = recorded if model.is_builtin and is_exact else None
         self._kept = None if cache_directory is None else _kept_file(cache_directory, model)
         self._known: dict[str, KnownReference] = {}
@@ -255,6 +261,7 @@ class References:
             num_top=NUM_TOP,
             secret=source.secret,
             weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
+            kv_dtype=number_of(self._model.kv_dtype),
             has_long_rope=self._model.has_long_rope,
         )
         response = await compute_reference(
@@ -278,9 +285,10 @@ def _take_exception(task: asyncio.Task[KnownReference]) -> None:
 
 
 def _kept_file(cache_directory: Path, model: ServedModel) -> Path:
-    weights = model.weight_format
+    weights, kv_dtype = model.weight_format, model.kv_dtype
     parts = [model.fingerprint]
     parts += [] if weights is None else [weights.value]
+    parts += [] if kv_dtype is None else [f"kv-{kv_dtype.value}"]
     parts += ["long"] if model.has_long_rope else []
     return cache_directory / "references" / f"{'-'.join(parts)}.json"
 

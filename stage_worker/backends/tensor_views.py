@@ -1,13 +1,6 @@
 """Hidden states between torch and the wire.
 
-A row with the largest magnitude m has the scale s = max(m / 448, 2 ** -126) in fp8, and s = max(m / 127, 2
-** -126) in int8. An element x is decoded as y with
-
-    fp8    |x - y| <= max(|x| / 16, s / 1024)
-    int8   |x - y| <= s / 2
-
-up to the rounding of float32 and of the run dtype. Zeros stay zeros. A row with a non-finite element has a
-non-finite scale, and is decoded without any finite element.
+Rows of fp8 and int8 are rounded as those of the KV cache, see `kvcache.scaled_pages`.
 """
 
 from __future__ import annotations
@@ -20,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import DType
+from checkpoint import DType, ScaledDType
+from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.reference import NUM_PROJECTIONS
-from wire.tensors import ScaledDType, TensorView, WireDType
+from wire.tensors import TensorView, WireDType
 
 
 @torch.inference_mode()
@@ -52,24 +46,13 @@ def _signs(width: int) -> Tensor:
     return torch.from_numpy(1.0 - 2.0 * (bits >> np.uint32(31)).astype(np.float32)).view(width, -1)
 
 
-_ELEMENTS = {ScaledDType.F8_E4M3: torch.float8_e4m3fn, ScaledDType.I8: torch.int8}
-_LARGEST = {ScaledDType.F8_E4M3: 448.0, ScaledDType.I8: 127.0}
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-# Value of each byte: a CPU converts float8 five times slower than it looks it up.
-_F8_VALUES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+ELEMENTS = {ScaledDType.F8_E4M3: torch.float8_e4m3fn, ScaledDType.I8: torch.int8}
 
 
 def scale_rows(hidden: Tensor, dtype: ScaledDType) -> Tensor:
     """Encode `hidden` [n, width] as uint8: the elements of all rows, then their n scales."""
-    wide = hidden.float()
-    # A smaller scale would be subnormal, a row divided by it could overflow, and zeros need some scale.
-    scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST[dtype]).clamp_(min=_SMALLEST_SCALE)
-    scaled = wide / scales
-    if dtype is ScaledDType.I8:
-        scaled = scaled.round_()
-    elements = scaled.to(_ELEMENTS[dtype])
-    return torch.cat((elements.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()))
+    elements, scales = scaled_rows(hidden, ELEMENTS[dtype])
+    return torch.cat((elements.flatten(), scales.view(torch.uint8).flatten()))
 
 
 def unscale_rows(payload: Tensor, dtype: ScaledDType, shape: tuple[int, int], into: torch.dtype) -> Tensor:
@@ -77,14 +60,7 @@ def unscale_rows(payload: Tensor, dtype: ScaledDType, shape: tuple[int, int], in
     num_elements = shape[0] * shape[1]
     # Scales after an odd number of elements are misaligned for float32; a copy is aligned.
     scales = payload[num_elements:].clone().view(torch.float32)
-    return _wide(payload[:num_elements], dtype).view(shape).mul_(scales[:, None]).to(into)
-
-
-def _wide(elements: Tensor, dtype: ScaledDType) -> Tensor:
-    """Decode to float32, in newly allocated memory."""
-    if dtype is ScaledDType.F8_E4M3 and not elements.is_cuda:
-        return _F8_VALUES.index_select(0, elements.int())
-    return elements.view(_ELEMENTS[dtype]).float()
+    return unscaled_rows(payload[:num_elements].view(shape), scales[:, None], ELEMENTS[dtype], into)
 
 
 _DTYPES: dict[torch.dtype, DType] = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}

@@ -25,6 +25,7 @@ from checkpoint import (
     LayerPlan,
     Norm,
     RopeKind,
+    ScaledDType,
     WeightFormat,
 )
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, Placement, QkNorm, RouterScore
@@ -41,9 +42,10 @@ from checkpoint.tensors import (
     head_tensor,
     rows_of_roles,
 )
+from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
-from stage_worker.backends.tensor_views import as_array, from_wire, project, to_wire
+from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, project, to_wire
 from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.model.layer_weights import TORCH_DTYPES
@@ -72,6 +74,7 @@ class StreamedModel:
         dtype: DType,
         *,
         wire_dtype: WireDType | None = None,
+        kv_dtype: ScaledDType | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
         """`on_progress` receives the fraction of computed layers per matrix or more often; may raise."""
@@ -79,6 +82,7 @@ class StreamedModel:
         self._config = checkpoint.config
         self._dtype = TORCH_DTYPES[dtype]
         self._wire_dtype = None if wire_dtype is dtype else wire_dtype
+        self._kv_element = None if kv_dtype is None else ELEMENTS[kv_dtype]
         self._on_progress = on_progress
         self._fraction = 0.0
         # Reused by all blocks: freed ones of megabytes stay with the allocator, which then holds several.
@@ -136,6 +140,12 @@ class StreamedModel:
             sent = to_wire(hidden[1], self._wire_dtype)
             hidden[1] = from_wire(sent, device=hidden.device, dtype=self._dtype)
         return hidden
+
+    def cached(self, x: Tensor) -> Tensor:
+        """Round the second of keys or values `x` [2, n, kv_heads, head_dim] as the pages of a stage do."""
+        if self._kv_element is not None:
+            x[1] = unscaled_rows(*scaled_rows(x[1], self._kv_element), self._kv_element, self._dtype)
+        return x
 
     def normed(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Norm `x` [2, ..., width]."""
@@ -368,7 +378,7 @@ class _StreamedLayer:
             q, k = self._rotated(q), self._rotated(k)
             if qk_norm is not None and qk_norm.is_after_rotation:
                 q, k = self._normed_heads(q, k, qk_norm)
-            mixed.append(self._mix(self._grown(q), k, v))
+            mixed.append(self._mix(self._grown(q), self._model.cached(k), self._model.cached(v)))
         return self._projected(torch.cat(mixed, 1), TensorRole.O)
 
     def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
@@ -493,6 +503,7 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
         checkpoint,
         request.dtype,
         wire_dtype=request.wire_dtype,
+        kv_dtype=request.kv_dtype,
         on_progress=lambda _: progress.advance(0),
     )
     layers: list[LayerReference] = []

@@ -3,7 +3,9 @@
 import gc
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
+from kvcache.scaled_pages import ScaledPages
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import (
     DeviceFailedInLoad,
@@ -31,6 +34,7 @@ from stage_worker.backends.backend import (
 )
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.warmup import warm_up
@@ -305,7 +309,7 @@ def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
     return assignment.block_size * sum(
-        count * kv_bytes_per_token(layer.mixer, assignment.dtype)
+        count * kv_bytes_per_token(layer.mixer, assignment.kv_dtype or assignment.dtype)
         for count, layer in zip(counts, layers, strict=True)
     )
 
@@ -315,10 +319,13 @@ def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -
     windows = group_windows(config.layer_windows)
     layer_groups = _layer_groups(assignment, config)
     numbers = sorted(set(layer_groups))
+    new: Callable[..., KvPages] = KvPages
+    if assignment.kv_dtype is not None:
+        new = partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
     groups = []
     for number in numbers:
         num_kv_heads, head_dim = config.page_shape(windows[number])
-        pages = KvPages(
+        pages = new(
             num_layers=layer_groups.count(number),
             num_blocks=assignment.group_blocks[number],
             block_size=assignment.block_size,

@@ -124,27 +124,128 @@ typedef struct {
     int64_t heads, kv_heads, head_dim, block_size;
 } Shape;
 
+/* Pages of one layer. A row is the key or the value of one token and head: bfloat16, or bytes with a scale. */
+enum { IN_BF16, IN_INT8, IN_FP8 };
+typedef struct {
+    char *rows;
+    float *scales; /* NULL in bfloat16 */
+    int format;
+} Pages;
+
+INLINE void *row_at(Pages pages, int64_t row, int64_t head_dim) {
+    return pages.rows + row * head_dim * (pages.format == IN_BF16 ? 2 : 1);
+}
+
+/* The values of the 128 bytes of float8_e4m3fn without a sign, as bfloat16. */
+static bf16 fp8_values[128] __attribute__((aligned(64)));
+
+static void fill_fp8_values(void) {
+    for (int code = 0; code < 128; code++) {
+        const float value = code == 127 ? NAN : code < 8 ? ldexpf((float)code, -9) : ldexpf(8.0f + code % 8, code / 8 - 10);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        fp8_values[code] = (bf16)(bits >> 16);
+    }
+}
+
+/* 32 elements as bfloat16, exactly. */
+INLINE __m512i unpack32(const char *p, const int format) {
+    if (format == IN_INT8) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + 16))));
+        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    }
+    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+    const __m512i *table = (const __m512i *)fp8_values;
+    const __m512i below = _mm512_permutex2var_epi16(table[0], codes, table[1]);
+    const __m512i above = _mm512_permutex2var_epi16(table[2], codes, table[3]);
+    const __mmask32 is_above = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+    return _mm512_or_si512(_mm512_mask_mov_epi16(below, is_above, above), sign);
+}
+
+/* Elements of consecutive rows as bfloat16, without their scales. */
+KERNEL static void unpack(const char *p, bf16 *out, int64_t num_elements, int format) {
+    if (format == IN_INT8)
+        for (int64_t i = 0; i < num_elements; i += 32) _mm512_storeu_si512(out + i, unpack32(p + i, IN_INT8));
+    else
+        for (int64_t i = 0; i < num_elements; i += 32) _mm512_storeu_si512(out + i, unpack32(p + i, IN_FP8));
+}
+
+/* One row with its scale. */
+KERNEL static void unpack_row(const char *p, float scale, bf16 *out, int64_t width, int format) {
+    unpack(p, out, width, format);
+    for (int64_t i = 0; i < width; i += 16) store16(out + i, _mm512_mul_ps(load16(out + i), _mm512_set1_ps(scale)));
+}
+
+/* 16 numbers of at most 448 as bytes of float8_e4m3fn, rounded to nearest, ties to even. */
+INLINE __m128i to_fp8(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x), magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
+    const __m512i grown = _mm512_add_epi32(_mm512_add_epi32(magnitude, _mm512_set1_epi32(0x7FFFF)), odd);
+    const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(grown, 20), _mm512_set1_epi32((127 - 7) << 3));
+    const __m512 size = _mm512_castsi512_ps(magnitude);
+    const __m512i small = _mm512_cvtps_epi32(_mm512_mul_ps(size, _mm512_set1_ps(512.0f)));
+    const __mmask16 is_small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-6f), _CMP_LT_OQ);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    __m512i code = _mm512_mask_mov_epi32(normal, is_small, small);
+    code = _mm512_mask_mov_epi32(code, is_nan, _mm512_set1_epi32(0x7F));
+    return _mm512_cvtepi32_epi8(_mm512_or_si512(code, _mm512_slli_epi32(_mm512_srli_epi32(bits, 31), 7)));
+}
+
+/* Rounds a row to elements in `out` and a scale, as kvcache/scaled_pages.py; returns the scale. */
+KERNEL static float scale_row(const bf16 *row, char *out, int64_t width, int format) {
+    const __m512i unsigned_bits = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512i largest = _mm512_setzero_si512(); /* integers order magnitudes, and NaN above all */
+    for (int64_t i = 0; i < width; i += 16)
+        largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_castps_si512(load16(row + i)), unsigned_bits));
+    const int32_t bits = _mm512_reduce_max_epi32(largest);
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    scale /= format == IN_INT8 ? 127.0f : 448.0f;
+    if (scale < 0x1p-126f) scale = 0x1p-126f;
+    for (int64_t i = 0; i < width; i += 16) {
+        const __m512 ratio = _mm512_div_ps(load16(row + i), _mm512_set1_ps(scale));
+        const __m128i codes = format == IN_INT8 ? _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(ratio)) : to_fp8(ratio);
+        _mm_storeu_si128((__m128i *)(out + i), codes);
+    }
+    return scale;
+}
+
+/* A key or a value into its row of pages; afterwards `source` has what the pages hold. `row` is negative for none. */
+KERNEL static void write_row(bf16 *source, Pages pages, int64_t row, int64_t head_dim) {
+    if (pages.format == IN_BF16) {
+        if (row >= 0)
+            for (int64_t i = 0; i < head_dim; i += 32)
+                _mm512_storeu_si512((bf16 *)row_at(pages, row, head_dim) + i, _mm512_loadu_si512(source + i));
+        return;
+    }
+    char codes[256];
+    const float scale = scale_row(source, codes, head_dim, pages.format);
+    if (row >= 0) {
+        memcpy(row_at(pages, row, head_dim), codes, (size_t)head_dim);
+        pages.scales[row] = scale;
+    }
+    unpack_row(codes, scale, source, head_dim, pages.format);
+}
+
 KERNEL static void rotate_and_write(bf16 *qkv, int64_t stride, const bf16 *cosines, const bf16 *sines,
-                                    int64_t angle_stride, const int64_t *slots, bf16 *pages, int64_t rows, Shape s) {
+                                    int64_t angle_stride, const int64_t *slots, Pages pages, int64_t rows, Shape s) {
     for (int64_t row = 0; row < rows; row++, qkv += stride, cosines += angle_stride, sines += angle_stride) {
         for (int64_t head = 0; head < s.heads + s.kv_heads; head++)
             rotate(qkv + head * s.head_dim, cosines, sines, s.head_dim / 2);
-        if (slots[row] < 0) continue;
-        const bf16 *source = qkv + s.heads * s.head_dim;
-        bf16 *target = pages + ((slots[row] / s.block_size) * 2 * s.kv_heads * s.block_size
-                                + slots[row] % s.block_size) * s.head_dim;
+        const int64_t slot = slots[row];
+        const int64_t first = slot / s.block_size * 2 * s.kv_heads * s.block_size + slot % s.block_size;
         for (int64_t head = 0; head < 2 * s.kv_heads; head++)
-            for (int64_t i = 0; i < s.head_dim; i += 32)
-                _mm512_storeu_si512(target + head * s.block_size * s.head_dim + i,
-                                    _mm512_loadu_si512(source + head * s.head_dim + i));
+            write_row(qkv + (s.heads + head) * s.head_dim, pages, slot < 0 ? -1 : first + head * s.block_size, s.head_dim);
     }
 }
 
 /* ---- attention of one query per sequence ---- */
 
 /* Into the second level: the first takes no more than a few requests at a time and drops the others. */
-INLINE void fetch(const bf16 *p, int64_t num_elements) {
-    for (int64_t i = 0; i < num_elements; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T1);
+INLINE void fetch(const char *p, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
 }
 
 /* The sums of 16 registers, in order. */
@@ -223,23 +324,68 @@ KERNEL static void softmax(float *scores, int64_t num) {
         _mm512_storeu_ps(scores + t, _mm512_mul_ps(_mm512_loadu_ps(scores + t), factor));
 }
 
-/* One sequence: its keys [begin, end) counted from the first page of its table. `scores` has heads * room. */
-KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_t *table, int64_t begin,
-                              int64_t end, bf16 *out, float *scores, int64_t room, float scale, Shape s) {
-    const int64_t group = s.heads / s.kv_heads, head_size = s.block_size * s.head_dim;
-    const int64_t page_size = 2 * s.kv_heads * head_size, parts = s.head_dim / 32;
-    const int64_t last = (end - 1) / s.block_size;
+/* Room for the scores of a sequence, and for rows of a block with scales. */
+typedef struct {
+    float *scores; /* heads * room */
+    float *scaled; /* block_size */
+    bf16 *rows;    /* block_size * head_dim */
+    int64_t room;
+} Scratch;
+
+static size_t scratch_bytes(int64_t room, Shape s) {
+    const int64_t bytes = s.heads * room * (int64_t)sizeof(float) + s.block_size * (int64_t)sizeof(float)
+                          + s.block_size * s.head_dim * (int64_t)sizeof(bf16);
+    return (size_t)((bytes + 63) / 64 * 64);
+}
+
+static Scratch scratch_at(char *memory, int64_t room, Shape s) {
+    float *scores = (float *)memory, *scaled = scores + s.heads * room;
+    return (Scratch){scores, scaled, (bf16 *)(scaled + s.block_size), room};
+}
+
+/* Which keys of a sequence a page has: rows [low, high) counted from the first page of its table. */
+typedef struct {
+    int64_t first_row, low, high; /* first_row: of the page's first head of keys */
+} PageRange;
+
+INLINE PageRange page_range(const int64_t *table, int64_t page, int64_t begin, int64_t end, Shape s) {
+    const int64_t first = page * s.block_size, after = first + s.block_size;
+    const int64_t low = begin > first ? begin : first, high = end < after ? end : after;
+    return (PageRange){table[page] * 2 * s.kv_heads * s.block_size + low - first, low, high};
+}
+
+/* Rows from `row` on as bfloat16, in place if the pages hold that, else in `scratch` and without scales. */
+INLINE const bf16 *rows_of(Pages pages, int64_t row, int64_t num, Scratch scratch, int64_t head_dim) {
+    if (pages.format == IN_BF16) return row_at(pages, row, head_dim);
+    unpack(row_at(pages, row, head_dim), scratch.rows, num * head_dim, pages.format);
+    return scratch.rows;
+}
+
+INLINE void multiply_floats(const float *a, const float *b, float *out, int64_t num) {
+    for (int64_t t = 0; t < num; t++) out[t] = a[t] * b[t];
+}
+
+INLINE void fetch_head(Pages pages, int64_t row, Shape s) {
+    fetch(row_at(pages, row, s.head_dim), s.block_size * s.head_dim * (pages.format == IN_BF16 ? 2 : 1));
+}
+
+/* One sequence: its keys [begin, end) counted from the first page of its table. */
+KERNEL static void attend_one(const bf16 *query, Pages pages, const int64_t *table, int64_t begin, int64_t end,
+                              bf16 *out, Scratch scratch, float scale, Shape s) {
+    const int64_t group = s.heads / s.kv_heads, parts = s.head_dim / 32, room = scratch.room;
+    const int64_t last = (end - 1) / s.block_size, values_row = s.kv_heads * s.block_size;
+    float *scores = scratch.scores;
     for (int64_t page = begin / s.block_size; page <= last; page++) {
-        const bf16 *keys = pages + table[page] * page_size;
-        const bf16 *next = pages + table[page < last ? page + 1 : page] * page_size;
-        const int64_t first = page * s.block_size;
-        const int64_t low = begin > first ? begin : first, high = end < first + s.block_size ? end : first + s.block_size;
+        const PageRange range = page_range(table, page, begin, end, s);
+        const int64_t num = range.high - range.low, next = table[page < last ? page + 1 : page] * 2 * values_row;
         for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-            fetch(next + kv * head_size, head_size);
-            for (int64_t g = 0; g < group; g++) {
-                const int64_t head = kv * group + g;
-                FOR_PARTS(parts, dot_keys(query + head * s.head_dim, keys + kv * head_size + (low - first) * s.head_dim,
-                                          high - low, scale, scores + head * room + low - begin, P))
+            fetch_head(pages, next + kv * s.block_size, s);
+            const int64_t row = range.first_row + kv * s.block_size;
+            const bf16 *keys = rows_of(pages, row, num, scratch, s.head_dim);
+            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+                float *found = scores + head * room + range.low - begin;
+                FOR_PARTS(parts, dot_keys(query + head * s.head_dim, keys, num, scale, found, P))
+                if (pages.scales) multiply_floats(found, pages.scales + row, found, num);
             }
         }
     }
@@ -247,17 +393,19 @@ KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_
     for (int64_t i = 0; i < s.heads * s.head_dim; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
     for (int64_t head = 0; head < s.heads; head++) softmax(scores + head * room, end - begin);
     for (int64_t page = begin / s.block_size; page <= last; page++) {
-        const bf16 *values = pages + table[page] * page_size + page_size / 2;
-        const bf16 *next = pages + table[page < last ? page + 1 : page] * page_size + page_size / 2;
-        const int64_t first = page * s.block_size;
-        const int64_t low = begin > first ? begin : first, high = end < first + s.block_size ? end : first + s.block_size;
+        const PageRange range = page_range(table, page, begin, end, s);
+        const int64_t num = range.high - range.low, next = table[page < last ? page + 1 : page] * 2 * values_row;
         for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-            fetch(next + kv * head_size, head_size);
-            for (int64_t g = 0; g < group; g++) {
-                const int64_t head = kv * group + g;
-                FOR_PARTS(parts, add_values(scores + head * room + low - begin,
-                                            values + kv * head_size + (low - first) * s.head_dim, high - low,
-                                            sums + head * s.head_dim, P))
+            fetch_head(pages, next + values_row + kv * s.block_size, s);
+            const int64_t row = range.first_row + values_row + kv * s.block_size;
+            const bf16 *values = rows_of(pages, row, num, scratch, s.head_dim);
+            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+                const float *weights = scores + head * room + range.low - begin;
+                if (pages.scales) {
+                    multiply_floats(weights, pages.scales + row, scratch.scaled, num);
+                    weights = scratch.scaled;
+                }
+                FOR_PARTS(parts, add_values(weights, values, num, sums + head * s.head_dim, P))
             }
         }
     }
@@ -265,10 +413,11 @@ KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_
 }
 
 typedef struct {
-    const bf16 *query, *pages;
+    const bf16 *query;
+    Pages pages;
     bf16 *out;
     const int64_t *tables, *ranges, *rows; /* rows may be NULL */
-    float *scores;
+    char *memory; /* scratch_bytes for every part */
     int64_t query_stride, out_stride, width, batch, room;
     float scale;
     Shape shape;
@@ -276,10 +425,11 @@ typedef struct {
 
 static void attend_some(const void *task, int64_t part, int64_t parts) {
     const Decodes *d = task;
+    const Scratch scratch = scratch_at(d->memory + part * scratch_bytes(d->room, d->shape), d->room, d->shape);
     for (int64_t i = d->batch * part / parts; i < d->batch * (part + 1) / parts; i++) {
         const int64_t row = d->rows ? d->rows[i] : i, *range = d->ranges + 2 * i;
         attend_one(d->query + row * d->query_stride, d->pages, d->tables + i * d->width, range[0], range[1],
-                   d->out + row * d->out_stride, d->scores + part * d->shape.heads * d->room, d->room, d->scale, d->shape);
+                   d->out + row * d->out_stride, scratch, d->scale, d->shape);
     }
 }
 
@@ -577,27 +727,34 @@ static int multiply_int4(const Product *p) {
 typedef struct {
     const bf16 *fresh; /* keys of the first head if there are no pages */
     int64_t fresh_stride;
-    const bf16 *pages;
+    Pages pages;
     const int64_t *table;
     int64_t num;
 } Keys;
 
-INLINE const bf16 *key_of(const Keys *keys, int64_t token, int64_t head, Shape s) {
+/* The key or value of a token, in `buffer` if the pages have scales; NULL after the last token. */
+INLINE const bf16 *key_of(const Keys *keys, int64_t token, int64_t head, bf16 *buffer, Shape s) {
+    if (token >= keys->num) return NULL;
     if (keys->table == NULL) return keys->fresh + token * keys->fresh_stride + head * s.head_dim;
     const int64_t page = keys->table[token / s.block_size];
-    return keys->pages + ((page * 2 * s.kv_heads + head) * s.block_size + token % s.block_size) * s.head_dim;
+    const int64_t row = (page * 2 * s.kv_heads + head) * s.block_size + token % s.block_size;
+    const void *found = row_at(keys->pages, row, s.head_dim);
+    if (keys->pages.format == IN_BF16) return found;
+    unpack_row(found, keys->pages.scales[row], buffer, s.head_dim, keys->pages.format);
+    return buffer;
 }
 
 KERNEL static void pack_head(const Keys *keys, int64_t head, bf16 *packed_keys, bf16 *packed_values, Shape s) {
     const int64_t padded = (keys->num + PANEL - 1) / PANEL * PANEL, to_value = s.kv_heads;
+    bf16 one[256], other[256];
     for (int64_t token = 0; token < padded; token++) {
-        const uint32_t *source = token < keys->num ? (const uint32_t *)key_of(keys, token, head, s) : NULL;
+        const uint32_t *source = (const uint32_t *)key_of(keys, token, head, one, s);
         uint32_t *target = (uint32_t *)packed_keys + token / PANEL * PANEL * s.head_dim / 2 + token % PANEL;
         for (int64_t pair = 0; pair < s.head_dim / 2; pair++) target[pair * PANEL] = source ? source[pair] : 0;
     }
     for (int64_t token = 0; token < padded; token += 2) {
-        const bf16 *even = token < keys->num ? key_of(keys, token, head + to_value, s) : NULL;
-        const bf16 *odd = token + 1 < keys->num ? key_of(keys, token + 1, head + to_value, s) : NULL;
+        const bf16 *even = key_of(keys, token, head + to_value, one, s);
+        const bf16 *odd = key_of(keys, token + 1, head + to_value, other, s);
         for (int64_t i = 0; i < s.head_dim; i += 16) {
             const __m256i none = _mm256_setzero_si256();
             const __m256i low = even ? _mm256_loadu_si256((const __m256i *)(even + i)) : none;
@@ -718,6 +875,7 @@ static int is_supported(void) {
 /* ---- Python ---- */
 
 #define ADDRESS(type, value) ((type *)(uintptr_t)(value))
+#define PAGES(rows, scales, format) ((Pages){ADDRESS(char, rows), ADDRESS(float, scales), format})
 typedef unsigned long long address;
 typedef long long number;
 
@@ -742,39 +900,42 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *args) {
 }
 
 static PyObject *py_rotate_and_write(PyObject *self, PyObject *args) {
-    address qkv, cosines, sines, slots, pages;
+    address qkv, cosines, sines, slots, pages, scales;
     number stride, angle_stride, rows;
+    int format;
     Shape s;
     number heads, kv_heads, head_dim, block_size;
-    if (!PyArg_ParseTuple(args, "KLKKLKKL(LLLL)", &qkv, &stride, &cosines, &sines, &angle_stride, &slots, &pages, &rows,
-                          &heads, &kv_heads, &head_dim, &block_size))
+    if (!PyArg_ParseTuple(args, "KLKKLK(KKi)L(LLLL)", &qkv, &stride, &cosines, &sines, &angle_stride, &slots, &pages,
+                          &scales, &format, &rows, &heads, &kv_heads, &head_dim, &block_size))
         return NULL;
     s = (Shape){heads, kv_heads, head_dim, block_size};
     Py_BEGIN_ALLOW_THREADS
     rotate_and_write(ADDRESS(bf16, qkv), stride, ADDRESS(bf16, cosines), ADDRESS(bf16, sines), angle_stride,
-                     ADDRESS(int64_t, slots), ADDRESS(bf16, pages), rows, s);
+                     ADDRESS(int64_t, slots), PAGES(pages, scales, format), rows, s);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *py_attend(PyObject *self, PyObject *args) {
-    address query, pages, tables, ranges, rows, out;
+    address query, pages, scales, tables, ranges, rows, out;
     number query_stride, out_stride, batch, width, longest;
     number heads, kv_heads, head_dim, block_size;
+    int format;
     double scale;
-    if (!PyArg_ParseTuple(args, "KLKKLKKKLLLd(LLLL)", &query, &query_stride, &pages, &tables, &width, &ranges, &rows,
-                          &out, &out_stride, &batch, &longest, &scale, &heads, &kv_heads, &head_dim, &block_size))
+    if (!PyArg_ParseTuple(args, "KL(KKi)KLKKKLLLd(LLLL)", &query, &query_stride, &pages, &scales, &format, &tables, &width,
+                          &ranges, &rows, &out, &out_stride, &batch, &longest, &scale, &heads, &kv_heads, &head_dim,
+                          &block_size))
         return NULL;
-    Decodes decodes = {ADDRESS(bf16, query), ADDRESS(bf16, pages), ADDRESS(bf16, out), ADDRESS(int64_t, tables),
+    Decodes decodes = {ADDRESS(bf16, query), PAGES(pages, scales, format), ADDRESS(bf16, out), ADDRESS(int64_t, tables),
                        ADDRESS(int64_t, ranges), ADDRESS(int64_t, rows), NULL, query_stride, out_stride, width, batch,
                        (longest + 15) / 16 * 16, (float)scale, {heads, kv_heads, head_dim, block_size}};
     const int64_t parts = num_parts(batch);
-    decodes.scores = malloc((size_t)((parts > 1 ? parts : 1) * heads * decodes.room) * sizeof(float));
-    if (decodes.scores == NULL) return PyErr_NoMemory();
+    decodes.memory = malloc((size_t)(parts > 1 ? parts : 1) * scratch_bytes(decodes.room, decodes.shape));
+    if (decodes.memory == NULL) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
     in_parts(attend_some, &decodes, parts);
     Py_END_ALLOW_THREADS
-    free(decodes.scores);
+    free(decodes.memory);
     Py_RETURN_NONE;
 }
 
@@ -841,14 +1002,16 @@ static PyObject *py_multiply_int4(PyObject *self, PyObject *args) {
 }
 
 static PyObject *py_attend_prompt(PyObject *self, PyObject *args) {
-    address query, fresh, pages, table, out;
+    address query, fresh, pages, scales, table, out;
     number query_stride, fresh_stride, out_stride, rows, num_keys, window;
     number heads, kv_heads, head_dim, block_size;
+    int format;
     double scale;
-    if (!PyArg_ParseTuple(args, "KLKLKKKLLLLd(LLLL)", &query, &query_stride, &fresh, &fresh_stride, &pages, &table, &out,
-                          &out_stride, &rows, &num_keys, &window, &scale, &heads, &kv_heads, &head_dim, &block_size))
+    if (!PyArg_ParseTuple(args, "KLKL(KKi)KKLLLLd(LLLL)", &query, &query_stride, &fresh, &fresh_stride, &pages, &scales,
+                          &format, &table, &out, &out_stride, &rows, &num_keys, &window, &scale, &heads, &kv_heads,
+                          &head_dim, &block_size))
         return NULL;
-    const Keys keys = {ADDRESS(bf16, fresh), fresh_stride, ADDRESS(bf16, pages), ADDRESS(int64_t, table), num_keys};
+    const Keys keys = {ADDRESS(bf16, fresh), fresh_stride, PAGES(pages, scales, format), ADDRESS(int64_t, table), num_keys};
     Prompt prompt = {ADDRESS(bf16, query), ADDRESS(bf16, out), query_stride, out_stride, rows, window, (float)scale, keys,
                      NULL, {heads, kv_heads, head_dim, block_size}};
     int is_done;
@@ -888,6 +1051,13 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__cpu_kernels(void) {
 #ifdef HAS_KERNELS
     find_omp();
+    fill_fp8_values();
 #endif
-    return PyModule_Create(&module);
+    PyObject *created = PyModule_Create(&module);
+#ifdef HAS_KERNELS
+    if (created && (PyModule_AddIntMacro(created, IN_BF16) || PyModule_AddIntMacro(created, IN_INT8)
+                    || PyModule_AddIntMacro(created, IN_FP8)))
+        Py_CLEAR(created);
+#endif
+    return created;
 }

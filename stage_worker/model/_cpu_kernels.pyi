@@ -2,6 +2,11 @@
 
 # (heads, kv_heads, head_dim, block_size)
 Shape = tuple[int, int, int, int]
+# Addresses of a layer's rows and of their scales (0: none), and one of the formats
+Pages = tuple[int, int, int]
+IN_BF16: int
+IN_INT8: int
+IN_FP8: int
 
 def is_supported() -> bool: ...
 def num_threads() -> int: ...
@@ -15,7 +20,7 @@ def rotate_and_write(
     sines: int,
     angle_stride: int,
     slots: int,
-    pages: int,
+    pages: Pages,
     rows: int,
     shape: Shape,
     /,
@@ -23,7 +28,7 @@ def rotate_and_write(
 def attend(
     query: int,
     query_stride: int,
-    pages: int,
+    pages: Pages,
     tables: int,
     table_width: int,
     ranges: int,
@@ -69,7 +74,7 @@ def attend_prompt(
     query_stride: int,
     fresh: int,
     fresh_stride: int,
-    pages: int,
+    pages: Pages,
     table: int,
     out: int,
     out_stride: int,

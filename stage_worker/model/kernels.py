@@ -34,7 +34,7 @@ def missing_because() -> str | None:
         module = load()
     except ImportError:
         return "the compiled kernels were not built when Stageline was installed"
-    if not hasattr(module, "multiply_int4"):
+    if not hasattr(module, "IN_FP8"):
         return "the compiled kernels are older than this Stageline: install it again"
     return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
 

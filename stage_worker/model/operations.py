@@ -13,6 +13,7 @@ threads of torch, the others only the calling thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -98,6 +99,21 @@ def decode_products(
     return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
 
 
+_PAGE_FORMATS = {torch.bfloat16: "IN_BF16", torch.int8: "IN_INT8", torch.float8_e4m3fn: "IN_FP8"}
+
+
+@cache
+def _page_format(element: torch.dtype) -> int:
+    found: int = getattr(load(), _PAGE_FORMATS[element])
+    return found
+
+
+def _memory_of(kv: LayerKv) -> tuple[int, int, int]:
+    """Addresses of a layer's pages and of their scales (0: none), and the format of their elements."""
+    store, scales = kv.store, kv.scales
+    return store.data_ptr(), 0 if scales is None else scales.data_ptr(), _page_format(store.dtype)
+
+
 class NativeOperations:
     """Compiled implementation of `Operations`, for contiguous bfloat16 rows on the CPU."""
 
@@ -133,7 +149,7 @@ class NativeOperations:
             sin.data_ptr(),
             cos.stride(0),
             writes.by_row.data_ptr(),
-            store.data_ptr(),
+            _memory_of(kv),
             num_tokens,
             shape,
         )
@@ -158,7 +174,7 @@ class NativeOperations:
         self._attend(
             query.data_ptr(),
             query.stride(0),
-            store.data_ptr(),
+            _memory_of(kv),
             view.pages.data_ptr(),
             width,
             view.ranges.data_ptr(),
@@ -193,7 +209,7 @@ def attend_prompt(
         raise IndexError(f"page {page} needed, {num_blocks} available")
     load().attend_prompt(
         *(query.data_ptr(), query.stride(0), fresh.data_ptr(), fresh.stride(0)),
-        *(store.data_ptr(), 0 if table is None else table.data_ptr()),
+        *(_memory_of(kv), 0 if table is None else table.data_ptr()),
         *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, mixer.window or 0, mixer.scale),
         (num_heads, kv_heads, head_dim, block_size),
     )

@@ -36,11 +36,16 @@ class PagedKv(Protocol):
     @property
     def num_slots(self) -> int: ...
 
-    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
-        """Store `tokens` [n, 2 * kv_heads, head_dim] (keys, values) in `slots` int64 [n]."""
+    def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
+        """Store `rows` int64 [n] (None: all) of `tokens` [m, 2 * kv_heads, head_dim] (keys, values) in
+        `slots` int64 [n]. If the pages are less exact, round all tokens in place to what a gather returns.
+        """
 
     def store(self, layer: int) -> Tensor:
         """All pages, [num_blocks, 2, kv_heads, block_size, head_dim]."""
+
+    def scales(self, layer: int) -> Tensor | None:
+        """Scale of each row of `store`, [num_blocks, 2, kv_heads, block_size]; None without scales."""
 
     def clear(self, pages: Tensor) -> None:
         """Set `pages` int64 [p] to zero in all layers."""
@@ -428,10 +433,18 @@ class LayerKv:
         """All pages of the layer, see `PagedKv.store`."""
         return self.pages.store(self.layer)
 
+    @property
+    def scales(self) -> Tensor | None:
+        """Scales of the layer's pages, see `PagedKv.scales`."""
+        return self.pages.scales(self.layer)
+
     def write(self, fresh: Tensor) -> None:
-        """Store the step's keys and values `fresh` [num_tokens, 2 * kv_heads, head_dim] in its slots."""
-        rows, slots = self.writes.rows, self.writes.slots
-        self.pages.write(self.layer, fresh if rows is None else fresh.index_select(0, rows), slots)
+        """Store the step's keys and values `fresh` [num_tokens, 2 * kv_heads, head_dim] in its slots.
+
+        Afterwards `fresh` has what the pages hold.
+        """
+        writes = self.writes
+        self.pages.write(self.layer, fresh, writes.slots, writes.rows)
 
     def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of `pages`, see `PagedKv.gather`."""

@@ -108,6 +108,8 @@ def plan_json(plan: Plan, model: "ServedModel", layers: LayerKinds) -> str:
     }
     if (weights := model.weight_format) is not None:
         facts["weight_format"] = weights.value
+    if plan.kv_dtype is not None:
+        facts["kv_dtype"] = plan.kv_dtype.value
     if model.quantized is not None:
         facts |= {"stored_format": model.quantized.label, "stored_bytes": model.quantized.size_bytes}
     return json.dumps(facts, indent=2)
@@ -138,8 +140,9 @@ def _headline(plan: Plan, model: "ServedModel") -> str:
 
 
 def _cache(plan: Plan) -> str:
+    dtype = "" if plan.kv_dtype is None else f" in {plan.kv_dtype.value}"
     return (
-        f"KV cache: {plan.num_kv_tokens} tokens ({plan.num_blocks} blocks of {plan.block_size}"
+        f"KV cache: {plan.num_kv_tokens} tokens{dtype} ({plan.num_blocks} blocks of {plan.block_size}"
         f"{windowed_blocks(plan.window_blocks)})."
         f" Longest sequence: {plan.max_sequence_tokens} tokens."
     )
@@ -189,6 +192,7 @@ _FLAGS = (
     "--layers",
     "--dtype",
     "--quantize",
+    "--kv-dtype",
     "--block-size",
     "--max-step-tokens",
     "--max-step-sequences",

@@ -90,7 +90,8 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
     num_tokens = status.num_blocks * status.block_size
     windowed = windowed_blocks((group.window, group.num_blocks) for group in status.window_blocks)
     blocks = f"{status.num_blocks} blocks of {status.block_size}{windowed}"
-    return f"KV cache: {num_tokens} tokens on each stage ({blocks})"
+    dtype = f" in {WIRE_DTYPE_FROM_MESSAGE[status.kv_dtype].value}" if status.kv_dtype else ""
+    return f"KV cache: {num_tokens} tokens{dtype} on each stage ({blocks})"
 
 
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:

@@ -16,6 +16,7 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from checkpoint import DType
+from checkpoint.dtypes import ScaledDType
 from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, join_pb2, step_pb2
 from tests.fuzz.harness import Broken, Opened, Surface
@@ -50,7 +51,7 @@ from wire.steps import (
     StepSlice,
     TokenLogprobs,
 )
-from wire.tensors import ScaledDType, TensorView, WireDType, payload_bytes
+from wire.tensors import TensorView, WireDType, payload_bytes
 
 _KEY, _OTHER = SequenceKey(RequestId(bytes(range(16))), 0), SequenceKey(RequestId(bytes(range(1, 17))), 3)
 _SCORE = TokenLogprobs(7, -0.5, 1, ((7, -0.5), (8, -1.5)))

@@ -31,7 +31,7 @@ from wire.channels import PROTOCOL_VERSION
 from wire.ids import Incarnation, RequestId, SequenceKey, StageRole, new_incarnation, new_request_id
 from wire.sampling import StepSampling
 from wire.steps import Step, StepResult
-from wire.tensors import DTYPE_TO_MESSAGE, TensorView
+from wire.tensors import DTYPE_TO_MESSAGE, TensorView, number_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
@@ -176,6 +176,7 @@ def hop_hello(
         layer_end=assignment.layer_begin,
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
+        kv_dtype=number_of(assignment.kv_dtype),
         secret=hop_secret(epoch, assignment.stage),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,11 +74,11 @@ def test_sharing_inside_a_step_needs_keys_written_before_attention(
     """With writes after the attention, the sharing sequence reads unwritten pages."""
     write, seen = KvPages.write, []
 
-    def late(pages: KvPages, layer: int, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        if tokens.shape[0] > 1:
+    def late(pages: KvPages, layer: int, tokens: torch.Tensor, slots: torch.Tensor, *rest: Any) -> None:
+        if slots.numel() > 1:
             seen.append(layer)
         else:
-            write(pages, layer, tokens, slots)
+            write(pages, layer, tokens, slots, *rest)
 
     prompt = random_tokens(3 * BLOCK_SIZE, seed=1)
     monkeypatch.setattr(KvPages, "write", late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,9 +170,9 @@ def test_cached_blocks_after_an_evicted_one_are_not_rewritten(
     written: dict[int, int] = {}
     write, now = KvPages.write, 0
 
-    def count(pages: KvPages, layer: int, tokens: Tensor, slots: Tensor) -> None:
+    def count(pages: KvPages, layer: int, tokens: Tensor, slots: Tensor, *rest: Any) -> None:
         written[now] = written.get(now, 0) + slots.numel()
-        write(pages, layer, tokens, slots)
+        write(pages, layer, tokens, slots, *rest)
 
     def note(stage: int, step: Step) -> None:
         nonlocal now

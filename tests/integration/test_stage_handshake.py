@@ -56,12 +56,25 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
         (setting(protocol_version=99), f"protocol version mismatch: expected {PROTOCOL_VERSION}, got 99"),
         (setting(fingerprint="other"), "got other"),
         (setting(dtype=cluster_pb2.DTYPE_BF16), "dtype mismatch: expected f32, got bf16"),
+        (
+            setting(kv_dtype=cluster_pb2.DTYPE_I8),
+            "dtype of keys and values mismatch: expected the run dtype, got int8",
+        ),
         (setting(dtype=55), "dtype mismatch: expected f32, got number 55"),
         (setting(layer_end=2), "layer range mismatch: expected begin 1, got begin 2"),
         (setting(block_size=16), "block size mismatch: expected 4, got 16"),
         (setting(num_blocks=31), "number of blocks mismatch: expected 32, got 31"),
     ],
-    ids=["protocol", "fingerprint", "dtype", "unknown-dtype", "layers", "block-size", "num-blocks"],
+    ids=[
+        "protocol",
+        "fingerprint",
+        "dtype",
+        "kv-dtype",
+        "unknown-dtype",
+        "layers",
+        "block-size",
+        "num-blocks",
+    ],
 )
 async def test_a_mismatch_is_rejected_with_both_values(
     assignment: Assignment, change: Change, details: str

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from checkpoint import DType
+from checkpoint.dtypes import ScaledDType
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import StageOutput
 from stage_worker.backends.mock_spec import MockSpec
@@ -27,7 +28,7 @@ from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.step_codec import encode_step
 from wire.steps import SliceError, Step, StepResult
-from wire.tensors import ScaledDType, TensorView, WireDType, number_of
+from wire.tensors import TensorView, WireDType, number_of
 
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 MIDDLE, LAST = 1, 2

@@ -35,8 +35,9 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     DTYPE_I8: _Dtype.ValueType  # 5
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
-    """Element types. F8_E4M3 and I8 are for hidden states between stages only: row-major elements of one byte, followed by one
-    float32 LE per row, which multiplies every element of the row. E4M3 is the variant without infinities (1 sign, 4
+    """Element types. F8_E4M3 and I8 are for hidden states between stages and for the KV cache: elements of one byte and one
+    float32 per row, which multiplies every element of the row. Hidden states have their elements row by row, followed by
+    the float32 LE of all rows; in the cache, the key or the value of one token and head is a row. E4M3 is the variant without infinities (1 sign, 4
     exponent, 3 fraction bits; bias 7; 0x7F and 0xFF are NaN).
     """
 
@@ -459,6 +460,7 @@ class GetStatusResponse(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -476,6 +478,8 @@ class GetStatusResponse(_message.Message):
     end_cause: Global___EpochEndCause.ValueType
     """Why the last epoch ended; unspecified before the first end."""
     weights: Global___WeightFormat.ValueType
+    kv_dtype: Global___Dtype.ValueType
+    """Dtype of keys and values in the cache; unspecified: `dtype`."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -522,10 +526,11 @@ class GetStatusResponse(_message.Message):
         certificate: Global___Certificate | None = ...,
         weights: Global___WeightFormat.ValueType = ...,
         window_blocks: _abc.Iterable[Global___WindowBlocks] | None = ...,
+        kv_dtype: Global___Dtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

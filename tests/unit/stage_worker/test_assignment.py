@@ -3,12 +3,12 @@
 import pytest
 
 from checkpoint import DType, WeightFormat
+from checkpoint.dtypes import ScaledDType
 from stage_worker.assignment import decode_assignment, wants
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import assign_message, new_assignment
-from wire.tensors import ScaledDType
 
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 
@@ -52,6 +52,18 @@ def test_a_stage_with_other_weights_is_reloaded(message: join_pb2.AssignStage) -
     in_int4.weights = 77  # type: ignore[assignment]
     with pytest.raises(ValueError, match="weight format number 77 is not known"):
         decode_assignment(in_int4)
+
+
+def test_a_stage_with_another_dtype_of_keys_and_values_is_reloaded(message: join_pb2.AssignStage) -> None:
+    in_fp8 = join_pb2.AssignStage()
+    in_fp8.CopyFrom(message)
+    in_fp8.kv_dtype = cluster_pb2.DTYPE_F8_E4M3
+    assert decode_assignment(message).kv_dtype is None
+    assert decode_assignment(in_fp8).kv_dtype is FP8
+    assert not decode_assignment(message).loads_like(decode_assignment(in_fp8))
+    in_fp8.kv_dtype = cluster_pb2.DTYPE_F16
+    with pytest.raises(ValueError, match="number 2 is not a dtype of keys and values"):
+        decode_assignment(in_fp8)
 
 
 def test_a_load_continues_if_the_worker_overrides_the_wire_dtype(message: join_pb2.AssignStage) -> None:

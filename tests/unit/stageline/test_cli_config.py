@@ -38,6 +38,7 @@ SAMPLES = {
     "N,N,...": "1,2,1",
     "bf16|f16|f32": "f32",
     "bf16|fp8|int8": "int8",
+    "fp8|int8": "fp8",
     "int8|int4": "int4",
     "SHAPE": "layers=4",
     "KEY": "x-user",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint.dtypes import ScaledDType
 from coordinator.config import CoordinatorConfig
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
@@ -14,7 +15,6 @@ from stageline.version import VERSION
 from telemetry.logs import LogFormat, LogLevel, LogSettings
 from telemetry.settings import read_environment
 from tests.error_lines import parse_error_line
-from wire.tensors import ScaledDType
 from wire.transport import TransportSettings
 
 

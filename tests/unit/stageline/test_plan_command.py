@@ -18,6 +18,8 @@ from stageline.cli.plan import parse_workers, plan_view
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, write_quantized
 
+HEAD_DIM = 32
+"""Of the built-in model."""
 Captured = pytest.CaptureFixture[str]
 
 
@@ -103,6 +105,23 @@ def test_rounded_weights_need_less_memory(capsys: Captured) -> None:
     assert capsys.readouterr().out.splitlines()[0].endswith("in bf16 with int4 weights: 12 layers on 1 stage")
 
 
+def test_smaller_keys_and_values_leave_room_for_more_tokens(capsys: Captured) -> None:
+    command = ["plan", "--workers", "24MiB", "--max-step-sequences", "4", "--max-step-tokens", "32"]
+    tokens, kv_bytes = {}, {}
+    for kv_dtype in ("bf16", "fp8", "int8"):
+        flags = [] if kv_dtype == "bf16" else ["--kv-dtype", kv_dtype]
+        assert main([*command, "--json", *flags]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan.get("kv_dtype", "bf16") == kv_dtype
+        tokens[kv_dtype] = plan["num_kv_tokens"]
+        kv_bytes[kv_dtype] = plan["stages"][0]["kv_bytes"] / plan["num_kv_tokens"]
+    assert kv_bytes["fp8"] == kv_bytes["int8"] == kv_bytes["bf16"] * (HEAD_DIM + 4) / (2 * HEAD_DIM)
+    # Attention needs the keys and values of one of the twelve layers in bf16.
+    assert 1.3 * tokens["bf16"] < tokens["fp8"] == tokens["int8"]
+    assert main([*command, "--kv-dtype", "fp8"]) == 0
+    assert f"KV cache: {tokens['fp8']} tokens in fp8 (" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -130,6 +149,7 @@ def test_an_impossible_plan_is_one_line_and_exit_code_1(
         ["--workers", "64MiB", "--layers", "6,6"],
         ["--workers", "64MiB", "--dtype", "q4"],
         ["--workers", "64MiB", "--quantize", "int3"],
+        ["--workers", "64MiB", "--kv-dtype", "bf16"],
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: Captured) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from checkpoint import DType
+from checkpoint.dtypes import ScaledDType
 from stageline_rpc.v1 import cluster_pb2
 from tests.frame_messages import add_message, encode_frame
 from tests.unit.wire.wire_strategies import hidden_states
@@ -11,7 +12,6 @@ from wire.frames import Frame, FrameAssembler
 from wire.step_codec import encode_step
 from wire.steps import Step
 from wire.tensors import (
-    ScaledDType,
     TensorView,
     WireDType,
     can_carry,

@@ -97,6 +97,7 @@ class HopHello(_message.Message):
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """UUIDv7 (16 bytes) of the coordinator process that began the epoch."""
@@ -117,6 +118,8 @@ class HopHello(_message.Message):
     """Dtype of the sender's hidden states; unspecified: `dtype`. The receiver rejects frames in any other dtype."""
     secret: _builtins.bytes
     """Secret of this hop and epoch, known to both ends from BeginEpoch."""
+    kv_dtype: _cluster_pb2.Dtype.ValueType
+    """Dtype of keys and values in the cache; unspecified: `dtype`."""
     @_builtins.property
     def other_num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in AssignStage."""
@@ -137,10 +140,11 @@ class HopHello(_message.Message):
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
         secret: _builtins.bytes = ...,
         other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "other_num_blocks", b"other_num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "other_num_blocks", b"other_num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +333,7 @@ class ComputeReferenceRequest(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Fingerprint of the checkpoint in `Welcome`; no other one is read."""
@@ -342,6 +347,8 @@ class ComputeReferenceRequest(_message.Message):
     """Dtype of hidden states between stages; unspecified: `dtype`."""
     weights: _cluster_pb2.WeightFormat.ValueType
     """The matrices of layers are rounded to this format, too."""
+    kv_dtype: _cluster_pb2.Dtype.ValueType
+    """Dtype of keys and values in the cache; unspecified: `dtype`."""
     has_long_rope: _builtins.bool
     """Keys are rotated by the long factors of "longrope"."""
     @_builtins.property
@@ -356,11 +363,12 @@ class ComputeReferenceRequest(_message.Message):
         texts: _abc.Iterable[_step_pb2.TokenSequence] | None = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
         weights: _cluster_pb2.WeightFormat.ValueType = ...,
+        kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
         has_long_rope: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "has_long_rope", b"has_long_rope", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,8 +385,8 @@ class ComputeReferenceResponse(_message.Message):
     logit_spread: _builtins.float
     """Standard deviation of the logits over the vocabulary, root mean square over the rows."""
     rounding: _builtins.float
-    """Root mean square change of the log-probabilities when all intermediate values are rounded to `dtype`, and hidden states
-    after every layer to `wire_dtype`.
+    """Root mean square change of the log-probabilities when all intermediate values are rounded to `dtype`, hidden states
+    after every layer to `wire_dtype`, and keys and values to `kv_dtype`.
     """
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextReference]:

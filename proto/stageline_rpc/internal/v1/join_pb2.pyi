@@ -442,6 +442,7 @@ class AssignStage(_message.Message):
     FORCE_RELOAD_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
@@ -463,6 +464,8 @@ class AssignStage(_message.Message):
     force_reload: _builtins.bool
     """Drop all cached weights of the model and read them again."""
     weights: _cluster_pb2.WeightFormat.ValueType
+    kv_dtype: _cluster_pb2.Dtype.ValueType
+    """Dtype of keys and values in the cache; unspecified: `dtype`."""
     has_long_rope: _builtins.bool
     """Keys are rotated by the long factors of "longrope"."""
     @_builtins.property
@@ -491,11 +494,12 @@ class AssignStage(_message.Message):
         force_reload: _builtins.bool = ...,
         weights: _cluster_pb2.WeightFormat.ValueType = ...,
         other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
         has_long_rope: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

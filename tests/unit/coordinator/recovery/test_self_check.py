@@ -17,6 +17,7 @@ import pytest
 
 from builtin_model import SELF_CHECK_FILE
 from checkpoint import DType
+from checkpoint.dtypes import ScaledDType
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
@@ -56,7 +57,6 @@ from wire.reference import (
     read_references,
 )
 from wire.steps import SliceError, SliceResult, Step, StepResult, TokenLogprobs
-from wire.tensors import ScaledDType
 
 ROW_SELF_CHECK_REFERENCES = TokenLogprobs(7, -3.0, 0, ((1, -0.5), (2, -1.5)))
 SOURCES = (ReferenceSource("small", "small:1", 10), ReferenceSource("large", "large:1", 20))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from checkpoint import DType
+from checkpoint.dtypes import ScaledDType
 from stage_worker.backends.tensor_views import from_view, from_wire, to_view, to_wire
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from wire.tensors import CHOICES, ScaledDType, TensorView, WireDType, can_carry, payload_bytes
+from wire.tensors import CHOICES, TensorView, WireDType, can_carry, payload_bytes
 
 CPU = torch.device("cpu")
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from builtin_model import MODEL_DIRECTORY, SELF_CHECK_FILE
 from checkpoint import Checkpoint, DType
+from checkpoint.dtypes import ScaledDType
 from stage_worker.assignment import ReferenceRequest, decode_request
 from stage_worker.backends.backend import LoadProgress
 from stage_worker.backends.tensor_views import project
@@ -33,7 +34,7 @@ from wire.reference import (
     check_text,
     read_references,
 )
-from wire.tensors import ScaledDType, WireDType
+from wire.tensors import WireDType
 
 TEXTS = (check_text(0, 20, 128), check_text(1, 7, 128))
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,6 +64,7 @@ def reference_of(
     dtype: DType = DType.F32,
     texts: tuple[Text, ...] = TEXTS,
     wire_dtype: WireDType | None = None,
+    kv_dtype: ScaledDType | None = None,
     num_top: int = 20,
     fingerprint: str | None = None,
     free_bytes: int = 1 << 30,
@@ -75,6 +77,7 @@ def reference_of(
         texts=texts,
         num_top=num_top,
         wire_dtype=wire_dtype or dtype,
+        kv_dtype=kv_dtype,
     )
     progress = progress or LoadProgress()
     return compute_reference(request, directory, free_bytes=free_bytes, progress=progress)
@@ -153,6 +156,15 @@ def test_rounding_grows_with_the_wire_dtype(llama: Path) -> None:
     whole, small = (reference_of(llama, wire_dtype=wire) for wire in (DType.F32, ScaledDType.I8))
     assert (whole.rounding, whole.layers[0].rounding) == (0.0, 0.0)
     assert small.rounding > 1e-4 and small.layers[0].rounding > 1e-4
+
+
+def test_rounding_grows_with_the_dtype_of_keys_and_values(llama: Path) -> None:
+    whole, eight, four = (
+        reference_of(llama, kv_dtype=kv) for kv in (None, ScaledDType.I8, ScaledDType.F8_E4M3)
+    )
+    assert whole.rounding == 0.0
+    assert 1e-4 < 2 * eight.rounding < four.rounding < 1.0
+    assert whole.layers[0].states == eight.layers[0].states, "the exact states have exact keys and values"
 
 
 def test_rounding_matters_more_the_coarser_the_dtype(llama: Path) -> None:
