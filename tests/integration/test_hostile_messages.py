@@ -35,7 +35,12 @@ def channel(cluster: Cluster) -> grpc.Channel:
 async def test_a_hostile_message_is_rejected_within_20_ms_of_the_loop(
     name: str, channel: grpc.Channel
 ) -> None:
-    hostile, loop_s = HOSTILE[name], []
+    await check_rejected(channel, HOSTILE[name])
+
+
+async def check_rejected(channel: grpc.Channel, hostile: Hostile) -> None:
+    """Of several rounds one must be short: in others, garbage may be collected."""
+    loop_s = []
     for _ in range(NUM_ROUNDS):
         started_s = time.thread_time()
         answer = await asyncio.to_thread(send, channel, hostile)
@@ -62,6 +67,4 @@ async def test_a_conversation_within_the_limits_is_parsed_off_the_loop(channel: 
     """The rejection for a missing tokenizer shows that it was parsed."""
     message = inside(1, b"user") + inside(2, b"x" * 200)
     hostile = Hostile(data=filled(inside(1, message), 4, size=4000 * 210), reason="INVALID_REQUEST")
-    started_s = time.thread_time()
-    assert await asyncio.to_thread(send, channel, hostile) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
-    assert time.thread_time() - started_s <= MAX_LOOP_S
+    await check_rejected(channel, hostile)

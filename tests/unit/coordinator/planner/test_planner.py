@@ -29,6 +29,8 @@ from tests.unit.coordinator.planner.small_models import (
 from wire.ids import StageRole
 
 BLOCK_SIZE = 4
+MAX_CPU_S = 5.0
+"""Of plans that take 0.1 s; trying all of them would take hours."""
 Objective = tuple[int, int, int]
 
 
@@ -309,7 +311,7 @@ def test_200_layers_on_64_workers_are_planned_quickly(ends_gib: float) -> None:
     sizes = [int(ends_gib * GIB), *[(6, 8, 12, 16, 24, 40)[i % 6] * GIB for i in range(62)], 40 * GIB]
     begin = time.process_time()
     plan = make_plan(llama_8b(200), DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)
-    assert time.process_time() - begin < 0.5
+    assert time.process_time() - begin < MAX_CPU_S
     assert (plan.stages[0].worker != "gpu-a") == (ends_gib == 1.0)
 
 
@@ -320,7 +322,7 @@ def test_80_unequal_layers_on_64_workers_are_planned_quickly(first_gib: int) -> 
     sizes = [size * GIB for size in (first_gib, *((6, 16, 12, 24, 40, 8) * 11)[:62], 40)]
     begin = time.process_time()
     plan = make_plan(config, DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)
-    assert time.process_time() - begin < 0.8
+    assert time.process_time() - begin < MAX_CPU_S
     assert (plan.stages[0].worker != "gpu-a") == (first_gib == 2)
 
 
