@@ -47,7 +47,7 @@ def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspecti
             return found
         _check_template(found.codec, found.notes)
         if checkpoint is not None:
-            _check_vocabulary(found.codec, checkpoint.config.vocab_size)
+            found.notes += _vocabulary_problems(found.codec, checkpoint.config.vocab_size)
             found.notes += _grammar_problems(checkpoint)
     except TokenizerError as error:
         found.errors.append(error)
@@ -68,14 +68,13 @@ def _check_template(codec: TextCodec, notes: list[str]) -> None:
     codec.encode_conversation([ChatMessage(role="user", content="Hello")])
 
 
-def _check_vocabulary(codec: TextCodec, num_embeddings: int) -> None:
-    from text.tokenizer import TokenizerError
-
-    if codec.vocab_size > num_embeddings:
-        raise TokenizerError(
-            f"tokenizer has token ids up to {codec.vocab_size - 1}, the model has embeddings up to"
-            f" {num_embeddings - 1} (vocab_size): use the tokenizer of this model, or extend its embeddings"
-        )
+def _vocabulary_problems(codec: TextCodec, num_embeddings: int) -> list[str]:
+    if codec.vocab_size <= num_embeddings:
+        return []
+    return [
+        f"tokenizer has token ids up to {codec.vocab_size - 1}, the model has embeddings up to"
+        f" {num_embeddings - 1} (vocab_size): prompts with ids beyond are rejected"
+    ]
 
 
 def _grammar_problems(checkpoint: Checkpoint) -> list[str]:

@@ -32,9 +32,9 @@ _VERIFIED = f"""
 `stageline plan --check DIR` reads config.json, the headers and samples of the weights, and loads tokenizer
 and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one message. It
 prints memory and legal cuts of a checkpoint that is served, or else every reason why it is not, and exits
-with 0 or 1. Other reasons are a tokenizer or template that cannot be loaded, and a tokenizer with more ids
-than the model has embeddings: a coordinator starts with it, but rejects prompts that have such ids. A missing
-tokenizer or template is a note. With `--json` it prints one object:
+with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or template
+is a note, and so is a tokenizer with more ids than the model has embeddings: prompts that have such ids are
+rejected. With `--json` it prints one object:
 
 | key | value |
 |---|---|
