@@ -178,7 +178,7 @@ KERNEL static void unpack_row(const char *p, float scale, bf16 *out, int64_t wid
     for (int64_t i = 0; i < width; i += 16) store16(out + i, _mm512_mul_ps(load16(out + i), _mm512_set1_ps(scale)));
 }
 
-/* 16 numbers of at most 448 as bytes of float8_e4m3fn, rounded to nearest, ties to even. */
+/* 16 numbers of at most 448 as bytes of float8_e4m3fn, rounded to nearest, ties to even; any byte for NaN. */
 INLINE __m128i to_fp8(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x), magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
@@ -187,9 +187,7 @@ INLINE __m128i to_fp8(__m512 x) {
     const __m512 size = _mm512_castsi512_ps(magnitude);
     const __m512i small = _mm512_cvtps_epi32(_mm512_mul_ps(size, _mm512_set1_ps(512.0f)));
     const __mmask16 is_small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-6f), _CMP_LT_OQ);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    __m512i code = _mm512_mask_mov_epi32(normal, is_small, small);
-    code = _mm512_mask_mov_epi32(code, is_nan, _mm512_set1_epi32(0x7F));
+    const __m512i code = _mm512_mask_mov_epi32(normal, is_small, small);
     return _mm512_cvtepi32_epi8(_mm512_or_si512(code, _mm512_slli_epi32(_mm512_srli_epi32(bits, 31), 7)));
 }
 

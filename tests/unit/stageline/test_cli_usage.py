@@ -297,6 +297,10 @@ def test_the_self_check_flag_reaches_the_coordinator(
     ("line", "message"),
     [
         ("coordinator --stages 2 --mock-model layers=4 --self-check", "it cannot be used with --mock-model"),
+        (
+            "coordinator --stages 2 --mock-model layers=4 --kv-dtype fp8",
+            "it cannot be used with --mock-model",
+        ),
         ("up --mock step=1ms --self-check", "cannot be used with --mock"),
     ],
 )

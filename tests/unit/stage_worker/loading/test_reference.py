@@ -167,6 +167,13 @@ def test_rounding_grows_with_the_dtype_of_keys_and_values(llama: Path) -> None:
     assert whole.layers[0].states == eight.layers[0].states, "the exact states have exact keys and values"
 
 
+def test_values_are_rounded_and_not_only_keys(tmp_path: Path) -> None:
+    """With a window of one token, attention returns its value, whatever the key."""
+    directory = make_checkpoint(tmp_path / "own", "mistral", num_layers=1, sliding_window=1)
+    assert reference_of(directory).rounding == 0.0
+    assert reference_of(directory, kv_dtype=ScaledDType.F8_E4M3).rounding > 1e-4
+
+
 def test_rounding_matters_more_the_coarser_the_dtype(llama: Path) -> None:
     assert reference_of(llama, dtype=DType.F32).rounding == 0.0
     half = reference_of(llama, dtype=DType.F16).rounding

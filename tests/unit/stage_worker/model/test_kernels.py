@@ -351,7 +351,7 @@ def test_an_older_compiled_module_is_not_used(
 ) -> None:
     config = checkpoints["llama"].config
     skip_unless_possible(IN_PLACE, config)
-    monkeypatch.delattr(load(), "multiply_int4")
+    monkeypatch.delattr(load(), "IN_FP8")
     chosen = Kernels.of(config, torch.device("cpu"), torch.bfloat16)
     assert chosen.decode is AttentionMethod.PRODUCTS
     assert "older than this Stageline: install it again" in str(chosen)
