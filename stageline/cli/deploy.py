@@ -44,7 +44,7 @@ def _one_of(engines: Collection[str]) -> Callable[[str], str]:
 
 
 _ClusterFile: TypeAlias = Annotated[
-    Path, typer.Option("--file", "-f", metavar="FILE", help="Cluster file (docs/deploy.md).")
+    Path, typer.Option("--file", "-f", metavar="FILE", help="Cluster file (docs/deploy/README.md).")
 ]
 
 _RunningEngine: TypeAlias = Annotated[

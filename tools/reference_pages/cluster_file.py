@@ -28,8 +28,9 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
 _HEAD = f"""\
 # Keys of a cluster file
 
-[deploy.md](../deploy.md) has examples. Only `workers`, and the `name` of each, must be given. Paths are
-absolute, and on the host of the process; addresses are HOST:PORT; sizes have a unit, as in 20GiB.
+[deploy/README.md](../deploy/README.md) has examples. Only `workers`, and the `name` of each, must be
+given. Paths are absolute, and on the host of the process; addresses are HOST:PORT; sizes have a unit, as in
+20GiB.
 {GENERATED}
 """
 
