@@ -124,3 +124,7 @@ _BY_NAME = {
     "float32": DType.F32,
     "float": DType.F32,
 }
+
+
+OVERFLOWS_F16 = frozenset(("gemma2", "gemma3_text", "gemma4_text", "glm4"))
+"""Families by `model_type` whose published checkpoints have hidden states beyond the range of float16."""

@@ -13,7 +13,7 @@ import psutil
 from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, WorkerSpec
 from deploy.spec.document import WrongField
 from stage_worker.backends.mock_spec import MockSpec
-from stage_worker.config import check_threads
+from stage_worker.config import ALL_GPUS, AUTO, check_threads
 from wire.addresses import local_address, parse_address
 from wire.sizes import format_size
 
@@ -239,7 +239,9 @@ def local_run(spec: ClusterSpec) -> LocalRun:
 
 def _check_devices_unshared(devices: list[str]) -> None:
     for device in devices:
-        if device != "cpu" and devices.count(device) > 1:
+        if device == ALL_GPUS:
+            raise ValueError(f"{ALL_GPUS} is for `stageline worker`: name each worker's GPU, or auto")
+        if device not in ("cpu", AUTO) and devices.count(device) > 1:
             raise ValueError(
                 f"{devices.count(device)} workers share {device}: say with --memory how much each may use"
             )

@@ -76,7 +76,11 @@ def _listed(cpus: Collection[int]) -> str:
     return ",".join(map(str, sorted(cpus)))
 
 
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
+AUTO = "auto"
+"""The device of a worker that takes a free GPU."""
+ALL_GPUS = "cuda:all"
+"""The device of a process that runs one worker per GPU of its host."""
+_DEVICE = re.compile(rf"cpu|{AUTO}|{ALL_GPUS}|cuda(:\d+)?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 
@@ -193,7 +197,14 @@ class WorkerConfig:
         ),
     ] = None
 
-    device: Annotated[str, _compute("--device", "DEVICE", "cpu, cuda or cuda:N")] = "cpu"
+    device: Annotated[
+        str,
+        _compute(
+            "--device",
+            "DEVICE",
+            "cpu, cuda or cuda:N; auto: a free GPU; cuda:all: one worker per GPU, named NAME-0, NAME-1, ...",
+        ),
+    ] = "cpu"
     memory_bytes: Annotated[
         int | None,
         _compute(
@@ -270,7 +281,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device {self.device!r} is not one of cpu, cuda, cuda:0, cuda:1, ...")
+            raise ValueError(f"device {self.device!r} is not one of cpu, auto, cuda, cuda:0, ..., cuda:all")
         check_limits(self)
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")

@@ -44,6 +44,7 @@ from wire.clock import ClusterClock
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
+from wire.gpu import encode_gpu
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
 from wire.payloads import MIN_PAYLOAD_BYTES
@@ -239,6 +240,7 @@ class Worker:
 
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""
+        gpu = self._backend.gpu
         return join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
@@ -251,6 +253,8 @@ class Worker:
             hostname=socket.gethostname(),
             is_mock=self._backend.is_mock,
             supports_bf16=self._backend.supports_bf16,
+            supports_f16=self._backend.supports_f16,
+            gpu=None if gpu is None else encode_gpu(gpu),
         )
 
     def _heartbeat(self) -> join_pb2.Heartbeat:

@@ -15,6 +15,7 @@ from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.clock import wall_clock_us
+from wire.gpu import encode_gpu
 from wire.status_codec import duration, encode_certificate, encode_integrity, overall_integrity, timestamp
 from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
 from wire.transport import PLAIN, Transport
@@ -186,6 +187,7 @@ class StatusReporter:
             detail=record.shown_detail,
             memory_bytes=identity.memory_bytes,
             pid=identity.pid,
+            gpu=None if identity.gpu is None else encode_gpu(identity.gpu),
         )
         if (stage := record.stage) is not None:
             status.stage = stage.stage

@@ -9,6 +9,7 @@ from statistics import median_low
 from coordinator.planner.plan import StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from wire.errors import HandshakeMismatch
+from wire.gpu import Gpu
 from wire.ids import Incarnation
 
 
@@ -42,6 +43,8 @@ class WorkerIdentity:
     pid: int
     is_mock: bool = False
     supports_bf16: bool = True
+    supports_f16: bool = False
+    gpu: Gpu | None = None
 
 
 @dataclass(slots=True)

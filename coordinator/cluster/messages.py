@@ -9,6 +9,7 @@ from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
+from wire.gpu import decode_gpu
 from wire.ids import Incarnation, StageRole
 from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, kv_dtype_text, number_of
 
@@ -32,7 +33,9 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
     if not hello.name or not hello.address or len(hello.incarnation) != 16:
         raise InvalidRequest("hello of a worker needs a name, an address and a 16-byte incarnation")
-    for text in (hello.name, hello.address, hello.device, hello.hostname):
+    gpu = decode_gpu(hello.gpu) if hello.HasField("gpu") else None
+    gpu_texts = () if gpu is None else gpu.texts
+    for text in (hello.name, hello.address, hello.device, hello.hostname, *gpu_texts):
         if not text.isprintable() or len(text) > MAX_TEXT:
             raise InvalidRequest(
                 f"hello of a worker has {text[:MAX_TEXT]!r}, the limit is {MAX_TEXT} printable characters"
@@ -51,6 +54,8 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         pid=hello.pid,
         is_mock=hello.is_mock,
         supports_bf16=hello.supports_bf16,
+        supports_f16=hello.supports_f16,
+        gpu=gpu,
     )
 
 

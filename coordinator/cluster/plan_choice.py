@@ -276,7 +276,10 @@ def _more_specific(
 def _capacity(record: WorkerRecord) -> WorkerCapacity:
     worker = record.identity
     return WorkerCapacity(
-        name=worker.name, memory_bytes=worker.memory_bytes, supports_bf16=worker.supports_bf16
+        name=worker.name,
+        memory_bytes=worker.memory_bytes,
+        supports_bf16=worker.supports_bf16,
+        supports_f16=worker.supports_f16,
     )
 
 

@@ -22,12 +22,14 @@ class WorkerCapacity:
     """Memory budget of a worker for weights, KV pages and activations.
 
     The budget does not include the process itself: interpreter, torch and gRPC take some 300 MB on the host,
-    and a CUDA context on the device. A device without `supports_bf16` emulates bfloat16, slower than float32.
+    and a CUDA context on the device. A device without `supports_bf16` emulates bfloat16, slower than float32;
+    with `supports_f16` float16 is as fast there as bfloat16 elsewhere.
     """
 
     name: str
     memory_bytes: int
     supports_bf16: bool = True
+    supports_f16: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:

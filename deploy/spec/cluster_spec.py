@@ -160,7 +160,9 @@ class WorkerSpec:
     """A stage worker; without `host` it is on the coordinator's."""
 
     name: Annotated[str, Key("name", "unique name, of the worker's certificate too", text)]
-    device: Annotated[str, Key("device", "cpu, cuda or cuda:N", flag_value(WorkerConfig, "--device"))] = "cpu"
+    device: Annotated[
+        str, Key("device", "cpu, cuda:N, auto or cuda:all", flag_value(WorkerConfig, "--device"))
+    ] = "cpu"
     memory_bytes: Annotated[
         int | None,
         Key("memory", "memory of the device to use, such as 20GiB", flag_value(WorkerConfig, "--memory")),

@@ -11,6 +11,7 @@ from stage_worker.backends.contract import ReceivedFrame, StageOutput
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from wire.errors import InvalidRequest
+from wire.gpu import Gpu
 from wire.reference import Reference
 from wire.steps import Step
 from wire.tensors import TensorView
@@ -121,6 +122,16 @@ class StageBackend(ABC):
     def supports_bf16(self) -> bool:
         """bfloat16 is at least as fast as float32 on this device."""
         return True
+
+    @property
+    def supports_f16(self) -> bool:
+        """float16 is faster than float32 on this device, and summed in float32."""
+        return False
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that computes; None on a CPU and for a mock."""
+        return None
 
     @abstractmethod
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:

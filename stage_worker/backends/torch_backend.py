@@ -11,27 +11,33 @@ from stage_worker.assignment import Assignment, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import ReceivedFrame
+from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
 from stage_worker.backends.tensor_views import as_array, from_wire, project
 from stage_worker.backends.torch_device import (
     check_memory,
     default_memory_bytes,
+    describe_gpu,
+    has_fast_f16,
     has_native_bf16,
+    move_near,
     parse_device,
     prepare_process,
     prepare_thread,
 )
-from stage_worker.config import WorkerConfig
+from stage_worker.config import AUTO, WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.gpu import Gpu
 from wire.reference import Reference, encode_states
 from wire.steps import Step
 from wire.tensors import TensorView
 
 CPU = torch.device("cpu")
+CLAIMS_FOLDER = "gpus"
 
 
 class TorchBackend(StageBackend):
@@ -41,10 +47,13 @@ class TorchBackend(StageBackend):
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that this host lacks, MemoryTooLarge and KernelsUnavailable."""
-        device = parse_device(config.device)
+        self._claims = _claims(config)
+        device = _device(config, self._claims)
         if config.memory_bytes is not None:
             check_memory(config.memory_bytes, device)
         check_choice(config.kernels, device)
+        if config.cpu_set is None:
+            move_near(device)
         prepare_process(device)
         prepare_thread(device)
         self.device = str(device)
@@ -63,6 +72,15 @@ class TorchBackend(StageBackend):
     @property
     def supports_bf16(self) -> bool:
         return has_native_bf16(self._resources.device)
+
+    @property
+    def supports_f16(self) -> bool:
+        return has_fast_f16(self._resources.device)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        device = self._resources.device
+        return describe_gpu(device) if device.type == "cuda" else None
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
@@ -116,6 +134,8 @@ class TorchBackend(StageBackend):
     def stop(self, *, timeout_s: float) -> bool:
         self._watchdog.close()
         self._references.stop(timeout_s=0)
+        if self._claims is not None:
+            self._claims.close()
         return self._thread.stop(timeout_s=timeout_s)
 
     def _watch_steps(self) -> None:
@@ -161,3 +181,20 @@ def _begin_thread(device: torch.device, num_threads: int | None) -> None:
     prepare_thread(device)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+def _claims(config: WorkerConfig) -> GpuClaims | None:
+    return None if config.state_directory is None else GpuClaims(config.state_directory / CLAIMS_FOLDER)
+
+
+def _device(config: WorkerConfig, claims: GpuClaims | None) -> torch.device:
+    """The configured device, or a free GPU. Claims it, so that no other worker takes it as free.
+
+    Raises ValueError.
+    """
+    if config.device == AUTO:
+        return parse_device(choose_gpu(list_gpus(), claims).device)
+    device = parse_device(config.device)
+    if device.type == "cuda" and claims is not None:
+        claims.claim(describe_gpu(device).uuid)
+    return device

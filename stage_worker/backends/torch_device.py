@@ -3,16 +3,29 @@
 import contextlib
 import ctypes
 import gc
+import logging
+import os
+import re
+from pathlib import Path
 
 import psutil
 import torch
 
 from stage_worker.backends.contract import DeviceError
-from stage_worker.config import MemoryTooLarge
+from stage_worker.config import MemoryTooLarge, parse_cpu_set, pin_to
 from wire.errors import StepFaultKind
+from wire.gpu import Gpu
+
+log = logging.getLogger(__name__)
 
 CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_PCI_FIELDS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+_DRIVER_FILES = {
+    Path("/proc/driver/nvidia/version"): re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s"),
+    Path("/sys/module/amdgpu/version"): re.compile(r"(\S+)"),
+}
 
 
 def parse_device(text: str) -> torch.device:
@@ -32,19 +45,62 @@ def parse_device(text: str) -> torch.device:
 
 
 def check_memory(memory_bytes: int, device: torch.device) -> None:
-    total_bytes = total_memory_bytes(device)
-    if memory_bytes > total_bytes:
+    """Compare a budget with the free memory of a GPU, or all memory of a host, where free memory returns.
+
+    Raises MemoryTooLarge.
+    """
+    if device.type == "cuda":
+        limit_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        limit = f"{limit_bytes} ({_gib(limit_bytes)}) of {total_bytes} free: other processes use the rest"
+    else:
+        limit_bytes = int(psutil.virtual_memory().total)
+        limit = f"{limit_bytes} ({_gib(limit_bytes)})"
+    if memory_bytes > limit_bytes:
         raise MemoryTooLarge(
-            f"--memory is {memory_bytes} bytes ({memory_bytes / 2**30:.1f} GiB), device {device} has "
-            f"{total_bytes} ({total_bytes / 2**30:.1f} GiB): lower --memory or omit it"
+            f"--memory is {memory_bytes} bytes ({_gib(memory_bytes)}), device {device} has {limit}: "
+            "lower --memory or omit it"
         )
 
 
-def total_memory_bytes(device: torch.device) -> int:
-    """Physical memory of the host for a CPU, of the device for a GPU, free or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+def describe_gpu(device: torch.device) -> Gpu:
+    """Describe a GPU of CUDA or ROCm."""
+    properties = torch.cuda.get_device_properties(device)
+    architecture = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return Gpu(
+        model=properties.name,
+        uuid=f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "",
+        compute_capability=architecture or f"{properties.major}.{properties.minor}",
+        memory_bytes=int(properties.total_memory),
+        driver=_driver_version(),
+    )
+
+
+def _driver_version() -> str:
+    """The version of the kernel driver, empty where it does not say."""
+    for file, pattern in _DRIVER_FILES.items():
+        with contextlib.suppress(OSError):
+            if match := pattern.search(file.read_text()):
+                return match[1]
+    return ""
+
+
+def near_cpus(device: torch.device) -> tuple[int, ...] | None:
+    """CPUs of the GPU's NUMA node which this process may use; None if the system does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    if not all(hasattr(properties, name) for name in _PCI_FIELDS):
+        return None
+    domain, bus, slot = (getattr(properties, name) for name in _PCI_FIELDS)
+    file = PCI_DEVICES / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "local_cpulist"
+    try:
+        near = parse_cpu_set(file.read_text().strip())
+    except (OSError, ValueError):
+        return None
+    allowed = os.sched_getaffinity(0)
+    return tuple(cpu for cpu in near if cpu in allowed) or None
 
 
 def prepare_process(device: torch.device) -> None:
@@ -55,6 +111,15 @@ def prepare_process(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def move_near(device: torch.device) -> None:
+    """Keep this thread, and all that it starts, on the CPUs near a GPU: copies through another NUMA node
+    are slower.
+    """
+    if device.type == "cuda" and (cpus := near_cpus(device)) is not None:
+        pin_to(cpus)
+        log.info("using CPUs %s near %s", ",".join(map(str, cpus)), device)
 
 
 def prepare_thread(device: torch.device) -> None:
@@ -69,6 +134,11 @@ def has_native_bf16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def has_fast_f16(device: torch.device) -> bool:
+    """Whether float16 is faster than float32; torch sums its products in float32 on a GPU."""
+    return device.type == "cuda"
 
 
 def default_memory_bytes(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """`stageline coordinator`, `stageline worker` and `stageline gateway`: one of them in this process."""
 
+import asyncio
 import os
 from typing import Any
 
@@ -7,9 +8,10 @@ import typer
 
 from coordinator.config import CoordinatorConfig
 from gateway.config import GatewayConfig
-from stage_worker.config import WorkerConfig, pin_to
-from stageline.cli.config_flags import config_parameters, file_parameters, make_config, toml_of
-from stageline.cli.options import default_token_directory, read_token, takes, telemetry_settings
+from stage_worker.config import ALL_GPUS, WorkerConfig, pin_to
+from stageline.cli.config_flags import config_parameters, file_parameters, flags_of, make_config, toml_of
+from stageline.cli.options import build_config, default_token_directory, read_token, takes, telemetry_settings
+from telemetry import logs
 from wire.user_files import state_directory, user_cache_directory
 
 
@@ -50,11 +52,23 @@ def worker(context: typer.Context, **flags: Any) -> int:
     if flags["print_config"]:
         print(toml_of(config), end="")
         return 0
+    if config.device == ALL_GPUS:
+        return _worker_per_gpu(config)
     if config.cpu_set is not None:
         pin_to(config.cpu_set)  # before torch creates its threads
     from stage_worker.server import run  # loads torch
 
     return run(config)
+
+
+def _worker_per_gpu(config: WorkerConfig) -> int:
+    from deploy.gpu_workers import GpuWorkers, worker_configs  # only this device needs it
+    from stage_worker.backends.gpu_choice import list_gpus
+
+    logs.configure(config.logs, "worker", worker=config.name)
+    configs = build_config(lambda: worker_configs(config, list_gpus()))
+    commands = {name: ("worker", *flags_of(each)) for name, each in configs.items()}
+    return asyncio.run(GpuWorkers(commands).run())
 
 
 @takes(config_parameters(GatewayConfig), file_parameters(GatewayConfig))

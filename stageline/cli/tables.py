@@ -36,6 +36,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_journal(status.journal),
         *_last_end(status.end_cause),
         *_describe_weights(status),
+        *_gpus(status),
         *_payload_fallbacks(status),
         *_details(status),
     ]
@@ -194,6 +195,16 @@ def _describe_weights(status: cluster_pb2.GetStatusResponse) -> list[str]:
         if worker.weights
     ]
     return [f"Weights compared: {', '.join(checked)}"] if checked else []
+
+
+def _gpus(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    described = [
+        f"{worker.name} {worker.gpu.model} (compute capability {worker.gpu.compute_capability}, "
+        f"{format_size(worker.gpu.memory_bytes)}, driver {worker.gpu.driver or 'unknown'})"
+        for worker in _all_workers(status)
+        if worker.HasField("gpu")
+    ]
+    return [f"GPUs: {'; '.join(described)}"] if described else []
 
 
 def _details(status: cluster_pb2.GetStatusResponse) -> list[str]:

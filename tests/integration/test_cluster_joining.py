@@ -206,6 +206,33 @@ def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -
     )
 
 
+async def test_the_status_has_the_gpu_of_a_workers_hello(varied_llama: Path) -> None:
+    message = hello()
+    gpu = cluster_pb2.Gpu(
+        model="NVIDIA H100", uuid="GPU-0", compute_capability="9.0", memory_bytes=80 << 30, driver="580.95.05"
+    )
+    message.gpu.CopyFrom(gpu)
+    async with (
+        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
+        PLAIN.channel(cluster.address) as channel,
+    ):
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join(timeout=DEADLINE_S)
+        await call.write(join_pb2.JoinRequest(hello=message))
+        assert (await call.read()).WhichOneof("message") == "welcome"
+        status = await cluster.wait_status(lambda status: len(status.workers) == 1)
+        assert status.workers[0].gpu == gpu
+        call.cancel()
+
+
+async def test_a_gpu_of_unprintable_text_is_refused(varied_llama: Path) -> None:
+    message = hello()
+    message.gpu.model = "two\nlines"
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
+        refused = await refusal(cluster.address, message)
+        assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "'two\\nlines'" in (refused.details() or "")
+
+
 async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.AioRpcError:
     """Status of a `Join` that begins with `message`."""
 

@@ -820,6 +820,7 @@ class WorkerStatus(_message.Message):
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
     PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -872,6 +873,10 @@ class WorkerStatus(_message.Message):
     def certificate(self) -> Global___Certificate:
         """Unset in plain text."""
 
+    @_builtins.property
+    def gpu(self) -> Global___Gpu:
+        """Unset for a CPU and a mock."""
+
     def __init__(
         self,
         *,
@@ -901,13 +906,52 @@ class WorkerStatus(_message.Message):
         kv_integrity: Global___KvIntegrity | None = ...,
         payload_fallback: _builtins.str = ...,
         certificate: Global___Certificate | None = ...,
+        gpu: Global___Gpu | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class Gpu(_message.Message):
+    """A GPU, as its driver describes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
+    COMPUTE_CAPABILITY_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Such as "NVIDIA H100 80GB HBM3"."""
+    uuid: _builtins.str
+    """Stays the same when indexes change, such as "GPU-0f8a6e32-...". Empty if unknown."""
+    compute_capability: _builtins.str
+    """Such as "9.0", or "gfx942"."""
+    memory_bytes: _builtins.int
+    """Memory of the device, free or not."""
+    driver: _builtins.str
+    """Version of the driver; empty if unknown."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        uuid: _builtins.str = ...,
+        compute_capability: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+        driver: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_capability", b"compute_capability", "driver", b"driver", "memory_bytes", b"memory_bytes", "model", b"model", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gpu: _TypeAlias = Gpu  # noqa: Y015

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,29 @@ def test_a_worker_without_bfloat16_makes_the_plan_float32_by_default(
     assert model.config.dtype is DType.BF16
     workers = [
         WorkerCapacity(name=name, memory_bytes=1 << 40, supports_bf16=name not in lacking)
+        for name in ("a", "b")
+    ]
+    assert plan_for(config, model, workers).dtype is planned
+
+
+@pytest.mark.parametrize(
+    ("model_type", "without_f16", "planned"),
+    [
+        ("llama", [], DType.F16),
+        ("llama", ["b"], DType.F32),  # a CPU
+        ("gemma2", [], DType.F32),  # its hidden states overflow float16
+    ],
+)
+def test_gpus_without_bfloat16_compute_in_float16_where_the_model_fits_it(
+    model_type: str, without_f16: list[str], planned: DType
+) -> None:
+    config = config_of("layers=8")
+    model = open_model(config)
+    model = replace(model, config=replace(model.config, model_type=model_type))
+    workers = [
+        WorkerCapacity(
+            name=name, memory_bytes=1 << 40, supports_bf16=False, supports_f16=name not in without_f16
+        )
         for name in ("a", "b")
     ]
     assert plan_for(config, model, workers).dtype is planned

@@ -32,7 +32,7 @@ _WRONG = [
     ("workers:\n- name: A_1", "2: workers[0].name: 'A_1' is not a name"),
     ("workers:\n- name: a\n  memory: 20", "3: workers[0].memory: '20' has no unit"),
     ("workers:\n- name: a\n  memory:", "3: workers[0].memory: is empty: give a value or remove the key"),
-    ("workers: [{name: a, device: gpu}]", "1: workers[0]: device 'gpu' is not one of cpu, cuda"),
+    ("workers: [{name: a, device: gpu}]", "1: workers[0]: device 'gpu' is not one of cpu, auto"),
     ("stages: 2\nworkers: [{name: a}]", "1: stages: is 2, the limit is one per worker: 1"),
     ("stages: two\nworkers: [{name: a}]", "1: stages: 'two' is not a whole number"),
     ("drain-timeout: 0\nworkers: [{name: a}]", "1: drain-timeout: 0 is out of range: must be above 0"),

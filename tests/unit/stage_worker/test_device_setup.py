@@ -3,64 +3,125 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from stage_worker.backends import torch_device
+from stage_worker.backends.gpu_choice import GpuClaims
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.backends.mock_spec import MockSpec
-from stage_worker.backends.torch_backend import TorchBackend
-from stage_worker.backends.torch_device import check_memory
+from stage_worker.backends.torch_backend import CPU, TorchBackend
+from stage_worker.backends.torch_device import check_memory, describe_gpu, move_near
 from stage_worker.config import MemoryTooLarge, WorkerConfig
+from wire.gpu import Gpu
 
 CUDA = torch.device("cuda", 1)
+UUID = "0f8a6e32-6b0c-4d5e-9a52-6a6f0c2b1d11"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A GPU that torch describes, with 8 of 80 GiB in use, on the PCI bus of a folder."""
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        uuid=UUID,
+        major=9,
+        minor=0,
+        total_memory=80 * GIB,
+        pci_domain_id=0,
+        pci_bus_id=0xA3,
+        pci_device_id=0,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (72 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch_device, "PCI_DEVICES", tmp_path)
+    (tmp_path / "0000:a3:00.0").mkdir()
+    return properties
 
 
 async def test_cudnn_attention_is_off_and_every_thread_has_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     switched: list[bool] = []
     threads: dict[str, torch.device] = {}
     monkeypatch.setattr("stage_worker.backends.torch_backend.parse_device", lambda text: CUDA)
-    monkeypatch.setattr("stage_worker.backends.torch_device.total_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(
         torch.cuda,
         "set_device",
         lambda device: threads.__setitem__(threading.current_thread().name, device),
     )
-    config = WorkerConfig(
-        coordinator="127.0.0.1:1",
-        device="cuda:1",
-        memory_bytes=1 << 30,
-        name=None,
-        listen=None,
-        advertise=None,
-        model_directory=None,
-        num_threads=None,
-    )
+    config = WorkerConfig(device="cuda:1", memory_bytes=GIB, state_directory=tmp_path)
     backend = TorchBackend(config)
     ident = await backend._thread.run(threading.get_ident)
     assert ident != threading.get_ident()
     assert switched == [False]
     assert threads == {threading.current_thread().name: CUDA, "stage-compute": CUDA}
+    other = GpuClaims(tmp_path / "gpus")
+    assert not other.claim(f"GPU-{UUID}")
     assert backend.stop(timeout_s=10)
+    assert other.claim(f"GPU-{UUID}")
+    other.close()
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), CUDA])
-def test_no_more_memory_than_the_device_has_is_accepted(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    total = SimpleNamespace(total_memory=8 << 30, total=8 << 30)
+def test_no_more_memory_than_a_host_has_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = SimpleNamespace(total=8 * GIB)
     monkeypatch.setattr("stage_worker.backends.torch_device.psutil.virtual_memory", lambda: total)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    check_memory(8 << 30, device)
+    check_memory(8 * GIB, CPU)
+    text = rf"--memory is {9 * GIB} bytes \(9.0 GiB\), device cpu has {8 * GIB} \(8.0 GiB\): lower --memory"
+    with pytest.raises(MemoryTooLarge, match=text):
+        check_memory(9 * GIB, CPU)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_no_more_memory_than_is_free_on_a_gpu_is_accepted() -> None:
+    check_memory(72 * GIB, CUDA)
     text = (
-        rf"--memory is {9 << 30} bytes \(9.0 GiB\), device {device} has {8 << 30} \(8.0 GiB\): lower --memory"
+        rf"--memory is {73 * GIB} bytes \(73.0 GiB\), device cuda:1 has {72 * GIB} \(72.0 GiB\) of "
+        f"{80 * GIB} free: other processes use the rest: lower --memory or omit it"
     )
     with pytest.raises(MemoryTooLarge, match=text):
-        check_memory(9 << 30, device)
+        check_memory(73 * GIB, CUDA)
+
+
+DRIVERS = {
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025": "580.95.05",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (x@y)": "570.124.06",
+    "no version": "",
+}
+
+
+@pytest.mark.parametrize(("text", "version"), DRIVERS.items())
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_described(text: str, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(text)
+    (pattern, *_) = torch_device._DRIVER_FILES.values()
+    monkeypatch.setattr(torch_device, "_DRIVER_FILES", {tmp_path / "version": pattern})
+    assert describe_gpu(CUDA) == Gpu(
+        model="NVIDIA H100 80GB HBM3",
+        uuid=f"GPU-{UUID}",
+        compute_capability="9.0",
+        memory_bytes=80 * GIB,
+        driver=version,
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_worker_keeps_to_the_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pinned: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch_device, "pin_to", pinned.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 8, 64})
+    file = tmp_path / "0000:a3:00.0" / "local_cpulist"
+    move_near(CUDA)  # the system does not say
+    for listed, expected in (("0-1,8-9\n", (0, 1, 8)), ("16-31\n", None), ("\n", None)):
+        file.write_text(listed)
+        move_near(CUDA)
+        assert pinned == ([] if expected is None else [expected])
+        pinned.clear()
 
 
 async def test_a_mock_stage_has_the_memory_that_it_is_given() -> None:

@@ -129,6 +129,17 @@ def test_the_status_names_the_cause_of_the_last_end_of_an_epoch() -> None:
     assert "Last epoch ended by: no progress" in _render(status_view(status))
 
 
+def test_the_status_describes_each_gpu() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "GPUs" not in "\n".join(_render(status_view(status)))
+    first = next(worker for worker in status.workers if worker.name == "worker-0")
+    first.gpu.model, first.gpu.compute_capability = "NVIDIA H100 80GB HBM3", "9.0"
+    first.gpu.memory_bytes, first.gpu.driver = 80 * 2**30, "580.95.05"
+    line = "GPUs: worker-0 NVIDIA H100 80GB HBM3 (compute capability 9.0, 80.0 GiB, driver 580.95.05)"
+    assert line in _render(status_view(status), width=110)
+
+
 def test_the_status_shows_the_lag_of_the_coordinators_event_loop() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

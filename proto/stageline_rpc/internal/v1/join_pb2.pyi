@@ -247,6 +247,8 @@ class WorkerHello(_message.Message):
     IS_MOCK_FIELD_NUMBER: _builtins.int
     SUPPORTS_BF16_FIELD_NUMBER: _builtins.int
     REJOIN_SECRET_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    SUPPORTS_F16_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -268,6 +270,12 @@ class WorkerHello(_message.Message):
     """The device computes bfloat16 in hardware. With false, bf16 models run in float32 by default, which is faster there."""
     rejoin_secret: _builtins.bytes
     """`Welcome.rejoin_secret` of the process's previous stream, if any."""
+    supports_f16: _builtins.bool
+    """The device computes float16 in hardware, with float32 sums. A bf16 model runs in it by default where bfloat16 is missing."""
+    @_builtins.property
+    def gpu(self) -> _cluster_pb2.Gpu:
+        """Unset for a CPU and a mock."""
+
     def __init__(
         self,
         *,
@@ -283,10 +291,12 @@ class WorkerHello(_message.Message):
         is_mock: _builtins.bool = ...,
         supports_bf16: _builtins.bool = ...,
         rejoin_secret: _builtins.bytes = ...,
+        gpu: _cluster_pb2.Gpu | None = ...,
+        supports_f16: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
