@@ -311,6 +311,16 @@ class CoordinatorConfig:
             off="--no-http",
         ),
     ] = "127.0.0.1:7481"
+    health_listen: Annotated[
+        str | None,
+        _serving(
+            "--health-listen",
+            "HOST:PORT",
+            "Plain HTTP address of /healthz and /readyz, for probes without certificates",
+            unset="none",
+            parse=listen_address,
+        ),
+    ] = None
     token_file: Annotated[
         Path | None,
         _serving(

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -23,7 +24,7 @@ from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
 from coordinator.api.call_context import CallContexts, Operators, SecretCheck, TokenFile
 from coordinator.api.cluster_service import ClusterService
-from coordinator.api.health import CoordinatorHealth
+from coordinator.api.health import CoordinatorHealth, condition_of
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.intake import Intake
 from coordinator.api.message_limits import MessageLimits
@@ -75,6 +76,7 @@ from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
 from wire.channels import new_server, raise_file_limit
 from wire.clock import ClusterClock
+from wire.condition import ProcessState
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
@@ -402,14 +404,10 @@ def run(config: CoordinatorConfig) -> int:
     logs.configure(config.logs, "coordinator")
     raise_file_limit()
     sys.setswitchinterval(INTERPRETER_SWITCH_S)
+    state = ProcessState()
     try:
-        model = open_model(config)
-        check_counts(config, model)
-        if model.directory is not None:
-            model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
-        if model.grammars is not None and (problem := model.grammars.load()) is not None:
-            log.info("no structured output: %s", problem)
-        uvloop.run(_serve(config, model))
+        with _health_port(config.health_listen, state):
+            uvloop.run(_serve(config, _load_model(config), state))
     except (
         CheckpointError,
         TokenizerError,
@@ -422,13 +420,32 @@ def run(config: CoordinatorConfig) -> int:
     return ExitCode.DONE
 
 
-async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
+def _load_model(config: CoordinatorConfig) -> ServedModel:
+    model = open_model(config)
+    check_counts(config, model)
+    if model.directory is not None:
+        model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
+    if model.grammars is not None and (problem := model.grammars.load()) is not None:
+        log.info("no structured output: %s", problem)
+    return model
+
+
+def _health_port(listen: str | None, state: ProcessState) -> AbstractContextManager[None]:
+    if listen is None:
+        return nullcontext()
+    from web.health_port import health_port  # imported late: the HTTP server takes some 20 MB
+
+    return health_port(listen, state.current)
+
+
+async def _serve(config: CoordinatorConfig, model: ServedModel, state: ProcessState) -> None:
     stopping, draining = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
     server = CoordinatorServer(config, model)
     await server.start()
+    state.follow(lambda: condition_of(server.controller))
     # Objects made at start are permanent: scanning them in each collection would pause steps for tens of ms.
     gc.freeze()
     if server.dashboard is not None:

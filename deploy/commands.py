@@ -37,6 +37,7 @@ _PORTS = {
     "--http": "dashboard",
     "--enroll-listen": "enrolment",
     "--payload-listen": "payloads",
+    "--health-listen": "health",
 }
 
 

@@ -132,6 +132,16 @@ class WorkerConfig:
     reflection: Annotated[
         bool, _cluster("--reflection", None, "Describe the gRPC services to clients that ask")
     ] = True
+    health_listen: Annotated[
+        str | None,
+        _cluster(
+            "--health-listen",
+            "HOST:PORT",
+            "Plain HTTP address of /healthz and /readyz, for probes without certificates",
+            unset="none",
+            parse=listen_address,
+        ),
+    ] = None
     payload_listen: Annotated[
         str | None,
         _cluster(

@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 
 from stage_worker.policy import WORKER_POLICY
+from stage_worker.readiness import Readiness
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
 from wire.clock import ClusterClock, Exchange, wall_clock_us
+from wire.condition import Condition
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class CoordinatorClient:
         transport: Transport = PLAIN,
     ) -> None:
         """`new_hello` and `heartbeat` are called for each connection and heartbeat."""
+        self._readiness = Readiness()
         self._coordinator, self._transport = coordinator, transport
         self._new_hello = new_hello
         self._heartbeat = heartbeat
@@ -73,9 +76,13 @@ class CoordinatorClient:
         self.leave_timeout_s = WORKER_POLICY.loading_timeout_s
         """Maximum wait for the coordinator's Leave after `ask_to_leave`."""
 
+    def condition(self) -> Condition:
+        """Whether the worker is of use to its cluster. Called from any thread."""
+        return self._readiness.condition()
+
     def ask_to_leave(self) -> bool:
         """Ask the coordinator to drain this worker, which ends `run`. Returns False without a connection."""
-        self._is_leaving = True
+        self.stop_dialling()
         if self._connection is None:
             return False
         self._connection.send(join_pb2.JoinRequest(drain_requested=join_pb2.DrainRequested()))
@@ -84,6 +91,7 @@ class CoordinatorClient:
     def stop_dialling(self) -> None:
         """Make `run` return when the current connection has ended."""
         self._is_leaving = True
+        self._readiness.leave()
 
     async def run(self) -> None:
         """Join, and rejoin, until the coordinator orders the process to exit. Raises JoinRefused."""
@@ -117,7 +125,8 @@ class CoordinatorClient:
         self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + WORKER_POLICY.loading_timeout_s
         self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
-        connection = self._connection = _Connection(call)
+        self._readiness.observe(join_pb2.JoinResponse(welcome=welcome))
+        connection = self._connection = _Connection(call, self._readiness)
         self._stage.connected(connection.send, welcome)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
@@ -129,6 +138,7 @@ class CoordinatorClient:
                 task.cancel()
             await asyncio.gather(heartbeats, writer, return_exceptions=True)
             self._stage.disconnected()
+            self._readiness.disconnected()
 
     async def _beat(self, connection: "_Connection", interval_s: float) -> None:
         while True:
@@ -161,6 +171,7 @@ class CoordinatorClient:
                     message = await _read(call)
             except TimeoutError:
                 raise CoordinatorSilent(f"silent for {lease_s:g} s") from None
+            self._readiness.observe(message)
             match message.WhichOneof("message"):
                 case (
                     "assign" | "begin_epoch" | "end_epoch" | "serving" | "verify_weights" | "report_states"
@@ -199,11 +210,12 @@ class CoordinatorClient:
 class _Connection:
     """Outgoing messages of one Join stream; dropped when it has ended."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, call: Call, readiness: Readiness) -> None:
+        self._call, self._readiness = call, readiness
         self._outbox: asyncio.Queue[join_pb2.JoinRequest] = asyncio.Queue()
 
     def send(self, message: join_pb2.JoinRequest) -> None:
+        self._readiness.observe(message)
         self._outbox.put_nowait(message)
 
     async def write(self) -> None:

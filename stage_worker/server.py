@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +42,7 @@ from wire.audit import open_audit
 from wire.authorization import authorization
 from wire.channels import PROTOCOL_VERSION, new_server, raise_file_limit
 from wire.clock import ClusterClock
+from wire.condition import Condition, ProcessState
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
@@ -178,6 +180,10 @@ class Worker:
                     task.result()
         finally:
             await _cancel((joined, orders, failed, *renewing))
+
+    def condition(self) -> Condition:
+        """Whether the worker is of use to its cluster. Called from any thread."""
+        return self._client.condition()
 
     def ask_to_leave(self) -> bool:
         """Ask to drain this worker, which ends `run`. Returns False without a connection."""
@@ -351,14 +357,29 @@ def run(config: WorkerConfig) -> int:
     """
     logs.configure(config.logs, "worker", worker=config.name)
     raise_file_limit()
-    return uvloop.run(_main(config))
+    state = ProcessState()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_health_port(config.health_listen, state))
+        except OSError as error:
+            return _fail(config, error)
+        return uvloop.run(_main(config, state))
 
 
-async def _main(config: WorkerConfig) -> int:
+def _health_port(listen: str | None, state: ProcessState) -> AbstractContextManager[None]:
+    if listen is None:
+        return nullcontext()
+    from web.health_port import health_port  # imported late: the HTTP server takes some 20 MB
+
+    return health_port(listen, state.current)
+
+
+async def _main(config: WorkerConfig, state: ProcessState) -> int:
     try:
         if config.join_token_file is not None:
             config = await asyncio.to_thread(_enrolled, config)
         worker = Worker(config)
+        state.follow(worker.condition)
         await worker.start()
     except MemoryTooLarge as error:
         logs.log_fatal(config.logs, error_line("USAGE", str(error)))

@@ -1,14 +1,37 @@
-"""`grpc.health.v1` of the coordinator: SERVING only while tokens can be produced."""
+"""`grpc.health.v1` of the coordinator, SERVING only while tokens can be produced, and its condition."""
 
 import asyncio
+from collections.abc import Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.transitions import ClusterPhase
 from stageline_rpc.v1 import inference_pb2
+from wire.condition import Condition
 from wire.interceptors import HealthServicer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_DRAINING = Condition("draining", takes_time=True)
+_CONDITIONS: Mapping[ClusterPhase, Condition] = {
+    ClusterPhase.WAITING_FOR_WORKERS: Condition("waiting for workers"),
+    ClusterPhase.LOADING: Condition("workers are loading"),
+    ClusterPhase.STARTING_EPOCH: Condition("starting an epoch"),
+    ClusterPhase.CHECKING: Condition("the self-check is running"),
+    ClusterPhase.SERVING: Condition("no new requests are served"),
+    ClusterPhase.BLOCKED: Condition("blocked: `stageline status` has the reason"),
+}
+"""While no new requests are served."""
+
+
+def condition_of(controller: Controller) -> Condition:
+    """Whether new requests are served, and why not. Called from any thread."""
+    if controller.availability.is_ending:
+        return _DRAINING
+    if controller.availability.serves_new:
+        return Condition("serving", is_ready=True)
+    return _CONDITIONS[controller.state.phase]
 
 
 class CoordinatorHealth:
