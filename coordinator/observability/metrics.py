@@ -198,7 +198,9 @@ class Gauges:
     ) -> None:
         self._engine = engine
         self._members = controller.state.workers
+        self._availability = controller.availability
         self._num_dropped_spans = num_dropped_spans
+        self._serving = registry.number(definitions.SERVING).of()
         self._requests = registry.number(definitions.REQUESTS)
         self._ended = registry.number(definitions.REQUESTS_ENDED)
         self._num_prompt = registry.number(definitions.PROMPT_TOKENS).of()
@@ -212,6 +214,7 @@ class Gauges:
         registry.read_with(self._read)
 
     def _read(self) -> None:
+        self._serving.set(self._availability.serves_new)
         numbers = self._engine.snapshot()
         states = Counter(map(request_state, self._engine.live_requests))
         states["preparing"] = numbers.num_preparing

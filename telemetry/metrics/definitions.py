@@ -189,6 +189,13 @@ _COORDINATOR, _WORKER, _GATEWAY = (Process.COORDINATOR,), (Process.WORKER,), (Pr
 _BOTH, _ALL = (Process.COORDINATOR, Process.WORKER), tuple(Process)
 _COUNTER, _UP_DOWN, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.UP_DOWN, Kind.GAUGE, Kind.HISTOGRAM
 
+SERVING = _of(
+    _COORDINATOR,
+    "stageline.cluster.serving",
+    _GAUGE,
+    "1",
+    "Whether new requests are served: 1 or 0.",
+)
 REQUESTS = _of(
     _COORDINATOR,
     "stageline.request.active",

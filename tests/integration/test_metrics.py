@@ -47,6 +47,7 @@ async def test_metrics_count_tokens_steps_and_blocks_of_known_requests(
         assert scraped.get("stageline_request_refused_total", reason="invalid") == 1
         assert scraped.get("stageline_request_refused_total") == 1
         assert scraped.get("stageline_request_active") == 0
+        assert scraped.get("stageline_cluster_serving_ratio") == 1
         assert scraped.get("stageline_prompt_tokens_total") == NUM_PROMPT_TOKENS
         assert scraped.get("stageline_prompt_cached_tokens_total") == 0
         assert scraped.get("stageline_generated_tokens_total") == NUM_REQUESTS * MAX_TOKENS
@@ -195,3 +196,12 @@ async def test_open_metrics_of_a_whole_cluster_is_valid() -> None:
         text, content_type = await cluster.server.metrics.metrics_text("application/openmetrics-text")
         assert content_type.startswith("application/openmetrics-text")
         assert len(list(text_string_to_metric_families(text.decode()))) > 25
+
+
+async def test_a_cluster_without_workers_shows_that_it_does_not_serve() -> None:
+    async with MetricsCluster("step=1ms", num_stages=2, num_workers=1, waits=False) as cluster:
+        name = "stageline_cluster_serving_ratio"
+        assert (await cluster.scrape()).has(name)
+        assert (await cluster.scrape()).get(name) == 0
+        await cluster.start_worker("w1")
+        await cluster.scrape_until(lambda scraped: scraped.get(name) == 1)
