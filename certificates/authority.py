@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -20,6 +20,15 @@ CLOCK_SKEW = timedelta(minutes=5)
 """How far a peer's clock may be behind; certificates are valid from so long before they are made."""
 MAX_LEAF_LIFE = timedelta(days=90)
 MAX_NAMES = 32
+DAMAGED = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What the library raises for damaged keys, certificates and requests, many when a field is read."""
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,62}(?:\.[A-Za-z0-9_-]{1,63})*)", re.ASCII)
 
 
@@ -76,7 +85,7 @@ def issue(
             critical=False,
         )
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(_authority_identifier(ca), critical=False)
+        .add_extension(_authority_identifier(authority), critical=False)
     )
     return builder.sign(authority.key, hashes.SHA256())
 
@@ -100,7 +109,7 @@ def identity_of(certificate: x509.Certificate) -> Identity:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """DNS names and IP addresses of a certificate."""
+    """DNS names and IP addresses of a certificate. Raises ValueError for damaged ones."""
     addresses = map(str, _names(certificate, x509.IPAddress))
     return [*_names(certificate, x509.DNSName), *addresses]
 
@@ -109,7 +118,7 @@ def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
     """Whether `authority` signed the certificate."""
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (*DAMAGED, InvalidSignature):
         return False
     return True
 
@@ -121,6 +130,8 @@ def _names(
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return []
+    except DAMAGED as error:
+        raise ValueError(f"the certificate's extensions are damaged: {error}") from None
     return [str(value) for value in extension.value.get_values_for_type(kind)]
 
 
@@ -154,6 +165,9 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _authority_identifier(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    found = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+def _authority_identifier(authority: KeyPair) -> x509.AuthorityKeyIdentifier:
+    try:
+        found = authority.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+    except x509.ExtensionNotFound:  # an authority that another tool made
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(found.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
-from certificates.authority import KeyPair, identity_of
+from certificates.authority import DAMAGED, KeyPair, identity_of
 from certificates.identity import Identity
 from certificates.private_files import read_private, read_regular
 
@@ -41,7 +42,10 @@ class UnusableTlsFiles(OSError):
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What one version of the files says. The PEM texts are as they were read."""
+    """What one version of the files says.
+
+    The PEM texts are written anew: the TLS libraries differ in what they read around and between them.
+    """
 
     ca_pem: bytes
     chain_pem: bytes
@@ -58,24 +62,34 @@ class TlsMaterial:
         begin, end = self.leaf.not_valid_before_utc, self.leaf.not_valid_after_utc
         return max(0.0, (end - now) / (end - begin))
 
+    def load_chain(self, context: ssl.SSLContext) -> None:
+        """Give a context the certificate and its key. Raises ssl.SSLError.
+
+        Python reads them from files only; those of the directory may just be changing.
+        """
+        descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(self.chain_pem + b"\n" + self.key_pem)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+
 
 def read_tls_material(directory: Path) -> TlsMaterial:
     """Read and check a directory. Raises UnusableTlsFiles with one line that names the file."""
     ca_path, chain_path = directory / CA_FILE, directory / CERTIFICATE_FILE
-    ca_pem, chain_pem = _read(ca_path), _read(chain_path)
-    key_pem = read_key_file(directory / KEY_FILE)
-    _parse(ca_path, ca_pem)
-    leaf = _parse(chain_path, chain_pem)[0]
-    if _public_bytes(_load_key(directory / KEY_FILE, key_pem).public_key()) != _public_bytes(
-        leaf.public_key()
-    ):
-        raise UnusableTlsFiles(f"{directory / KEY_FILE} is not the key of {chain_path}")
+    authorities, chain = read_certificates(ca_path), read_certificates(chain_path)
+    key, leaf = _load_key(directory / KEY_FILE, read_key_file(directory / KEY_FILE)), chain[0]
     try:
+        is_its_key = _public_bytes(key.public_key()) == _public_bytes(leaf.public_key())
         identity = identity_of(leaf)
-    except ValueError as error:
+    except DAMAGED as error:
         raise UnusableTlsFiles(f"{chain_path}: {error}") from None
+    if not is_its_key:
+        raise UnusableTlsFiles(f"{directory / KEY_FILE} is not the key of {chain_path}")
     _check_time(chain_path, leaf)
-    return TlsMaterial(ca_pem, chain_pem, key_pem, leaf, identity)
+    material = TlsMaterial(_joined(authorities), _joined(chain), key_pem(key), leaf, identity)
+    _check_loads(directory, material)
+    return material
 
 
 class TlsDirectory:
@@ -210,22 +224,39 @@ def _unusable(path: Path, error: OSError) -> UnusableTlsFiles:
     return UnusableTlsFiles(f"{path}: {error.strerror.lower()}" if error.strerror else str(error))
 
 
+def _joined(certificates: Sequence[x509.Certificate]) -> bytes:
+    return b"".join(map(certificate_pem, certificates))
+
+
 def _parse(path: Path, pem: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except DAMAGED:
         raise UnusableTlsFiles(f"{path} has no certificate in PEM form, or a damaged one") from None
 
 
 def _load_key(path: Path, pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         return load_pem_private_key(pem, password=None)  # type: ignore[return-value]  # any kind serves
-    except (ValueError, TypeError):
+    except DAMAGED:
         raise UnusableTlsFiles(f"{path} has no private key in PEM form, or one with a passphrase") from None
 
 
 def _public_bytes(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _check_loads(directory: Path, material: TlsMaterial) -> None:
+    """Raises UnusableTlsFiles for what would fail in each handshake, such as weak signatures."""
+    context, authorities = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), material.ca_pem.decode("ascii")
+    for name, load in (
+        (CA_FILE, lambda: context.load_verify_locations(cadata=authorities)),
+        (CERTIFICATE_FILE, lambda: material.load_chain(context)),
+    ):
+        try:
+            load()
+        except ssl.SSLError as error:
+            raise UnusableTlsFiles(f"OpenSSL refuses {directory / name}: {error.reason or error}") from None
 
 
 def _check_time(path: Path, leaf: x509.Certificate) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from certificates.authority import MAX_NAMES, general_name
+from certificates.authority import DAMAGED, MAX_NAMES, general_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def parse_request(pem: bytes) -> CertificateRequest:
         key, is_signed = request.public_key(), request.is_signature_valid
         names = [str(attribute.value) for attribute in request.subject]
         extensions = request.extensions
-    except (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
+    except DAMAGED:
         raise ValueError("the certificate request is not one in PEM form, or damaged") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise ValueError("the key of the certificate request is not one of the curve P-256")

@@ -7,7 +7,6 @@ change: by listeners at each handshake, by callers at each new channel; open con
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -265,7 +264,7 @@ def _http_context(material: TlsMaterial, *, asks_certificates: bool) -> ssl.SSLC
         context.verify_mode = ssl.CERT_OPTIONAL
         context.load_verify_locations(cadata=material.ca_pem.decode("ascii"))
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _load(context, material)
+    material.load_chain(context)
     return context
 
 
@@ -273,17 +272,8 @@ def _context(material: TlsMaterial, purpose: ssl.Purpose) -> ssl.SSLContext:
     context = ssl.create_default_context(purpose, cadata=material.ca_pem.decode("ascii"))
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    _load(context, material)
+    material.load_chain(context)
     return context
-
-
-def _load(context: ssl.SSLContext, material: TlsMaterial) -> None:
-    """Python reads certificates of its own from files only; those of the directory may just be changing."""
-    descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(material.chain_pem + b"\n" + material.key_pem)
-        file.flush()
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
 
 
 def _check_free(address: Address) -> None:

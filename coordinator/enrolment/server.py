@@ -14,7 +14,7 @@ from typing import Any
 
 from cryptography import x509
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -161,23 +161,31 @@ class HostRate:
 
 
 async def _read_fields(request: Request, names: tuple[str, ...]) -> list[str]:
-    """Texts of a JSON object with exactly these fields. Raises InvalidRequest."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body exceeds the limit of {MAX_BODY_BYTES} bytes")
+    """ASCII texts of a JSON object with exactly these fields. Raises InvalidRequest."""
     try:
-        fields: Any = json.loads(body)
+        fields: Any = json.loads(await _read_body(request))
     except (ValueError, RecursionError):
         fields = None
     if (
         not isinstance(fields, dict)
         or set(fields) != set(names)
-        or not all(isinstance(value, str) for value in fields.values())
+        or not all(isinstance(value, str) and value.isascii() for value in fields.values())
     ):
-        raise InvalidRequest(f"the body is not a JSON object with the texts {', '.join(names)}")
+        raise InvalidRequest(f"the body is not a JSON object with the ASCII texts {', '.join(names)}")
     return [fields[name] for name in names]
+
+
+async def _read_body(request: Request) -> bytes:
+    """Raises InvalidRequest."""
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise InvalidRequest(f"the body exceeds the limit of {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise InvalidRequest("the connection was closed before the end of the body") from None
+    return body
 
 
 def _json_response(value: dict[str, Any], status: int = 200) -> Response:

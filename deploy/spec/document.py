@@ -128,6 +128,8 @@ def read_document(file: Path) -> DocumentValue:
         node = yaml.compose(content.decode(), Loader=yaml.SafeLoader)
     except UnicodeDecodeError:
         raise SpecError(f"{file}: not UTF-8 text") from None
+    except RecursionError:
+        raise SpecError(f"{file}: lists and mappings are nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise SpecError(f"{file}{line}: not YAML: {error.problem}") from None

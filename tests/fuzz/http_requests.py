@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
@@ -119,13 +120,13 @@ def _opener(serving: Callable[[], Any], healthy: bytes) -> Callable[[], Any]:
         with errors_logged() as errors, background.entered(serving) as address:
 
             def examine(data: bytes) -> str:
-                ended = background.run(_exchange(address, data))
+                ended = background.run(exchange(address, data))
                 errors.check()
                 return ended
 
             def check() -> None:
                 request = b"GET " + healthy + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-                if (status := background.run(_exchange(address, request))) != "200":
+                if (status := background.run(exchange(address, request))) != "200":
                     raise Broken(f"a valid request: {status}")
                 errors.check()
 
@@ -135,8 +136,9 @@ def _opener(serving: Callable[[], Any], healthy: bytes) -> Callable[[], Any]:
     return opened
 
 
-async def _exchange(address: Address, data: bytes) -> str:
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+async def exchange(address: Address, data: bytes, tls: ssl.SSLContext | None = None) -> str:
+    """Send bytes to an HTTP server, and return the status of its answer. Raises Broken for 500."""
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
     answer = b""
     try:
         writer.write(data)

@@ -1,10 +1,27 @@
 """All surfaces, by name."""
 
-from tests.fuzz import checkpoint_files, hop_frames, http_requests, journal_files, rpc_calls, text_files
+from tests.fuzz import (
+    certificate_files,
+    checkpoint_files,
+    cluster_files,
+    hop_frames,
+    http_requests,
+    journal_files,
+    payload_connections,
+    rpc_calls,
+    text_files,
+)
 from tests.fuzz.harness import Surface
 
-SURFACES: dict[str, Surface] = {
-    surface.name: surface
-    for module in (checkpoint_files, text_files, hop_frames, journal_files, rpc_calls, http_requests)
-    for surface in module.SURFACES
-}
+_MODULES = (
+    checkpoint_files,
+    text_files,
+    cluster_files,
+    certificate_files,
+    hop_frames,
+    payload_connections,
+    journal_files,
+    rpc_calls,
+    http_requests,
+)
+SURFACES: dict[str, Surface] = {surface.name: surface for module in _MODULES for surface in module.SURFACES}

@@ -69,6 +69,13 @@ def test_an_authority_is_read_as_it_was_written(tmp_path: Path, authority: KeyPa
         read_authority(tmp_path / "ca")
 
 
+def test_comments_of_a_bundle_reach_no_tls_library(directory: Path, authority: KeyPair) -> None:
+    """Python's takes ASCII only."""
+    bundle = "# Főtanúsítvány\n".encode() + certificate_pem(authority.certificate) + b"\xff"
+    replace(directory, {CA_FILE: bundle})
+    assert read_tls_material(directory).ca_pem == certificate_pem(authority.certificate)
+
+
 def test_a_directory_has_an_identity_and_an_end(directory: Path) -> None:
     material = read_tls_material(directory)
     assert material.identity == WORKER

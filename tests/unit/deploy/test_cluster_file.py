@@ -72,6 +72,7 @@ _WRONG = [
     ("workers: [{name: a}]\nsecurity: {join-token-file: /t}", "2: security.join-token-file: needs enroll-"),
     ("a: &a {b: 1}\n<<: *a", "2: << is not supported: write the keys out"),
     ("workers: [", "1: not YAML"),
+    ("workers: " + "[" * 2000, " lists and mappings are nested too deeply"),
     ("", " empty: a cluster file has at least `workers`"),
     ("!!python/object:os.system {}", "1: 'workers' is missing"),
 ]
