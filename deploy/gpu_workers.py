@@ -44,6 +44,7 @@ def _of_gpu(config: WorkerConfig, gpu: ListedGpu, name: str) -> WorkerConfig:
         device=gpu.device,
         listen=_later_port(config.listen, gpu.index),
         advertise=_later_port(config.advertise, gpu.index),
+        health_listen=_later_port(config.health_listen, gpu.index),
         payload_listen=_later_port(config.payload_listen, gpu.index),
         payload_advertise=_later_port(config.payload_advertise, gpu.index),
         transport=transport,

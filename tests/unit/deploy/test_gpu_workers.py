@@ -40,6 +40,7 @@ def test_every_gpu_has_a_worker_with_ports_and_certificates_of_its_own() -> None
         name="host",
         device=ALL_GPUS,
         listen="10.0.0.2:7500",
+        health_listen="0.0.0.0:7600",
         payload_listen="off",
         memory_bytes=20 << 30,
         transport=TransportSettings(tls_directory=Path("/tls")),
@@ -53,6 +54,7 @@ def test_every_gpu_has_a_worker_with_ports_and_certificates_of_its_own() -> None
             name=name,
             device=f"cuda:{name[-1]}",
             listen=f"10.0.0.2:{port}",
+            health_listen=f"0.0.0.0:{port + 100}",
             transport=TransportSettings(tls_directory=Path("/tls") / name),
             logs=LogSettings(audit_log=Path(f"/logs/audit-{name}.jsonl")),
         )
