@@ -76,7 +76,7 @@ from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
 from wire.channels import new_server, raise_file_limit
 from wire.clock import ClusterClock
-from wire.condition import ProcessState
+from wire.condition import Condition, ProcessState
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
@@ -126,7 +126,7 @@ class CoordinatorServer:
             on_refusal=self.metrics.requests.count_refusal,
         )
         self.engine = self._new_engine()
-        self._health = CoordinatorHealth()
+        self._health = CoordinatorHealth(self.condition)
         self.controller = self._new_controller(incarnation)
         self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweeper: asyncio.Task[None] | None = None
@@ -346,6 +346,10 @@ class CoordinatorServer:
         self.metrics.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
+    def condition(self) -> Condition:
+        """Whether new requests are served. Called from any thread."""
+        return condition_of(self.controller)
+
     async def drain(self) -> None:
         """Reject new requests and finish running ones, within `drain_timeout_s`."""
         await self.controller.availability.drain()
@@ -445,7 +449,7 @@ async def _serve(config: CoordinatorConfig, model: ServedModel, state: ProcessSt
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
     server = CoordinatorServer(config, model)
     await server.start()
-    state.follow(lambda: condition_of(server.controller))
+    state.follow(server.condition)
     # Objects made at start are permanent: scanning them in each collection would pause steps for tens of ms.
     gc.freeze()
     if server.dashboard is not None:

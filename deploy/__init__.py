@@ -1,7 +1,33 @@
-"""Starts and stops a coordinator, its workers and a gateway as processes on this machine."""
+"""Starts and stops a coordinator, its workers and a gateway as processes on this machine.
 
-from deploy.local import LocalCluster
-from deploy.local_config import ClusterFailed, LocalClusterConfig, LocalRun
-from deploy.process import LocalProcess
+What this package exports is loaded when it is first used: most commands start no process.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deploy.local import LocalCluster
+    from deploy.local_config import LocalClusterConfig, LocalRun
+    from deploy.process import LocalProcess
+else:  # hidden from type checkers, which would take every name for one of ours
+    _HOMES = {
+        "LocalCluster": "local",
+        "LocalClusterConfig": "local_config",
+        "LocalProcess": "process",
+        "LocalRun": "local_config",
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'deploy' has no attribute {name!r}")
+        value = getattr(import_module(f"deploy.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+class ClusterFailed(Exception):
+    """The cluster did not start, or lost a process; the message names it, with its last log lines."""
+
 
 __all__ = ["ClusterFailed", "LocalCluster", "LocalClusterConfig", "LocalProcess", "LocalRun"]

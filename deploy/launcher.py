@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from checkpoint.files import replace_file
-from deploy.local_config import ClusterFailed
+from deploy import ClusterFailed
 
 _POLL_INTERVAL_S = 0.05
 

@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 
 import grpc.aio
 
+from deploy import ClusterFailed
 from deploy.commands import ProcessCommand, commands, coordinator_command
-from deploy.local_config import ClusterFailed, LocalClusterConfig, LocalRun, dialled_address
+from deploy.local_config import LocalClusterConfig, LocalRun, dialled_address
 from deploy.process import LocalProcess
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.transport import PLAIN

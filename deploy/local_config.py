@@ -17,11 +17,6 @@ from stage_worker.config import ALL_GPUS, AUTO, check_threads
 from wire.addresses import local_address, parse_address
 from wire.sizes import format_size
 
-
-class ClusterFailed(Exception):
-    """The cluster did not start, or lost a process; the message names it, with its last log lines."""
-
-
 _MEMORY_SHARE = 0.6
 # Limit and use of the container that this process runs in: cgroup v2, then v1.
 _CGROUP_FILES = (

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from coordinator.config import CoordinatorConfig
-from deploy import parent_death_signal
-from deploy.local_config import ClusterFailed
+from deploy import ClusterFailed, parent_death_signal
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
 from wire.exit_codes import ExitCode

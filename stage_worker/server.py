@@ -79,7 +79,7 @@ class Worker:
         self._config = config
         self._audit = open_audit(config.logs.audit_log, f"worker {config.name or socket.gethostname()}")
         self.metrics = WorkerMetrics(config.telemetry, num_lost_records=lambda: self._audit.num_lost)
-        self._health = HealthServicer()
+        self._health = HealthServicer(self.condition)
         self._backend = _new_backend(config)
         self._backend.on_device_failure = self._note_device_failure
         self._device_failure = ""

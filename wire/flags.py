@@ -11,7 +11,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
-from checkpoint.errors import GGUF_ADVICE
 from wire.addresses import parse_address, parse_peer_address
 
 
@@ -58,6 +57,8 @@ def checkpoint_directory(text: str) -> Path:
     """Return the absolute path of an existing directory. Raises ValueError for anything else."""
     path = Path(text)
     if path.suffix.lower() == ".gguf":
+        from checkpoint.errors import GGUF_ADVICE  # imported late: the package is not needed for other flags
+
         raise ValueError(f"{text!r} is a GGUF file: {GGUF_ADVICE}")
     if not path.exists():
         raise ValueError(f"directory {text!r} does not exist")

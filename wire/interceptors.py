@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_status import rpc_status
 
+from wire.condition import Condition
 from wire.errors import (
     InvalidRequest,
     MethodNotFound,
@@ -77,12 +78,26 @@ class _HealthContext:
         raise ServiceNotFound(f"service {self._service[:100]!r} not found")
 
 
+READINESS = "readiness"
+"""Service of health checks that is SERVING while the process is ready; it can be checked, not watched."""
+CONDITION_KEY = "stageline-condition"
+"""Trailing metadata key of a health check: the state of the process in a few words."""
+
+
 class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """Raises ServiceNotFound, with details, where grpc's servicer aborts without."""
+    """Raises ServiceNotFound, with details, where grpc's servicer aborts without; knows `READINESS`."""
+
+    def __init__(self, condition: Callable[[], Condition]) -> None:
+        super().__init__()
+        self._condition = condition
 
     async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: object
+        self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
+        condition = self._condition()
+        context.set_trailing_metadata(((CONDITION_KEY, condition.text),))
+        if request.service == READINESS:
+            return _readiness(condition)
         return await super().Check(request, _HealthContext(request.service))
 
     async def List(  # noqa: N802
@@ -91,7 +106,13 @@ class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_h
         """All services that Check knows; grpc's servicer does not implement it."""
         known = self._server_status.items()
         found = {name: health_pb2.HealthCheckResponse(status=status) for name, status in known}
+        found[READINESS] = _readiness(self._condition())
         return health_pb2.HealthListResponse(statuses=found)
+
+
+def _readiness(condition: Condition) -> health_pb2.HealthCheckResponse:
+    status = health_pb2.HealthCheckResponse
+    return status(status=status.SERVING if condition.is_ready else status.NOT_SERVING)
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

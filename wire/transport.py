@@ -132,11 +132,11 @@ class Transport:
         left_s = (material.expires_at - now).total_seconds()
         return CertificateLife(material.expires_at, left_s, material.life_left(now) < ENDING_SHARE)
 
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel to HOST:PORT; with certificates, the peer's must name the host."""
+    def channel(self, address: str, *, peer_host: str | None = None) -> grpc.aio.Channel:
+        """Return a channel to HOST:PORT; with certificates, the peer's must name the host, or `peer_host`."""
         if self.files is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        return _secure_channel(address, self.files.current())
+        return _secure_channel(address, self.files.current(), peer_host)
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
         """Bind `address` and return the port. Raises OSError with one line that names the cause."""
@@ -233,9 +233,10 @@ class RenewedChannel:
             await channel.close()
 
 
-def _secure_channel(address: str, material: TlsMaterial) -> grpc.aio.Channel:
+def _secure_channel(address: str, material: TlsMaterial, peer_host: str | None) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(material.ca_pem, material.key_pem, material.chain_pem)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    named = () if peer_host is None else (("grpc.ssl_target_name_override", peer_host),)
+    return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *named))
 
 
 def _server_credentials(files: TlsDirectory) -> grpc.ServerCredentials:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from certificates.private_files import read_private
-from checkpoint.files import replace_file
 from wire.addresses import Address, parse_address
 
 
@@ -49,6 +48,8 @@ def token_paths(directory: Path, address: str) -> list[Path]:
 
 def write_secret(path: Path, secret: str) -> None:
     """Create or replace `path` with mode 0600, in a directory with mode 0700. Raises OSError."""
+    from checkpoint.files import replace_file  # imported late: most commands write no secret
+
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
     replace_file(path, f"{secret}\n")

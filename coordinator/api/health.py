@@ -1,7 +1,7 @@
 """`grpc.health.v1` of the coordinator, SERVING only while tokens can be produced, and its condition."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -37,8 +37,8 @@ def condition_of(controller: Controller) -> Condition:
 class CoordinatorHealth:
     """Health of the whole server, and of the Inference service by name."""
 
-    def __init__(self) -> None:
-        self._servicer = HealthServicer()
+    def __init__(self, condition: Callable[[], Condition]) -> None:
+        self._servicer = HealthServicer(condition)
         self._news: asyncio.Queue[bool] = asyncio.Queue()
         self._reporter: asyncio.Task[None] | None = None
 

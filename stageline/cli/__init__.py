@@ -32,6 +32,7 @@ _COMMANDS = {
     "cancel": ("stageline.cli.attach", _USE),
     "drain": ("stageline.cli.status", _SERVE),
     "status": ("stageline.cli.status", _USE),
+    "health": ("stageline.cli.health", _SERVE),
     "top": ("stageline.cli.top", _USE),
     "trace": ("stageline.cli.trace", _USE),
     "bench": ("stageline.cli.bench", _USE),

@@ -4,19 +4,22 @@ import functools
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
 from stageline.version import VERSION
-from telemetry.settings import TelemetrySettings, read_environment
 from wire.exit_codes import error_line
 from wire.flags import peer_address
 from wire.transport import tls_directory
 from wire.user_files import read_secret, state_directory, token_paths
+
+if TYPE_CHECKING:
+    from telemetry.settings import TelemetrySettings
 
 USAGE = "USAGE"
 """Reason code of a wrong command line."""
@@ -120,8 +123,10 @@ def build_config(make: Callable[[], _Config]) -> _Config:
         raise typer.BadParameter(str(error)) from error
 
 
-def telemetry_settings() -> TelemetrySettings:
+def telemetry_settings() -> "TelemetrySettings":
     """Read OpenTelemetry's environment variables. Raises typer.BadParameter."""
+    from telemetry.settings import read_environment  # imported late: it loads OpenTelemetry's SDK
+
     return build_config(lambda: read_environment(os.environ, version=VERSION))
 
 
@@ -145,6 +150,18 @@ def parse_number(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a finite number")
     return number
+
+
+_WAIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h)?", re.ASCII)
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+def parse_wait(text: str) -> float:
+    """Parse a time above 0 in seconds, such as 60, 60s, 500ms or 10m. Raises ValueError."""
+    found = _WAIT.fullmatch(text)
+    if found is None or not (seconds := float(found[1]) * _UNITS[found[2]]):
+        raise ValueError(f"{text!r} is not a time above 0: write for example 60s, 500ms or 10m")
+    return seconds
 
 
 def parse_non_negative(text: str) -> float:

@@ -55,12 +55,6 @@ def _awaited_state(text: str) -> str:
     return text
 
 
-def _wait_seconds(text: str) -> float:
-    if (seconds := options.parse_number(text)) <= 0:
-        raise ValueError(f"{text!r} is not a time above 0")
-    return seconds
-
-
 def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the status as JSON (docs/status.md).")
@@ -77,9 +71,9 @@ def status(
     timeout: Annotated[
         Any,  # a float; typer takes no parser of text for it
         typer.Option(
-            metavar="SECONDS",
-            parser=options.option_parser(_wait_seconds),
-            help=f"Maximum time of --wait (default: {_WAIT_TIMEOUT_S:g}s).",
+            metavar="TIME",
+            parser=options.option_parser(options.parse_wait),
+            help=f"Maximum time of --wait, such as 60, 60s or 10m (default: {_WAIT_TIMEOUT_S:g}s).",
         ),
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,

@@ -25,6 +25,7 @@ WRITTEN_IN_COMMANDS = {
     "NO_SECRET",
     "NO_KEY",
     "NO_TOKEN",
+    "NOT_READY",
     "NOT_SERVING",
     "GATEWAY_UNREACHABLE",
 }

@@ -230,5 +230,10 @@ def test_status_waits_until_the_cluster_serves_or_says_why_it_does_not(
         output, errors = capsys.readouterr()
         assert (output, words in errors) == ("", True)
         assert errors.startswith("stageline: error[NOT_SERVING]: ")
+    assert main(["status", "--wait", "serving", "--timeout", "300ms", "--coordinator", unused_address]) == 1
+    assert "not serving after 0.3 s: " in capsys.readouterr().err
+    for wrong in ("soon", "0", "60 s", "-1s", "1e3", "60sec"):
+        assert main(["status", "--wait", "serving", "--timeout", wrong]) == 2
+        assert f"'{wrong}' is not a time above 0: write for example 60s" in capsys.readouterr().err
     assert main(["status", "--timeout", "3"]) == 2
     assert main(["status", "--wait", "ready"]) == 2

@@ -290,7 +290,7 @@ def test_a_cluster_file_is_run_once_shown_and_stopped(
     assert main(["deploy", "status", "local", "-f", file]) == 0
     assert "left" in capsys.readouterr().out
     coordinator = lines[0][lines[0].index("--listen") + 1]
-    assert main(["status", "--wait", "serving", "--timeout", "9", "--coordinator", coordinator]) == 0
+    assert main(["status", "--wait", "serving", "--timeout", "60s", "--coordinator", coordinator]) == 0
     assert "left" in capsys.readouterr().out
     assert main(["deploy", "stop", "local", "-f", file]) == 0
     assert capsys.readouterr().out == "cluster stories stopped\n"

@@ -16,6 +16,7 @@ from stageline.client.errors import StatusDetails
 from stageline_rpc.internal.v1 import join_pb2_grpc
 from stageline_rpc.v1 import inference_pb2_grpc
 from wire.channels import new_server
+from wire.condition import Condition
 from wire.errors import (
     INTERNAL_ERROR_TEXT,
     STATUS_OF_ERROR,
@@ -27,7 +28,7 @@ from wire.errors import (
     StepFaultKind,
     Superseded,
 )
-from wire.interceptors import HealthServicer, details_of, sent_reason
+from wire.interceptors import CONDITION_KEY, READINESS, HealthServicer, details_of, sent_reason
 from wire.transport import PLAIN
 
 SERVICE = "test.Echo"
@@ -240,7 +241,7 @@ async def test_undecodable_bytes_are_rejected_with_a_reason() -> None:
 
 async def test_the_health_of_an_unknown_service_is_rejected_with_a_reason() -> None:
     server = new_server()
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(lambda: Condition("loading")), server)
     port = PLAIN.bind(server, "127.0.0.1:0")
     await server.start()
     try:
@@ -248,6 +249,11 @@ async def test_the_health_of_an_unknown_service_is_rejected_with_a_reason() -> N
             stub = health_pb2_grpc.HealthStub(channel)
             found = await stub.Check(health_pb2.HealthCheckRequest())
             assert found.status == health_pb2.HealthCheckResponse.SERVING
+            ready = stub.Check(health_pb2.HealthCheckRequest(service=READINESS))
+            assert (await ready).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert dict(await ready.trailing_metadata())[CONDITION_KEY] == "loading"
+            listed = await stub.List(health_pb2.HealthListRequest())
+            assert listed.statuses[READINESS].status == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Check(health_pb2.HealthCheckRequest(service="no.such"))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
