@@ -14,6 +14,7 @@ from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S
 from telemetry.logs import DEFAULT_LOGS, LogSettings
+from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
 from wire.addresses import DEFAULT_ADDRESS
@@ -407,6 +408,7 @@ class CoordinatorConfig:
     ] = 64 * 2**20
     transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
+    notify: NotifySettings = UNSUPERVISED
     logs: LogSettings = DEFAULT_LOGS
 
     @property

@@ -67,6 +67,7 @@ from stageline_rpc.v1 import (
     telemetry_pb2_grpc,
 )
 from telemetry import logs
+from telemetry.service_manager import supervised
 from telemetry.span_recorder import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
@@ -76,7 +77,7 @@ from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
 from wire.channels import new_server, raise_file_limit
 from wire.clock import ClusterClock
-from wire.condition import Condition, ProcessState
+from wire.condition import STARTING, Condition, ProcessState
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
@@ -411,7 +412,7 @@ def run(config: CoordinatorConfig) -> int:
     state = ProcessState()
     try:
         with _health_port(config.health_listen, state):
-            uvloop.run(_serve(config, _load_model(config), state))
+            uvloop.run(_supervise(config, _load_model(config), state))
     except (
         CheckpointError,
         TokenizerError,
@@ -440,6 +441,14 @@ def _health_port(listen: str | None, state: ProcessState) -> AbstractContextMana
     from web.health_port import health_port  # imported late: the HTTP server takes some 20 MB
 
     return health_port(listen, state.current)
+
+
+async def _supervise(config: CoordinatorConfig, model: ServedModel, state: ProcessState) -> None:
+    """Serve. It has started when it listens: only then can it get the workers with which it serves."""
+    async with supervised(
+        config.notify, state.current, is_started=lambda condition: condition is not STARTING
+    ):
+        await _serve(config, model, state)
 
 
 async def _serve(config: CoordinatorConfig, model: ServedModel, state: ProcessState) -> None:

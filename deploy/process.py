@@ -14,6 +14,7 @@ from coordinator.config import CoordinatorConfig
 from deploy import ClusterFailed, parent_death_signal
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
+from telemetry.service_manager import VARIABLES
 from wire.exit_codes import ExitCode
 from wire.flags import variables_of
 
@@ -60,10 +61,12 @@ _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment without variables of flags: the command line has all settings."""
+    """This process's environment without variables of flags, as the command line has all settings, and of
+    the service manager, which supervises this process.
+    """
     variables = {
         name for config in (CoordinatorConfig, WorkerConfig, GatewayConfig) for name in variables_of(config)
-    }
+    } | set(VARIABLES)
     return {name: value for name, value in os.environ.items() if name not in variables}
 
 

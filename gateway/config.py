@@ -16,6 +16,7 @@ from gateway.parsers.families import (
     check_parser_names,
 )
 from telemetry.logs import DEFAULT_LOGS, LogSettings
+from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, parse_peer_address
 from wire.flags import Flag, check_limits, existing_file, listen_address, peer_address
@@ -159,6 +160,7 @@ class GatewayConfig:
     """Directory for the coordinator's tokenizer, if it is to be kept."""
     transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
+    notify: NotifySettings = UNSUPERVISED
     logs: LogSettings = DEFAULT_LOGS
 
     def __post_init__(self) -> None:

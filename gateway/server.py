@@ -27,6 +27,7 @@ from gateway.spans import GatewaySpans
 from gateway.upstream.contract import UpstreamFailure
 from gateway.upstream.link import CoordinatorLink
 from telemetry import logs
+from telemetry.service_manager import supervised
 from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import GATEWAY
@@ -37,6 +38,7 @@ from wire.addresses import parse_address
 from wire.audit import open_audit
 from wire.channels import raise_file_limit
 from wire.clock import ClusterClock
+from wire.condition import Condition
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.transport import open_transport
@@ -54,7 +56,7 @@ def run(config: GatewayConfig) -> int:
     raise_file_limit()
     sys.setswitchinterval(INTERPRETER_SWITCH_S)
     try:
-        uvloop.run(_serve(config, _read_template(config.chat_template)))
+        uvloop.run(_supervise(config, _read_template(config.chat_template)))
     except UpstreamFailure as error:
         logs.log_fatal(config.logs, error_line(error.reason, error.message))
         return ExitCode.FAILED
@@ -82,6 +84,7 @@ class GatewayServer:
         self._clock = ClusterClock()
         self._metrics = GatewayMetrics(num_lost_records=lambda: self._audit.num_lost)
         self._recorder: SpanRecorder | None = None
+        self._is_stopping = False
         self._metrics.watch_certificate(self._transport.certificate_life)
         self._link = self._new_link()
         self._gateway = Gateway(
@@ -113,6 +116,15 @@ class GatewayServer:
     def address(self) -> str:
         """HOST:PORT where it listens."""
         return str(self._http.address)
+
+    def condition(self) -> Condition:
+        """Whether requests are served."""
+        gateway = self._gateway
+        if self._is_stopping:
+            return Condition("draining", is_stopping=True)
+        if gateway.is_draining or gateway.is_waiting or not gateway.upstream.is_ready:
+            return Condition("waiting for the coordinator")
+        return Condition("serving", is_ready=True)
 
     async def start(self) -> None:
         """Listen, then wait for the coordinator.
@@ -192,6 +204,11 @@ class GatewayServer:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await gateway.metrics.idle()
 
+    async def leave(self) -> None:
+        """Drain for good."""
+        self._is_stopping = True
+        await self.drain()
+
     async def stop(self) -> None:
         """Close every connection; what still runs is cancelled, and its client gets an error."""
         self._link.interrupt()
@@ -220,12 +237,17 @@ def _check_template(config: GatewayConfig, codec: TextCodec, template: str) -> N
         raise TokenizerError(f"--chat-template {config.chat_template}: {error}") from None
 
 
-async def _serve(config: GatewayConfig, template: str | None) -> None:
+async def _supervise(config: GatewayConfig, template: str | None) -> None:
+    server = GatewayServer(config, template)
+    async with supervised(config.notify, server.condition):
+        await _serve(server)
+
+
+async def _serve(server: GatewayServer) -> None:
     stopping, draining = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
-    server = GatewayServer(config, template)
     try:
         await _first_of(stopping.wait(), draining.wait(), server.start())
         if not (stopping.is_set() or draining.is_set()):
@@ -235,7 +257,7 @@ async def _serve(config: GatewayConfig, template: str | None) -> None:
             await _first_of(stopping.wait(), draining.wait(), server.follow_model())
         if not stopping.is_set():
             log.info("draining; send SIGTERM again to stop immediately")
-            await _first_of(stopping.wait(), server.drain())
+            await _first_of(stopping.wait(), server.leave())
         log.info("stopping")
     finally:
         await server.stop()

@@ -11,6 +11,7 @@ from typing import Annotated
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.backends.mock_spec import MockSpec
 from telemetry.logs import DEFAULT_LOGS, LogSettings
+from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, Address, parse_address, parse_peer_address
 from wire.flags import (
@@ -286,6 +287,7 @@ class WorkerConfig:
     """Directory for a certificate without --tls-dir."""
     transport: TransportSettings = PLAIN_SETTINGS
     telemetry: TelemetrySettings = NO_SETTINGS
+    notify: NotifySettings = UNSUPERVISED
     logs: LogSettings = DEFAULT_LOGS
 
     def __post_init__(self) -> None:

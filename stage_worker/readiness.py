@@ -21,11 +21,11 @@ class Usefulness(Enum):
     JOINING = Condition("joining")
     """The coordinator's decision about the new worker is on its way."""
     SPARE = Condition("joined without a stage", is_ready=True)
-    LOADING = Condition("loading a stage", takes_time=True)
-    STARTING = Condition("waiting for the pipeline to serve", takes_time=True)
+    LOADING = Condition("loading a stage")
+    STARTING = Condition("waiting for the pipeline to serve")
     SERVING = Condition("serving a stage", is_ready=True)
     REJECTED = Condition("cannot serve its stage: see the log of this worker")
-    LEAVING = Condition("draining", takes_time=True)
+    LEAVING = Condition("draining", is_stopping=True)
 
 
 _ALL = frozenset(Usefulness)

@@ -34,6 +34,7 @@ from stage_worker.spans import StageSpans
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from telemetry import logs
+from telemetry.service_manager import supervised
 from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import WORKER
@@ -363,7 +364,7 @@ def run(config: WorkerConfig) -> int:
             stack.enter_context(_health_port(config.health_listen, state))
         except OSError as error:
             return _fail(config, error)
-        return uvloop.run(_main(config, state))
+        return uvloop.run(_supervise(config, state))
 
 
 def _health_port(listen: str | None, state: ProcessState) -> AbstractContextManager[None]:
@@ -372,6 +373,11 @@ def _health_port(listen: str | None, state: ProcessState) -> AbstractContextMana
     from web.health_port import health_port  # imported late: the HTTP server takes some 20 MB
 
     return health_port(listen, state.current)
+
+
+async def _supervise(config: WorkerConfig, state: ProcessState) -> int:
+    async with supervised(config.notify, state.current):
+        return await _main(config, state)
 
 
 async def _main(config: WorkerConfig, state: ProcessState) -> int:

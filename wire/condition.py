@@ -12,11 +12,10 @@ class Condition:
 
     text: str
     is_ready: bool = False
-    takes_time: bool = False
-    """It loads or drains: it may stay like this for long, and is not stuck."""
+    is_stopping: bool = False
 
 
-STARTING = Condition("starting", takes_time=True)
+STARTING = Condition("starting")
 
 
 class ProcessState:

@@ -13,7 +13,7 @@ from wire.condition import Condition
 from wire.interceptors import HealthServicer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-_DRAINING = Condition("draining", takes_time=True)
+_DRAINING = Condition("draining", is_stopping=True)
 _CONDITIONS: Mapping[ClusterPhase, Condition] = {
     ClusterPhase.WAITING_FOR_WORKERS: Condition("waiting for workers"),
     ClusterPhase.LOADING: Condition("workers are loading"),

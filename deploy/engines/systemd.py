@@ -11,6 +11,9 @@ from deploy.spec.cluster_spec import ClusterSpec
 from wire.exit_codes import ExitCode
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,@+%-]+", re.ASCII)
+WATCHDOG_S = 60
+START_TIMEOUT_S = 300
+"""From the start of Python to the first notification."""
 _HOMES = ("/home/", "/root/", "/run/user/")
 _TITLES = {Role.COORDINATOR: "coordinator", Role.GATEWAY: "gateway", Role.WORKER: "stage worker"}
 _HARDENING = """
@@ -74,7 +77,12 @@ def _unit(spec: ClusterSpec, command: ProcessCommand) -> str:
             "StartLimitIntervalSec=0",
             "",
             "[Service]",
-            "Type=exec",
+            f"# Started: {_when_started(command.role)}. Its event loop feeds the watchdog.",
+            "Type=notify",
+            "NotifyAccess=main",
+            f"WatchdogSec={WATCHDOG_S}",
+            "# The process extends it while it waits or loads, and the time to stop while it drains.",
+            f"TimeoutStartSec={START_TIMEOUT_S}",
             _exec_start(spec, command),
             *_environment(command),
             *_credentials(command),
@@ -100,6 +108,12 @@ def _unit(spec: ClusterSpec, command: ProcessCommand) -> str:
             "",
         )
     )
+
+
+def _when_started(role: Role) -> str:
+    if role is Role.WORKER:
+        return "it serves a stage, or has joined without one"
+    return "it listens" if role is Role.COORDINATOR else "the coordinator is connected"
 
 
 def _what_drains(role: Role) -> str:

@@ -19,6 +19,7 @@ from wire.transport import tls_directory
 from wire.user_files import read_secret, state_directory, token_paths
 
 if TYPE_CHECKING:
+    from telemetry.service_manager import NotifySettings
     from telemetry.settings import TelemetrySettings
 
 USAGE = "USAGE"
@@ -128,6 +129,13 @@ def telemetry_settings() -> "TelemetrySettings":
     from telemetry.settings import read_environment  # imported late: it loads OpenTelemetry's SDK
 
     return build_config(lambda: read_environment(os.environ, version=VERSION))
+
+
+def notify_settings() -> "NotifySettings":
+    """Read systemd's environment variables. Raises typer.BadParameter."""
+    from telemetry.service_manager import read_notify_settings
+
+    return build_config(lambda: read_notify_settings(os.environ, pid=os.getpid()))
 
 
 def option_parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:

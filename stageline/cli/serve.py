@@ -10,7 +10,14 @@ from coordinator.config import CoordinatorConfig
 from gateway.config import GatewayConfig
 from stage_worker.config import ALL_GPUS, WorkerConfig, pin_to
 from stageline.cli.config_flags import config_parameters, file_parameters, flags_of, make_config, toml_of
-from stageline.cli.options import build_config, default_token_directory, read_token, takes, telemetry_settings
+from stageline.cli.options import (
+    build_config,
+    default_token_directory,
+    notify_settings,
+    read_token,
+    takes,
+    telemetry_settings,
+)
 from telemetry import logs
 from wire.user_files import state_directory, user_cache_directory
 
@@ -26,6 +33,7 @@ def coordinator(context: typer.Context, **flags: Any) -> int:
         token_directory=default_token_directory(),
         cache_directory=user_cache_directory(os.environ),
         telemetry=telemetry_settings(),
+        notify=notify_settings(),
     )
     if flags["print_config"]:
         print(toml_of(config), end="")
@@ -48,6 +56,7 @@ def worker(context: typer.Context, **flags: Any) -> int:
         cache_directory=user_cache_directory(os.environ),
         state_directory=state_directory(os.environ),
         telemetry=telemetry_settings(),
+        notify=notify_settings(),
     )
     if flags["print_config"]:
         print(toml_of(config), end="")
@@ -80,6 +89,7 @@ def gateway(context: typer.Context, **flags: Any) -> int:
         flags,
         cache_directory=user_cache_directory(os.environ),
         telemetry=telemetry_settings(),
+        notify=notify_settings(),
     )
     if flags["print_config"]:
         print(toml_of(config), end="")

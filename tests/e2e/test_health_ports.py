@@ -1,10 +1,11 @@
-"""Ports of probes of real processes: what a supervisor sees from the start to the end of a cluster."""
+"""What supervisors see of real processes from the start to the end of a cluster: ports and notifications."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import signal
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -86,3 +87,51 @@ async def _refuse_one_in_use(shell: Shell) -> None:
         process = await shell.start(f"late-{command[0]}", *command, "--health-listen", taken)
         assert await exit_code(process, timeout_s=DEADLINE_S) == "exit code 1"
         assert f"cannot serve health on {taken}" in process.last_lines(1)[0]
+
+
+class Manager:
+    """The socket of a service manager for one process, which has a watchdog."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+        self.prefix = ("/usr/bin/env", f"NOTIFY_SOCKET={path}", "WATCHDOG_USEC=60000000")
+        self.told: list[str] = []
+
+    async def until(self, line: str) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while line not in self.told:
+                received = await asyncio.get_running_loop().sock_recv(self._socket, 4096)
+                self.told += received.decode().splitlines()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def test_a_service_manager_follows_the_three_processes(tmp_path: Path) -> None:
+    head, worker, gateway = (Manager(tmp_path / name) for name in ("head", "worker", "gateway"))
+    mock = ("--stages", "1", "--mock-model", "layers=1,vocab=100", "--no-http", "--listen", "127.0.0.1:0")
+    try:
+        async with Shell(tmp_path) as shell:
+            coordinator = await shell.start("c", "coordinator", *mock, prefix=head.prefix)
+            await head.until("READY=1")
+            assert "STATUS=serving" not in head.told, "workers could not start after it"
+            at = ("--coordinator", await coordinator.listening_address(timeout_s=DEADLINE_S))
+            api = await shell.start("g", "gateway", *at, "--listen", "127.0.0.1:0", prefix=gateway.prefix)
+            await shell.start("w", "worker", *at, "--mock", "step=1ms", prefix=worker.prefix)
+            for manager in (worker, gateway, head):
+                await manager.until("READY=1")
+                await manager.until("WATCHDOG=1")
+            await head.until("STATUS=serving")
+            await worker.until("STATUS=serving a stage")
+            assert worker.told.index("EXTEND_TIMEOUT_USEC=60000000") < worker.told.index("READY=1")
+            for manager, process in ((gateway, api), (head, coordinator)):
+                process.send_signal(signal.SIGTERM)
+                await manager.until("STOPPING=1")
+                assert await exit_code(process, timeout_s=DEADLINE_S) == "exit code 0"
+            await worker.until("STATUS=waiting for the coordinator")
+            assert "STOPPING=1" not in worker.told
+    finally:
+        for manager in (head, worker, gateway):
+            manager.close()
