@@ -28,9 +28,11 @@ class HttpLimits:
     """Between two parts of a body, while the server reads it."""
     body_timeout_s: float = 300.0
     tls_timeout_s: float = 10.0
+    max_unread_bytes: int = 64 * 2**20
+    """What is taken of a body after its response, which many clients read only when they have sent all."""
 
 
-FOR_OPERATORS = HttpLimits(max_connections=128, max_connections_per_host=64)
+FOR_OPERATORS = HttpLimits(max_connections=128, max_connections_per_host=64, max_unread_bytes=2**20)
 """Of servers beside a coordinator's gRPC port, which has the other files of the process."""
 
 

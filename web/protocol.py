@@ -64,6 +64,7 @@ class HttpProtocol(H11Protocol):
         self._host = ""
         self._deadline: asyncio.TimerHandle | None = None
         self._body_end: float | None = None
+        self._num_unread = 0
 
     # Connections
 
@@ -83,6 +84,16 @@ class HttpProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        self._count_unread(len(data))
+
+    def _count_unread(self, num_bytes: int) -> None:
+        """Close the connection if too much of a body comes after its response."""
+        if self.conn.our_state is not h11.DONE or self.conn.their_state is not h11.SEND_BODY:
+            self._num_unread = 0
+            return
+        self._num_unread += num_bytes
+        if self._num_unread > self._limits.max_unread_bytes:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

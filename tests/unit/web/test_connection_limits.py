@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,11 +28,19 @@ LIMITS = HttpLimits(
     head_timeout_s=0.3,
     pause_timeout_s=0.3,
     body_timeout_s=0.8,
+    max_unread_bytes=100_000,
 )
 
 
 async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that responds with the size of the body; `/slow` reads it later than a pause may be."""
+    """An application that responds with the size of the body.
+
+    `/slow` reads it later than a pause may be, `/unread` not at all.
+    """
+    if scope["path"] == "/unread":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"unread"})
+        return
     if scope["path"] == "/slow":
         await asyncio.sleep(3 * LIMITS.pause_timeout_s)
     size, more = 0, True
@@ -68,6 +77,16 @@ class Connection:
 
     def send(self, data: bytes) -> None:
         self._writer.write(data)
+
+    async def pump(self, part: bytes) -> int:
+        """Send a part again and again until the connection is closed; return the number of bytes."""
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not self._writer.is_closing():
+                self.send(part)
+                await self._writer.drain()
+                num_sent += len(part)
+        return num_sent
 
     async def trickle(self, part: bytes, every_s: float) -> None:
         """Send a part again and again until the connection is closed."""
@@ -164,12 +183,24 @@ async def test_a_body_that_trickles_in_is_not_waited_for() -> None:
         await trickling
 
 
+async def test_a_body_without_end_is_not_taken_after_its_response() -> None:
+    async with serving() as address, asyncio.timeout(DEADLINE_S):
+        head = request(b"Content-Length: 1000000000", path=b"/unread")
+        connection = await Connection.to(address, head)
+        assert await connection.response() == (200, "unread")
+        num_sent = await connection.pump(bytes(10_000))
+        assert LIMITS.max_unread_bytes <= num_sent < 100_000_000
+        await connection.close()
+
+
 async def test_within_the_limits_a_connection_serves_one_request_after_the_other() -> None:
     body = bytes(500_000)
     async with serving() as address:
         connection = await Connection.to(address, request(*HEADERS[:-2], b"Content-Encoding: identity"))
         assert await connection.response() == (200, "0")
         await asyncio.sleep(1.5 * LIMITS.head_timeout_s)
+        connection.send(request(b"Content-Length: 100000", path=b"/unread") + bytes(100_000))
+        assert await connection.response() == (200, "unread")
         # An application that reads late is not the client's fault.
         connection.send(request(b"Content-Length: %d" % len(body), path=b"/slow") + body)
         assert await connection.response() == (200, str(len(body)))
