@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable
 from datetime import UTC, timedelta
 from functools import partial
@@ -11,10 +12,13 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from rich.console import Console
 
-from certificates.authority import make_authority
-from certificates.files import read_certificates
+from certificates import CERTIFICATE_FILE, KEY_FILE
+from certificates.authority import issue, make_authority, new_key
+from certificates.files import certificate_pem, key_pem, read_certificates, replace
 from certificates.identity import Identity, Role
 from coordinator.server import SERVICES
 from stage_worker.backends.mock_spec import MockSpec
@@ -288,6 +292,43 @@ async def test_a_certificate_of_another_cluster_is_refused(certificates: Certifi
         uri = "spiffe://stageline.internal/stageline/other/worker/x"
         text = f"{uri} is of another cluster: this is default of stageline.internal"
         await check_refused(cluster, directory, (Code.UNAUTHENTICATED, "CERTIFICATE_REFUSED", text))
+
+
+@pytest.mark.parametrize("num_uris", [0, 2])
+async def test_a_certificate_with_no_identity_or_several_is_refused_and_audited(
+    certificates: Certificates, num_uris: int, tmp_path: Path
+) -> None:
+    audit = tmp_path / "audit.jsonl"
+    async with mock_cluster(1, certificates=certificates, audit_log=audit) as cluster:
+        directory = certificates.of("x", Role.WORKER)
+        identities = [
+            Identity(cluster="default", role=role, name="x") for role in (Role.WORKER, Role.OPERATOR)
+        ]
+        write_uris(certificates, directory, [identity.uri for identity in identities[:num_uris]])
+        text = f"the certificate has {num_uris} URIs, must be 1 SPIFFE id"
+        await check_refused(cluster, directory, (Code.UNAUTHENTICATED, "CERTIFICATE_REFUSED", text))
+        records = [json.loads(line) for line in audit.read_text().splitlines()]
+    refused = [record for record in records if record["action"] == "access.denied"]
+    assert [(record["problem"], record["outcome"]) for record in refused] == [(text, "refused")] * 2
+
+
+def write_uris(certificates: Certificates, directory: Path, uris: list[str]) -> None:
+    """Write a leaf with these URIs, which `issue` would not make."""
+    key = new_key()
+    leaf = issue(certificates.authority, WORKER, ("127.0.0.1",), key.public_key(), life=LIFE)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(leaf.subject)
+        .issuer_name(leaf.issuer)
+        .public_key(key.public_key())
+        .serial_number(leaf.serial_number)
+        .not_valid_before(leaf.not_valid_before_utc)
+        .not_valid_after(leaf.not_valid_after_utc)
+    )
+    names = [x509.DNSName("localhost"), *map(x509.UniformResourceIdentifier, uris)]
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    made = builder.sign(certificates.authority.key, hashes.SHA256())
+    replace(directory, {KEY_FILE: key_pem(key), CERTIFICATE_FILE: certificate_pem(made)})
 
 
 async def test_denied_names_and_serials_are_refused_as_soon_as_they_are_listed(
