@@ -107,12 +107,6 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
     )
 
 
-def check_protocol(hello: forward_pb2.HopHello) -> None:
-    """Raises HandshakeMismatch for another protocol version. Must precede all other checks of `hello`."""
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
-
-
 def check_hop(hello: forward_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
     """Compare `hello`, whose secret was checked, with this stage.
 

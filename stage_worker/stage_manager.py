@@ -19,12 +19,13 @@ from stage_worker.backends.backend import (
 )
 from stage_worker.backends.contract import StepObserver
 from stage_worker.epoch_session import EpochSession
-from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
+from stage_worker.handshake import Epoch, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from wire.channels import check_protocol_version
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
@@ -221,7 +222,7 @@ class StageManager:
             with self._early_streams.waiting(host):
                 await self._wait_begun(hello.epoch)
         self._secrets.check(hello.secret, host=host, caller=caller)
-        check_protocol(hello)
+        check_protocol_version(hello.protocol_version)
         if self._session is None:
             raise StaleStream(f"stream of epoch {hello.epoch}, which has ended")
         self._session.accept(hello)

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from wire.errors import HandshakeMismatch
 from wire.interceptors import ErrorInterceptor
 from wire.peer_limits import PeerLimits
 
@@ -56,6 +57,16 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
 
 
 PROTOCOL_VERSION = 13
+UPGRADE_RULE = "run releases of one protocol version on all hosts (docs/operations.md, versions and upgrades)"
+
+
+def check_protocol_version(got: int) -> None:
+    """Raises HandshakeMismatch for another version. Must precede all other checks of a hello."""
+    if got != PROTOCOL_VERSION:
+        text = f"protocol version mismatch: expected {PROTOCOL_VERSION}, got {got}: {UPGRADE_RULE}"
+        raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=got, text=text)
+
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_PENDING_CALLS = 32_768
 MAX_STREAMS_PER_CONNECTION = 4096

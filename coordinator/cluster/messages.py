@@ -7,7 +7,7 @@ from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import parse_peer_address
-from wire.channels import PROTOCOL_VERSION
+from wire.channels import PROTOCOL_VERSION, check_protocol_version
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.gpu import decode_gpu
 from wire.ids import Incarnation, StageRole
@@ -29,8 +29,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
     if message.WhichOneof("message") != "hello":
         raise InvalidRequest("first message of Join must be hello")
     hello = message.hello
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
+    check_protocol_version(hello.protocol_version)
     if not hello.name or not hello.address or len(hello.incarnation) != 16:
         raise InvalidRequest("hello of a worker needs a name, an address and a 16-byte incarnation")
     gpu = decode_gpu(hello.gpu) if hello.HasField("gpu") else None
@@ -171,8 +170,8 @@ def check_results_hello(
 ) -> None:
     """Check the hello of LAST's result stream. Raises HandshakeMismatch with both values."""
     plan, last = action.plan, action.workers[-1]
+    check_protocol_version(hello.protocol_version)
     for what, expected, got in (
-        ("protocol version", PROTOCOL_VERSION, hello.protocol_version),
         ("coordinator incarnation", incarnation.hex(), hello.coordinator_incarnation.hex()),
         ("epoch", action.epoch, hello.epoch),
         ("stage", len(plan.stages) - 1, hello.sender_stage),
