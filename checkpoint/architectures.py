@@ -183,6 +183,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             shared_count_key="n_shared_experts",
             shared_count=1,
         ),
+        defaults={"num_nextn_predict_layers": 1},
     ),
     Architecture(
         model_type="granitemoe",

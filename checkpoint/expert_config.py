@@ -118,6 +118,8 @@ def _shared_width(raw: RawConfig, rule: ExpertRule, width: int) -> int:
     """0 for no shared expert."""
     if rule.shared_count_key is not None:
         return width * natural_int(raw, rule.shared_count_key, rule.shared_count)
-    if rule.shared_width_key is not None:
-        return natural_int(raw, rule.shared_width_key, 0)
+    if (key := rule.shared_width_key) is not None:
+        if raw.get(key) is None:
+            raise BadConfig(f"config field {key!r} is missing")
+        return natural_int(raw, key, 0)
     return 0
