@@ -249,7 +249,7 @@ class KeptSpans(NoSink):
 
 def worker_step_us(registry: Registry, num_steps: int) -> float:
     metrics = _stage_metrics(registry)
-    hidden = TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2))
+    hidden = (TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2)),)
     frame = Frame(Step(epoch=1, step_id=0), hidden)
     times = []
     for index in range(num_steps):

@@ -1,6 +1,6 @@
 """Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
-from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm
+from checkpoint.blueprint import Attention, Blueprint, BoundaryTensor, Dense, Experts, LayerPlan, Norm
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
 from checkpoint.dtypes import DType, ScaledDType, WeightFormat
@@ -37,6 +37,7 @@ __all__ = [
     "BadConfig",
     "BadHeader",
     "Blueprint",
+    "BoundaryTensor",
     "Checkpoint",
     "CheckpointError",
     "CheckpointNotFound",

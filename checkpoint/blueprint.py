@@ -212,12 +212,20 @@ class LayerPlan:
     weights: WeightFormat | None = None
 
 
+HIDDEN_STATES = "hidden_states"
+"""Name of the boundary's first tensor, the input of the next layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryTensor:
-    """A tensor [tokens, width] in the run dtype that a stage hands to the next one."""
+    """A tensor [tokens, width] that a stage hands to the next one.
+
+    Without `dtype` it is in the run dtype, and a smaller one may carry it; with `dtype`, it travels in that.
+    """
 
     name: str
     width: int
+    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +237,7 @@ class Blueprint:
     then limited to logit_softcap * tanh(logit / logit_softcap). A stage of a pipeline begins with layer 0 or
     with one of `legal_cuts`, which are layers above 0. Files may have `num_draft_layers` more layers, for
     speculation, which are not read. `quantization` is the format of matrices in files, None if they are
-    plain.
+    plain. `handed_on` crosses every cut beside the hidden states.
     """
 
     model_type: str
@@ -247,20 +255,28 @@ class Blueprint:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    handed_on: tuple[BoundaryTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if wrong := sorted(self.legal_cuts - set(range(1, self.num_layers))):
             raise ValueError(f"a stage cannot begin with layer {wrong[0]} of {self.num_layers}")
+        names = [tensor.name for tensor in self.boundary]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tensors of one name cross a cut: {', '.join(names)}")
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """What crosses a cut, in the order of its columns in a frame; the same at every cut."""
-        return (BoundaryTensor(name="hidden_states", width=self.hidden_size),)
+        """What crosses a cut, in the order of a frame; the same at every cut."""
+        return (BoundaryTensor(name=HIDDEN_STATES, width=self.hidden_size), *self.handed_on)
 
     @property
     def boundary_width(self) -> int:
         """Elements per token that cross a cut."""
         return sum(tensor.width for tensor in self.boundary)
+
+    def boundary_bytes(self, dtype: DType) -> int:
+        """Bytes per token that cross a cut uncompressed, with the run dtype `dtype`."""
+        return sum(tensor.width * (tensor.dtype or dtype).size_bytes for tensor in self.boundary)
 
     @property
     def num_layers(self) -> int:

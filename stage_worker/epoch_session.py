@@ -167,6 +167,7 @@ class EpochSession:
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.max_hidden_bytes(self._wire_dtype),
             takes_hidden=not self._role.has_embeddings,
+            exact_tensors=self._executor.exact_tensors,
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
             max_ahead_bytes=WORKER_POLICY.max_ahead_bytes,
@@ -350,8 +351,8 @@ class EpochSession:
 
     def _keep(self, output: StageOutput) -> None:
         num_kept = sum(view.shape[0] for view in self.handed_on)
-        if isinstance(output, HandedOn) and output.hidden is not None and num_kept < KEPT_TOKENS:
-            self.handed_on.append(output.hidden)
+        if isinstance(output, HandedOn) and output.hidden and num_kept < KEPT_TOKENS:
+            self.handed_on.append(output.hidden[0])
 
     def _fail(self, fault: StepFault) -> None:
         """Report the first fault, unless the epoch was ended externally."""

@@ -79,7 +79,7 @@ class StepExecutor:
         self._group_blocks = assignment.group_blocks
         self._block_size = assignment.block_size
         self._compute = compute
-        self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
+        self._rules = StepRules.of(assignment, boundary=compute.boundary, vocab_size=compute.vocab_size)
         self._busy_s = 0.0
         self._integrity = IntegrityMonitor()
         self._refused: StepFault | None = None
@@ -105,6 +105,11 @@ class StepExecutor:
     def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
         """Maximum size of a frame's hidden states."""
         return self._rules.max_hidden_bytes(wire_dtype)
+
+    @property
+    def exact_tensors(self) -> frozenset[str]:
+        """Hidden states that do not travel in a frame's wire dtype."""
+        return frozenset(tensor.name for tensor in self._rules.boundary if tensor.dtype is not None)
 
     def run(self, frame: Frame) -> StageOutput:
         self.prepare(frame.step)
@@ -227,7 +232,7 @@ class StepExecutor:
             return computed or StepResult(step.epoch, step.step_id)
         if isinstance(computed, StepResult):
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
-        return HandedOn(step.step_id, frame.step_checksum, computed)
+        return HandedOn(step.step_id, frame.step_checksum, computed or ())
 
     def _apply(self, step: Step) -> None:
         for end in step.ends:

@@ -19,7 +19,7 @@ from wire.payloads import (
     PayloadKey,
     PayloadNotice,
 )
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, payload_of
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
@@ -108,12 +108,12 @@ class OutgoingPayloads:
         except ConnectionError as error:
             self.fallback = self._connections.avoid(address, f"could not be opened: {error}")
 
-    async def send(self, hidden: TensorView) -> PayloadNotice | None:
+    async def send(self, hidden: HiddenStates) -> PayloadNotice | None:
         """Send large hidden states; None if they belong into the frame. Raises ConnectionError."""
-        if not self._is_open or hidden.size_bytes < self._min_bytes:
+        if not self._is_open or sum(tensor.size_bytes for tensor in hidden) < self._min_bytes:
             return None
         assert self._sender is not None
-        return await self._sender.send(hidden.data)
+        return await self._sender.send(payload_of(hidden))
 
     def note_broken(self, error: ConnectionError) -> None:
         """Record that the connection broke within the epoch."""

@@ -32,7 +32,7 @@ from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnaps
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import SpanRecorder, new_resource
 from wire.frames import Frame
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 from wire.transport import PLAIN, CertificateLife, RenewedChannel, Transport
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ class StageMetrics(StepObserver):
         self._how.of(loaded.device, dtype, loaded.kernels or "none").set(1)
 
 
-def _num_bytes(hidden: TensorView | None) -> int:
-    return 0 if hidden is None else memoryview(hidden.data).nbytes
+def _num_bytes(hidden: HiddenStates) -> int:
+    return sum(memoryview(tensor.data).nbytes for tensor in hidden)
 
 
 class WorkerMetrics:

@@ -137,7 +137,7 @@ class NextStageStream:
 
     async def _send_payload(self, output: StageOutput) -> PayloadNotice | None:
         """Send large hidden states on the payload connection; None if they belong into the frame."""
-        if self._payloads is None or not isinstance(output, HandedOn) or output.hidden is None:
+        if self._payloads is None or not isinstance(output, HandedOn) or not output.hidden:
             return None
         try:
             return await self._payloads.send(output.hidden)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, overload
 
-from checkpoint import DType
+from checkpoint import BoundaryTensor, DType
 from kvcache import BlockTable, BlockTables
 from stage_worker.assignment import Assignment
 from wire.errors import StepFault, StepFaultKind
@@ -27,7 +27,7 @@ from wire.steps import (
     split_identities,
     unpack_column,
 )
-from wire.tensors import WireDType, can_carry, payload_bytes
+from wire.tensors import TensorView, WireDType, can_carry, payload_bytes
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
@@ -289,7 +289,7 @@ class StepRules:
     """Upper bounds of every step of a stage."""
 
     takes_hidden: bool
-    hidden_size: int
+    boundary: tuple[BoundaryTensor, ...]
     vocab_size: int
     dtype: DType
     block_size: int
@@ -298,11 +298,13 @@ class StepRules:
     max_sequence_tokens: int
 
     @classmethod
-    def of(cls, assignment: Assignment, *, hidden_size: int, vocab_size: int) -> StepRules:
-        """Rules for the stage of `assignment`, with the sizes of its model."""
+    def of(
+        cls, assignment: Assignment, *, boundary: tuple[BoundaryTensor, ...], vocab_size: int
+    ) -> StepRules:
+        """Rules for the stage of `assignment`, with boundary and vocabulary of its model."""
         return cls(
             takes_hidden=not assignment.role.has_embeddings,
-            hidden_size=hidden_size,
+            boundary=boundary,
             vocab_size=vocab_size,
             dtype=assignment.dtype,
             block_size=assignment.block_size,
@@ -313,13 +315,18 @@ class StepRules:
 
     def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
         """Largest payload of a frame into this stage, with hidden states in `wire_dtype`."""
-        return payload_bytes(wire_dtype, (self.max_step_tokens, self.hidden_size)) if self.takes_hidden else 0
+        if not self.takes_hidden:
+            return 0
+        return sum(
+            payload_bytes(tensor.dtype or wire_dtype, (self.max_step_tokens, tensor.width))
+            for tensor in self.boundary
+        )
 
 
 def check_hidden_states(frame: Frame, rules: StepRules) -> None:
-    """Hidden states must be present exactly when expected, with the right shape and a supported dtype."""
+    """Hidden states must be present exactly when expected, with right names, shapes and dtypes."""
     hidden, step = frame.hidden, frame.step
-    if hidden is None:
+    if not hidden:
         if rules.takes_hidden and step.num_slices:
             raise StepFault(
                 StepFaultKind.HIDDEN_STATES_MISSING,
@@ -329,16 +336,25 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
     if not rules.takes_hidden or not step.num_slices:
         why = "the first stage takes tokens" if step.num_slices else "the step has no slices"
         raise StepFault(
-            StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"unexpected hidden states {hidden.shape}: {why}"
+            StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"unexpected hidden states {hidden[0].shape}: {why}"
         )
-    if not can_carry(hidden.dtype, rules.dtype):
+    names, expected = [[tensor.name for tensor in tensors] for tensors in (hidden, rules.boundary)]
+    if names != expected:
         raise StepFault(
-            StepFaultKind.DTYPE, f"hidden states in {hidden.dtype.value}, expected {rules.dtype.value}"
+            StepFaultKind.SHAPE, f"tensors {names!r:.200} in the frame, expected {', '.join(expected)}"
         )
-    if hidden.shape != (step.num_tokens, rules.hidden_size):
+    for received, tensor in zip(hidden, rules.boundary, strict=True):
+        _check_tensor(received, tensor, step.num_tokens, rules.dtype)
+
+
+def _check_tensor(received: TensorView, tensor: BoundaryTensor, num_tokens: int, run_dtype: DType) -> None:
+    dtype, expected = received.dtype, tensor.dtype or run_dtype
+    if dtype is not expected and (tensor.dtype is not None or not can_carry(dtype, run_dtype)):
+        raise StepFault(StepFaultKind.DTYPE, f"{received.label} in {dtype.value}, expected {expected.value}")
+    if received.shape != (num_tokens, tensor.width):
         raise StepFault(
             StepFaultKind.SHAPE,
-            f"hidden states {hidden.shape} for {step.num_tokens} tokens of width {rules.hidden_size}",
+            f"{received.label} {received.shape} for {num_tokens} tokens of width {tensor.width}",
         )
 
 

@@ -6,7 +6,7 @@ from stageline_rpc.internal.v1 import forward_pb2
 from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
 from wire.payloads import PayloadNotice
 from wire.steps import StageTime
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 
 
 def step_message(step_bytes: bytes) -> forward_pb2.ForwardRequest:
@@ -16,7 +16,7 @@ def step_message(step_bytes: bytes) -> forward_pb2.ForwardRequest:
 def encode_frame(
     step_bytes: bytes,
     step_id: int,
-    hidden: TensorView | None,
+    hidden: HiddenStates,
     stage_times: Sequence[StageTime] = (),
     *,
     to_first: bool = False,

@@ -11,12 +11,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from checkpoint import Checkpoint, DType, ScaledDType, WeightFormat
+from checkpoint import BoundaryTensor, Checkpoint, DType, ScaledDType, WeightFormat
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.self_check_script import Script
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -36,7 +36,7 @@ from wire.reference import decode_states
 from wire.sampling import StepSampling
 from wire.step_codec import encode_step
 from wire.steps import Prefill, Step, StepResult
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -94,12 +94,17 @@ class LocalPipeline:
         device: str = "cpu",
         weights: WeightFormat | None = None,
         kv_dtype: ScaledDType | None = None,
+        stage_type: type[DecoderStage] = DecoderStage,
+        handed_on: tuple[BoundaryTensor, ...] = (),
     ) -> None:
         """`releases_window` False keeps the blocks that a sliding window hides, to compare with.
 
         `other_num_blocks` are those of the block groups after the first; by default `num_blocks` each.
+        Stages are of `stage_type`, and hand on `handed_on` beside the hidden states.
         """
-        self._checkpoint = Checkpoint.open(directory).with_weights(weights)
+        checkpoint = Checkpoint.open(directory).with_weights(weights)
+        self._checkpoint = replace(checkpoint, config=replace(checkpoint.config, handed_on=handed_on))
+        self._stage_type = stage_type
         self._device = torch.device(device)
         self._limits = SchedulerLimits(
             max_step_tokens=max_step_tokens,
@@ -213,7 +218,7 @@ class LocalPipeline:
 
     def _compute(self, step: Step, handed_on: dict[int, list[TensorView]] | None = None) -> StepResult:
         """Adds to `handed_on` the hidden states that each stage hands on."""
-        hidden: TensorView | None = None
+        hidden: HiddenStates = ()
         message = encode_step_frame(encode_step(step))
         for stage, executor in enumerate(self.stages):
             self.before_stage(stage, step)
@@ -221,8 +226,8 @@ class LocalPipeline:
             if isinstance(output, StepResult):
                 return output
             hidden = output.hidden
-            if handed_on is not None and hidden is not None:
-                handed_on[stage].append(hidden)
+            if handed_on is not None and hidden:
+                handed_on[stage].append(hidden[0])
         raise AssertionError("no stage had the head")
 
     def _stage(self, stage: int, num_stages: int, begin: int, end: int) -> StepExecutor:
@@ -247,7 +252,7 @@ class LocalPipeline:
             max_sequence_tokens=config.max_position_embeddings,
         )
         device = self._device
-        model = DecoderStage(
+        model = self._stage_type(
             config,
             layer_begin=begin,
             layer_end=end,
@@ -279,7 +284,7 @@ def _cancel_due(run: Run, arrived: Tokens[tuple[Request, Sequence]]) -> None:
             run.scheduler.drop(sequence, SequenceState.CANCELLED)
 
 
-def _over_the_wire(message: bytes, hidden: TensorView | None, *, to_first: bool) -> Frame:
+def _over_the_wire(message: bytes, hidden: HiddenStates, *, to_first: bool) -> Frame:
     assembler = FrameAssembler(max_payload_bytes=1 << 30, takes_hidden=not to_first)
     (step,) = assembler.add(message)
     assert isinstance(step, StepFrame)

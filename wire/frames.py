@@ -19,7 +19,7 @@ costs 1.0 ms instead of 16 us for 384 KiB of payload and 4.4 ms instead of 40 us
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -30,7 +30,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.payloads import PayloadNotice
 from wire.step_codec import decode_result, decode_stage_times, decode_step, encode_result, encode_stage_times
 from wire.steps import StageTime, Step, StepResult
-from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
+from wire.tensors import HiddenStates, WireDType, decode_tensors, encode_headers, payload_of
 
 _STEP_TAG = forward_pb2.ForwardRequest.STEPS_FIELD_NUMBER << 3 | 2
 _HIDDEN_TAG = forward_pb2.ForwardRequest.HIDDEN_STATES_FIELD_NUMBER << 3 | 2
@@ -164,7 +164,7 @@ class StepFrame:
 
     @property
     def without_hidden(self) -> "Frame":
-        return Frame(self.step, None, (), self.ready_at_us, self.checksum)
+        return Frame(self.step, (), (), self.ready_at_us, self.checksum)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -176,7 +176,7 @@ class Frame:
     """
 
     step: Step
-    hidden: TensorView | None
+    hidden: HiddenStates
     stage_times: tuple[StageTime, ...] = ()
     ready_at_us: int = 0
     step_checksum: int = 0
@@ -222,7 +222,7 @@ def _begin_checksum(
 def encode_hidden_states(
     step_id: int,
     step_checksum: int,
-    hidden: TensorView | None,
+    hidden: HiddenStates,
     stage_times: Sequence[StageTime] = (),
     *,
     ready_at_us: int = 0,
@@ -230,14 +230,14 @@ def encode_hidden_states(
 ) -> Iterator[bytes]:
     """Yield the serialised chunks, in order.
 
-    `hidden` is None for a step without slices; `stage_times` include the sender's. With a `notice` the
+    `hidden` is empty for a step without slices; `stage_times` include the sender's. With a `notice` the
     payload is on the payload connection.
     """
     header, payload = b"", memoryview(b"")
-    if hidden is not None:
-        header = encode_header(hidden).SerializeToString()
-    if hidden is not None and notice is None:
-        payload = memoryview(hidden.data).cast("B")
+    if hidden:
+        header = encode_headers(hidden).SerializeToString()
+    if hidden and notice is None:
+        payload = payload_of(hidden)
     first = forward_pb2.HiddenStatesChunk(
         step_id=step_id,
         step_checksum=step_checksum,
@@ -314,11 +314,13 @@ class FrameAssembler:
         takes_hidden: bool = True,
         num_stages_before: int | None = None,
         wire_dtype: WireDType | None = None,
+        exact_tensors: Collection[str] = (),
         max_ahead_bytes: int | None = None,
     ) -> None:
         """`takes_hidden` is False on FIRST, where a step is a complete frame.
 
-        `num_stages_before` and `wire_dtype` are checked against each frame; None accepts any.
+        `num_stages_before` and `wire_dtype` are checked against each frame; None accepts any. The tensors
+        `exact_tensors` have other dtypes than `wire_dtype`.
         `max_ahead_bytes` bounds the steps that wait for their hidden states.
         """
         self._max_payload_bytes = max_payload_bytes
@@ -326,6 +328,7 @@ class FrameAssembler:
         self._ahead_bytes = 0
         self._takes_hidden = takes_hidden
         self._wire_dtype = wire_dtype
+        self._exact_tensors = exact_tensors
         self._num_stages_before = num_stages_before
         self._ahead: deque[StepFrame] = deque()
         self._parts: _Parts | None = None
@@ -420,13 +423,14 @@ class FrameAssembler:
                 f"frame payload has {size_bytes} bytes or more, the limit is {self._max_payload_bytes}",
             )
 
-    def _check_declared(self, hidden: TensorView | None) -> None:
+    def _check_declared(self, hidden: HiddenStates) -> None:
         declared = self._wire_dtype
-        if hidden is not None and declared is not None and hidden.dtype is not declared:
-            raise StepFault(
-                StepFaultKind.DTYPE,
-                f"hidden states in {hidden.dtype.value}, expected {declared.value} as in the hello",
-            )
+        for tensor in hidden:
+            if declared not in (None, tensor.dtype) and tensor.name not in self._exact_tensors:
+                raise StepFault(
+                    StepFaultKind.DTYPE,
+                    f"{tensor.label} in {tensor.dtype.value}, expected {declared.value} as in the hello",
+                )
 
     def _notice(self, parts: _Parts) -> PayloadNotice:
         _check_checksum(parts)
@@ -497,19 +501,19 @@ def _check_match(parts: _Parts, due: StepFrame | None) -> None:
         )
 
 
-def _decode_hidden(parts: _Parts) -> TensorView | None:
+def _decode_hidden(parts: _Parts) -> HiddenStates:
     if not parts.header:
         if parts.size_bytes:
             raise StepFault(
                 StepFaultKind.HIDDEN_STATES_UNEXPECTED,
                 f"{parts.size_bytes} bytes of payload without a header",
             )
-        return None
+        return ()
     try:
-        header = step_pb2.TensorHeader.FromString(parts.header)
+        headers = step_pb2.TensorHeaders.FromString(parts.header)
     except DecodeError as error:
-        raise StepFault(StepFaultKind.UNDECODABLE, f"tensor header: {error}") from error
-    return decode_tensor(header, parts.payload)
+        raise StepFault(StepFaultKind.UNDECODABLE, f"tensor headers: {error}") from error
+    return decode_tensors(headers, parts.payload)
 
 
 def encode_result_frame(result: StepResult) -> deliver_pb2.DeliverRequest:

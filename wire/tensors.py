@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from checkpoint.blueprint import HIDDEN_STATES
 from checkpoint.dtypes import SCALE_BYTES, DType, ScaledDType, WeightFormat
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -104,16 +105,21 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("tensor payloads are little-endian and are not swapped; this machine is big-endian")
 
 
+MAX_TENSORS = 16
+"""Tensors in one frame, far above what a model hands on."""
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class TensorView:
     """A dense, row-major, little-endian tensor over borrowed bytes; never modified.
 
-    With a ScaledDType, the row scales follow the elements.
+    With a ScaledDType, the row scales follow the elements. `name` is the tensor's name in the boundary.
     """
 
     dtype: WireDType
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
+    name: str = HIDDEN_STATES
 
     def __post_init__(self) -> None:
         actual = memoryview(self.data).nbytes
@@ -126,31 +132,77 @@ class TensorView:
     def size_bytes(self) -> int:
         return payload_bytes(self.dtype, self.shape)
 
+    @property
+    def label(self) -> str:
+        """The tensor in messages."""
+        return tensor_label(self.name)
 
-def encode_header(tensor: TensorView) -> step_pb2.TensorHeader:
-    return step_pb2.TensorHeader(
-        dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
-        shape=tensor.shape,
-        byte_order=step_pb2.BYTE_ORDER_LITTLE_ENDIAN,
-        size_bytes=tensor.size_bytes,
+
+HiddenStates: TypeAlias = tuple[TensorView, ...]
+"""What crosses a cut for one step: the tensors of the boundary, in its order; empty without slices."""
+
+
+def tensor_label(name: str) -> str:
+    """A tensor of this name in messages."""
+    return "hidden states" if name == HIDDEN_STATES else f"tensor {name[:64]!r}"
+
+
+def payload_of(hidden: HiddenStates) -> memoryview:
+    """The bytes of all tensors; a copy if there are several."""
+    if len(hidden) == 1:
+        return memoryview(hidden[0].data).cast("B")
+    return memoryview(b"".join(memoryview(tensor.data).cast("B") for tensor in hidden))
+
+
+def encode_headers(hidden: HiddenStates) -> step_pb2.TensorHeaders:
+    """Headers of the tensors whose bytes are `payload_of`."""
+    return step_pb2.TensorHeaders(
+        tensors=[
+            step_pb2.TensorHeader(
+                dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
+                shape=tensor.shape,
+                byte_order=step_pb2.BYTE_ORDER_LITTLE_ENDIAN,
+                size_bytes=tensor.size_bytes,
+                name=tensor.name,
+            )
+            for tensor in hidden
+        ]
     )
 
 
-def decode_tensor(header: step_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
-    """Check `payload` against `header`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
+def decode_tensors(headers: step_pb2.TensorHeaders, payload: bytes | bytearray | memoryview) -> HiddenStates:
+    """Check `payload` against `headers`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
+    num_tensors = len(headers.tensors)
+    if not 0 < num_tensors <= MAX_TENSORS:
+        raise StepFault(
+            StepFaultKind.SHAPE, f"{num_tensors} tensors in one frame, expected 1 to {MAX_TENSORS}"
+        )
+    if num_tensors == 1:
+        return (_decode_tensor(headers.tensors[0], payload),)
+    whole, position = memoryview(payload), 0
+    tensors: list[TensorView] = []
+    for header in headers.tensors:
+        end = position + header.size_bytes if len(tensors) < num_tensors - 1 else len(whole)
+        tensors.append(_decode_tensor(header, whole[position:end]))
+        position = end
+    return tuple(tensors)
+
+
+def _decode_tensor(header: step_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
+    name = header.name
     dtype = WIRE_DTYPE_FROM_MESSAGE.get(header.dtype)
     if dtype is None:
-        raise StepFault(StepFaultKind.DTYPE, f"hidden states have unknown dtype number {header.dtype}")
+        raise StepFault(StepFaultKind.DTYPE, f"unknown dtype number {header.dtype} of {tensor_label(name)}")
     if header.byte_order != step_pb2.BYTE_ORDER_LITTLE_ENDIAN:
         raise StepFault(
-            StepFaultKind.DTYPE, f"hidden states have unknown byte order number {header.byte_order}"
+            StepFaultKind.DTYPE, f"unknown byte order number {header.byte_order} of {tensor_label(name)}"
         )
     shape = tuple(header.shape)
     expected = payload_bytes(dtype, shape)
     if not expected == header.size_bytes == len(payload):
         raise StepFault(
             StepFaultKind.SHAPE,
-            f"hidden states {shape} in {dtype.value} need {expected} bytes; "
+            f"{tensor_label(name)} {shape} in {dtype.value} need {expected} bytes; "
             f"the header says {header.size_bytes}, the payload has {len(payload)}",
         )
-    return TensorView(dtype, shape, payload)
+    return TensorView(dtype, shape, payload, name)

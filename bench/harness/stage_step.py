@@ -58,6 +58,8 @@ encode_step = moved("encode_step", "wire.step_codec")
 frames = import_module("wire.frames")
 ENCODE_FRAME = getattr(frames, "encode_frame", None)
 """Of checkouts in which a step and its hidden states were one message."""
+NAMED = getattr(import_module("checkpoint"), "BoundaryTensor", None)
+"""None in checkouts in which hidden states are one tensor."""
 
 
 def messages_of(step: Any, hidden: Any) -> list[bytes]:
@@ -73,6 +75,7 @@ class NullCompute(StageCompute):  # type: ignore[misc, valid-type]
     """Passes hidden states on."""
 
     hidden_size, vocab_size = HIDDEN_SIZE, VOCAB_SIZE
+    boundary = NAMED and (NAMED(name="hidden_states", width=HIDDEN_SIZE),)
 
     def begin_epoch(self, *, stage: int) -> None:
         """Nothing to drop."""
@@ -198,7 +201,7 @@ def measure(num_decodes: int, num_blocks: int) -> dict[str, float]:
         step = steps.next_step()
         size_bytes = step.num_tokens * HIDDEN_SIZE * 2
         hidden = WireTensor(DType.BF16, (step.num_tokens, HIDDEN_SIZE), payload[:size_bytes])
-        messages = messages_of(step, hidden)
+        messages = messages_of(step, (hidden,) if NAMED else hidden)
         began_ns = time.thread_time_ns()
         forwarded = middle.forward(messages)
         took_us = (time.thread_time_ns() - began_ns) / 1e3

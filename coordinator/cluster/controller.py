@@ -302,7 +302,9 @@ class Controller:
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
-        return scheduler_limits(plan, self._settings.batching, boundary_width=self._config.boundary_width)
+        return scheduler_limits(
+            plan, self._settings.batching, boundary_bytes=self._config.boundary_bytes(plan.dtype)
+        )
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))

@@ -21,10 +21,10 @@ class BatchingOptions:
 DEFAULT_BATCHING = BatchingOptions()
 
 
-def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_width: int) -> SchedulerLimits:
-    """Limits of the scheduler while this plan serves a model with `Blueprint.boundary_width`."""
+def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_bytes: int) -> SchedulerLimits:
+    """Limits of the scheduler while this plan serves a model with `Blueprint.boundary_bytes`."""
     num_stages = len(plan.stages)
-    frame_bytes = plan.limits.max_step_tokens * boundary_width * plan.dtype.size_bytes
+    frame_bytes = plan.limits.max_step_tokens * boundary_bytes
     max_depth = min(4 * num_stages + 4, IN_FLIGHT_BYTES // frame_bytes)
     return SchedulerLimits(
         max_step_tokens=plan.limits.max_step_tokens,

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from checkpoint import BoundaryTensor
 from stage_worker.assignment import Assignment
 from stage_worker.validation import SliceLayout
 from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import StageTime, StartRecord, Step, StepResult
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 
 
 class DeviceError(Exception):
@@ -45,11 +46,11 @@ class ReceivedFrame:
 
 @dataclass(slots=True)
 class HandedOn:
-    """The hidden states that this stage computed for a step; None for a step without slices."""
+    """The hidden states that this stage computed for a step; empty for a step without slices."""
 
     step_id: int
     step_checksum: int
-    hidden: TensorView | None
+    hidden: HiddenStates
 
 
 @dataclass(slots=True)
@@ -92,14 +93,17 @@ class StepObserver:
         """Discard the state of this epoch."""
 
 
-Computed = TensorView | StepResult
+Computed = HiddenStates | StepResult
 """Hidden states for the next stage; on LAST, the result without stage times."""
 
 
 class StageCompute(ABC):
-    """The layers of a model, or a mock of them. Used by one executor, in step order."""
+    """The layers of a model, or a mock of them. Used by one executor, in step order.
 
-    hidden_size: int
+    `boundary` are the tensors that it takes from the stage before, and hands to the next one.
+    """
+
+    boundary: tuple[BoundaryTensor, ...]
     vocab_size: int
 
     @abstractmethod

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
+from checkpoint import BoundaryTensor
+from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import Computed, DeviceError, StageCompute
 from stage_worker.backends.mock_spec import MockSpec
@@ -165,7 +167,7 @@ class MockCompute(StageCompute):
                 f"got {shape.hidden_size} and {shape.vocab_size}"
             )
         self._device = device or MockDevice(MockSpec())
-        self.hidden_size = shape.hidden_size
+        self.boundary = (BoundaryTensor(name=HIDDEN_STATES, width=shape.hidden_size),)
         self.vocab_size = shape.vocab_size
         self._eos_token_ids = frozenset(shape.eos_token_ids)
         self._has_head = assignment.role.has_head
@@ -173,7 +175,7 @@ class MockCompute(StageCompute):
         self._stage = assignment.stage
         # Never written, so the system maps it to a single page of zeros.
         self._zeros = memoryview(
-            bytes(payload_bytes(self._dtype, (assignment.max_step_tokens, self.hidden_size)))
+            bytes(payload_bytes(self._dtype, (assignment.max_step_tokens, shape.hidden_size)))
         )
         self._unanswerable: dict[SequenceKey, str] = {}
         self._constraints: dict[SequenceKey, MockConstraints] = {}
@@ -204,10 +206,10 @@ class MockCompute(StageCompute):
         self._device.compute(frame.step.num_tokens)
         if self._has_head:
             return self._answer(frame.step)
-        if frame.hidden is not None and frame.hidden.dtype is self._dtype:
+        if frame.hidden and frame.hidden[0].dtype is self._dtype:
             return frame.hidden
-        shape = (frame.step.num_tokens, self.hidden_size)
-        return TensorView(self._dtype, shape, self._zeros[: payload_bytes(self._dtype, shape)])
+        shape = (frame.step.num_tokens, self.boundary[0].width)
+        return (TensorView(self._dtype, shape, self._zeros[: payload_bytes(self._dtype, shape)]),)
 
     def _answer(self, step: Step) -> StepResult:
         if step.chunks or self._unanswerable or self._constraints:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcache import KvCacheError, group_windows
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.backends.contract import Computed, StageCompute
-from stage_worker.backends.tensor_views import from_wire, to_wire
+from stage_worker.backends.tensor_views import from_frame, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.model.decode_rows import PageMatrix
 from stage_worker.model.decoder import DecoderStage
@@ -37,6 +37,11 @@ from wire.tensors import WireDType
 def are_finite(hidden: Tensor) -> bool:
     """Whether `hidden` [tokens, hidden_size] is finite, by one sum; False also if the sum overflows."""
     return math.isfinite(hidden.sum(dtype=torch.float32).item())
+
+
+def _columns(carried: Sequence[Tensor]) -> Tensor:
+    """The tensors [tokens, width] of a boundary beside each other, for checks of their values."""
+    return carried[0] if len(carried) == 1 else torch.cat([tensor.float() for tensor in carried], dim=1)
 
 
 class FiniteStates:
@@ -124,7 +129,7 @@ class ModelCompute(StageCompute):
 
         Raises ValueError for pages of another number of block groups than the layers have windows.
         """
-        self.hidden_size = model.config.boundary_width
+        self.boundary = model.config.boundary
         self.vocab_size = model.config.vocab_size
         self._model = model
         self._pages = pages
@@ -175,12 +180,12 @@ class ModelCompute(StageCompute):
     @torch.inference_mode()
     def compute(self, frame: Frame, prepared: object) -> Computed:
         assert isinstance(prepared, StepLayout)
-        hidden = self._model.forward(self._input(frame), prepared, self._pages)
+        carried = self._model.advance(self._input(frame), prepared, self._pages)
         if self._sampler is None:
-            self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
-            return to_wire(hidden, self._wire_dtype)
-        result = self._answer(frame.step, hidden, self._sampler)
-        self._finite.check_answered(frame.step, result, lambda: self._input(frame))
+            self._finite.check_handed_on(frame.step, _columns(carried), lambda: _columns(self._input(frame)))
+            return to_frame(carried, self.boundary, self._wire_dtype)
+        result = self._answer(frame.step, self._model.leave(carried), self._sampler)
+        self._finite.check_answered(frame.step, result, lambda: _columns(self._input(frame)))
         return result
 
     def _layout(self, slices: Sequence[SliceLayout]) -> StepLayout:
@@ -202,14 +207,15 @@ class ModelCompute(StageCompute):
         decodes = matrix.rows(slices.positions)
         return self._model.layout(slices.chunks, block_size=block_size, decodes=decodes, windows=windows)
 
-    def _input(self, frame: Frame) -> Tensor:
-        if frame.hidden is not None:
-            return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
+    def _input(self, frame: Frame) -> tuple[Tensor, ...]:
+        if frame.hidden:
+            model = self._model
+            return from_frame(frame.hidden, self.boundary, device=model.device, dtype=model.torch_dtype)
         step = frame.step
         tokens = np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)
         if step.chunks:
             tokens = np.array(step.tokens, np.int64)
-        return self._model.embed(torch.from_numpy(tokens))
+        return self._model.enter(torch.from_numpy(tokens))
 
     def _check_writes(self, layout: StepLayout) -> None:
         """Check before the first layer, since all layers write the same slots."""

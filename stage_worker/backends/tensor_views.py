@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import warnings
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import DType, ScaledDType
+from checkpoint import BoundaryTensor, DType, ScaledDType
+from checkpoint.blueprint import HIDDEN_STATES
 from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.reference import NUM_PROJECTIONS
-from wire.tensors import TensorView, WireDType
+from wire.tensors import HiddenStates, TensorView, WireDType
 
 
 @torch.inference_mode()
@@ -71,10 +73,10 @@ with warnings.catch_warnings():
     torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-def to_view(tensor: Tensor) -> TensorView:
+def to_view(tensor: Tensor, *, name: str = HIDDEN_STATES) -> TensorView:
     """View of the tensor's bytes, without a copy on a CPU; keeps them alive."""
     dense = tensor.detach().contiguous().cpu()
-    return TensorView(_DTYPES[dense.dtype], tuple(dense.shape), dense.view(torch.uint8).numpy().data)
+    return TensorView(_DTYPES[dense.dtype], tuple(dense.shape), dense.view(torch.uint8).numpy().data, name)
 
 
 def from_view(view: TensorView, *, device: torch.device) -> Tensor:
@@ -86,12 +88,32 @@ def from_view(view: TensorView, *, device: torch.device) -> Tensor:
     return raw.view(TORCH_DTYPES[view.dtype]).view(view.shape).to(device)
 
 
-def to_wire(hidden: Tensor, wire_dtype: WireDType) -> TensorView:
+def to_wire(hidden: Tensor, wire_dtype: WireDType, *, name: str = HIDDEN_STATES) -> TensorView:
     """Encode hidden states [n, width] for sending, on their device where possible."""
     if isinstance(wire_dtype, DType):
-        return to_view(hidden.to(TORCH_DTYPES[wire_dtype]))
+        return to_view(hidden.to(TORCH_DTYPES[wire_dtype]), name=name)
     payload = scale_rows(hidden.detach(), wire_dtype).cpu()
-    return TensorView(wire_dtype, tuple(hidden.shape), payload.numpy().data)
+    return TensorView(wire_dtype, tuple(hidden.shape), payload.numpy().data, name)
+
+
+def to_frame(
+    tensors: Sequence[Tensor], boundary: Sequence[BoundaryTensor], wire_dtype: WireDType
+) -> HiddenStates:
+    """Encode what crosses a cut: a tensor [n, width] for each of `boundary`, in its order."""
+    return tuple(
+        to_wire(tensor, one.dtype or wire_dtype, name=one.name)
+        for tensor, one in zip(tensors, boundary, strict=True)
+    )
+
+
+def from_frame(
+    hidden: HiddenStates, boundary: Sequence[BoundaryTensor], *, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Decode what crosses a cut, with the run dtype `dtype`; must not be modified."""
+    return tuple(
+        from_wire(view, device=device, dtype=dtype if one.dtype is None else TORCH_DTYPES[one.dtype])
+        for view, one in zip(hidden, boundary, strict=True)
+    )
 
 
 def from_wire(view: TensorView, *, device: torch.device, dtype: torch.dtype) -> Tensor:

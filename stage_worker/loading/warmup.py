@@ -9,7 +9,7 @@ import torch
 from checkpoint import Blueprint
 from kvcache import ActiveSequence, BlockPool, combined_digest
 from stage_worker.assignment import Assignment
-from stage_worker.backends.tensor_views import to_wire
+from stage_worker.backends.tensor_views import to_frame
 from stage_worker.executor import StepExecutor
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame
@@ -147,11 +147,15 @@ class _WarmupSteps:
     def _frame(self, step: Step) -> Frame:
         assignment = self._assignment
         if assignment.role.has_embeddings or not step.num_slices:
-            return Frame(step, None)
-        shape = (step.num_tokens, self._config.boundary_width)
-        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        hidden = hidden.to(TORCH_DTYPES[assignment.dtype])
-        return Frame(step, to_wire(hidden, assignment.sent_dtype))
+            return Frame(step, ())
+        generator = torch.Generator().manual_seed(0)
+        hidden = [
+            torch.randn((step.num_tokens, tensor.width), generator=generator).to(
+                TORCH_DTYPES[tensor.dtype or assignment.dtype]
+            )
+            for tensor in self._config.boundary
+        ]
+        return Frame(step, to_frame(hidden, self._config.boundary, assignment.sent_dtype))
 
     def _new_key(self) -> SequenceKey:
         self._num_requests += 1

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Blueprint, Checkpoint, DType, stage_weight_bytes
+from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels, ProductMethod
@@ -53,6 +55,9 @@ _FEWEST_ROWS = 4
 class DecoderStage:
     """Layers [layer_begin, layer_end), embeddings and head; weights only, without KV. Not thread-safe."""
 
+    CARRIED: ClassVar[tuple[str, ...]] = (HIDDEN_STATES,)
+    """Tensors of `Blueprint.boundary` that `enter`, `advance` and `leave` know."""
+
     def __init__(
         self,
         config: Blueprint,
@@ -71,6 +76,9 @@ class DecoderStage:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
             )
+        names = tuple(tensor.name for tensor in config.boundary)
+        if names != self.CARRIED:
+            raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
         self.config = config
         self.layers = range(layer_begin, layer_end)
         self.has_embeddings = has_embeddings
@@ -164,6 +172,19 @@ class DecoderStage:
             ),
             device=self.device,
         )
+
+    def enter(self, token_ids: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the boundary before the first layer for ids int64 [n]. Raises like `embed`."""
+        return (self.embed(token_ids),)
+
+    def advance(self, carried: Sequence[Tensor], step: StepLayout, pages: PagedLayers) -> tuple[Tensor, ...]:
+        """The tensors of the boundary after the layers, which write `pages`. Raises ValueError."""
+        (hidden,) = carried
+        return (self.forward(hidden, step, pages),)
+
+    def leave(self, carried: Sequence[Tensor]) -> Tensor:
+        """The input of `logits` after the last layer, [n, hidden_size]."""
+        return carried[0]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:

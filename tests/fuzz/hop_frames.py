@@ -125,11 +125,16 @@ def make_frames(random: Random) -> bytes:
 def _hidden(step: bytes, random: Random) -> list[bytes]:
     dtype: WireDType = random.choice((DType.BF16, DType.F32, ScaledDType.I8))
     shape = random.choice(((4, 8), (0, 8), (4, 64), (1,)))
-    view = TensorView(dtype, shape, random.randbytes(payload_bytes(dtype, shape)))
+    data = random.randbytes(payload_bytes(dtype, shape))
+    hidden = (TensorView(dtype, shape, data), TensorView(dtype, shape, data, "other"))[
+        : random.choice((1, 2))
+    ]
     is_remote = random.random() < 0.2
-    notice = PayloadNotice(1, view.size_bytes, 5) if is_remote else None
+    notice = PayloadNotice(1, len(data), 5) if is_remote else None
     step_id = STEP.step_id if random.random() < 0.9 else 12
-    return list(encode_hidden_states(step_id, step_frame_checksum(step, 0), view, _TIMES[:1], notice=notice))
+    return list(
+        encode_hidden_states(step_id, step_frame_checksum(step, 0), hidden, _TIMES[:1], notice=notice)
+    )
 
 
 def _changed_message(message: bytes, random: Random) -> bytes:
@@ -222,15 +227,15 @@ def _assemble(assembler: FrameAssembler, messages: list[bytes]) -> None:
         for part in assembler.add(message):
             frame = assembler.add_payload(bytes(16)) if isinstance(part, PayloadNotice) else part
             _use(frame.step)
-            if isinstance(frame, Frame) and frame.hidden is not None:
-                memoryview(frame.hidden.data).tobytes()
+            for tensor in frame.hidden if isinstance(frame, Frame) else ():
+                memoryview(tensor.data).tobytes()
     assembler.finish()
 
 
 def _check_frames() -> None:
     step = encode_step(STEP)
     view = TensorView(DType.F32, (4, 8), bytes(128))
-    hidden = encode_hidden_states(STEP.step_id, step_frame_checksum(step, 0), view, _TIMES[:1])
+    hidden = encode_hidden_states(STEP.step_id, step_frame_checksum(step, 0), (view,), _TIMES[:1])
     case = json.dumps(["middle", encode_step_frame(step).hex(), *(message.hex() for message in hidden)])
     if (outcome := _examine_frames(case.encode())) != "ok":
         raise Broken(f"a valid frame ends in {outcome}")

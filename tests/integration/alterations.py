@@ -14,7 +14,7 @@ from wire.frames import Frame, hidden_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import Decode, Prefill, SequenceSignal, Step, StepSlice
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FrameFault:
         return self.name
 
 
-def encoded(step: Step, hidden: TensorView | None, stream: HopStream) -> Messages:
+def encoded(step: Step, hidden: HiddenStates, stream: HopStream) -> Messages:
     return tuple(encode_frame(encode_step(step), step.step_id, hidden, to_first=stream.is_to_first))
 
 
@@ -81,21 +81,22 @@ def delay(seconds: float) -> Alteration:
 
 
 async def remove_hidden(frame: Frame, stream: HopStream) -> Messages:
-    return encoded(frame.step, None, stream)
+    return encoded(frame.step, (), stream)
 
 
 async def remove_row(frame: Frame, stream: HopStream) -> Messages:
     num_tokens, width = _shape(frame)
-    assert frame.hidden is not None
-    data = memoryview(frame.hidden.data)[: -width * frame.hidden.dtype.size_bytes]
-    return encoded(frame.step, TensorView(frame.hidden.dtype, (num_tokens - 1, width), data), stream)
+    (tensor,) = frame.hidden
+    data = memoryview(tensor.data)[: -width * tensor.dtype.size_bytes]
+    return encoded(frame.step, (TensorView(tensor.dtype, (num_tokens - 1, width), data),), stream)
 
 
 async def halve_dtype(frame: Frame, stream: HopStream) -> Messages:
     num_tokens, width = _shape(frame)
-    assert frame.hidden is not None and frame.hidden.dtype is DType.F32
-    data = memoryview(frame.hidden.data)[: num_tokens * width * 2]
-    return encoded(frame.step, TensorView(DType.BF16, (num_tokens, width), data), stream)
+    (tensor,) = frame.hidden
+    assert tensor.dtype is DType.F32
+    data = memoryview(tensor.data)[: num_tokens * width * 2]
+    return encoded(frame.step, (TensorView(DType.BF16, (num_tokens, width), data),), stream)
 
 
 async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Messages:
@@ -127,7 +128,7 @@ async def swap_parts(frame: Frame, stream: HopStream) -> Messages:
 
 async def flip_byte(frame: Frame, stream: HopStream) -> Messages:
     step, *hidden = unchanged(frame, stream)
-    if frame.hidden is not None:
+    if frame.hidden:
         hidden[0].hidden_states.payload = _flipped(hidden[0].hidden_states.payload)
     else:
         step.steps[0].step = _flipped(step.steps[0].step)
@@ -166,8 +167,7 @@ def _of_unknown_sequence(step_slice: StepSlice) -> StepSlice:
 
 
 def _shape(frame: Frame) -> tuple[int, int]:
-    assert frame.hidden is not None
-    num_tokens, width = frame.hidden.shape
+    num_tokens, width = frame.hidden[0].shape
     return num_tokens, width
 
 

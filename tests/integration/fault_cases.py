@@ -15,7 +15,7 @@ from wire.frames import hidden_checksum, step_frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import NO_GROWS, Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 Messages = Iterable[forward_pb2.ForwardRequest]
 
@@ -31,7 +31,7 @@ class FrameFault:
 
     name: str
     kind: StepFaultKind
-    messages: Callable[[Step, TensorView], Messages]
+    messages: Callable[[Step, HiddenStates], Messages]
     expected_texts: tuple[str, ...] = ()
     names: tuple[int, ...] = (0, 1)
     reported_step: int = 1
@@ -40,15 +40,15 @@ class FrameFault:
         return self.name
 
 
-def _frame(step: Step, hidden: TensorView | None) -> Messages:
+def _frame(step: Step, hidden: HiddenStates) -> Messages:
     return encode_frame(encode_step(step), step.step_id, hidden)
 
 
-def _changed(**changes: object) -> Callable[[Step, TensorView], Messages]:
+def _changed(**changes: object) -> Callable[[Step, HiddenStates], Messages]:
     return lambda step, hidden: _frame(replace(step, **changes), hidden)
 
 
-def _with_slice(change: Callable[[StepSlice], StepSlice]) -> Callable[[Step, TensorView], Messages]:
+def _with_slice(change: Callable[[StepSlice], StepSlice]) -> Callable[[Step, HiddenStates], Messages]:
     return lambda step, hidden: _frame(with_slices(step, (change(step.slices[0]), *step.slices[1:])), hidden)
 
 
@@ -56,23 +56,24 @@ def _with_a_token_more(step: Step) -> Step:
     return replace(step, decodes=replace(step.decodes, tokens=step.decodes.tokens + bytes(4)))
 
 
-def _one_row_less(step: Step, hidden: TensorView) -> Messages:
+def _one_row_less(step: Step, hidden: HiddenStates) -> Messages:
     return _frame(step, hidden_for(with_slices(step, step.slices[1:]), HIDDEN_SIZE))
 
 
-def _other_width(step: Step, _: TensorView) -> Messages:
+def _other_width(step: Step, _: HiddenStates) -> Messages:
     return _frame(step, hidden_for(step, HIDDEN_SIZE - 1))
 
 
-def _other_dtype(step: Step, _: TensorView) -> Messages:
+def _other_dtype(step: Step, _: HiddenStates) -> Messages:
     return _frame(step, hidden_for(step, HIDDEN_SIZE, dtype=torch.bfloat16))
 
 
-def _flat(step: Step, hidden: TensorView) -> Messages:
-    return _frame(step, TensorView(hidden.dtype, (hidden.shape[0] * hidden.shape[1],), hidden.data))
+def _flat(step: Step, hidden: HiddenStates) -> Messages:
+    (tensor,) = hidden
+    return _frame(step, (TensorView(tensor.dtype, (tensor.shape[0] * tensor.shape[1],), tensor.data),))
 
 
-def _twice(step: Step, _: TensorView) -> Messages:
+def _twice(step: Step, _: HiddenStates) -> Messages:
     doubled = with_slices(step, (step.slices[0], step.slices[0]))
     return _frame(doubled, hidden_for(doubled, HIDDEN_SIZE))
 
@@ -96,49 +97,49 @@ def _as_prefill(step_slice: StepSlice) -> StepSlice:
     return replace(step_slice, inference_step=Prefill(position, 1, position + 1))
 
 
-def _second_start(step: Step, hidden: TensorView) -> Messages:
+def _second_start(step: Step, hidden: HiddenStates) -> Messages:
     step_slice = step.slices[0]
     start = StartRecord(step_slice.sequence, step_slice.restart_count, 1, (1, 2), GREEDY)
     return _frame(replace(step, starts=(start,)), hidden)
 
 
-def _end_of_unknown(step: Step, hidden: TensorView) -> Messages:
+def _end_of_unknown(step: Step, hidden: HiddenStates) -> Messages:
     end = EndRecord(SequenceKey(new_request_id(), 0), 0)
     return _frame(replace(step, ends=(end,)), hidden)
 
 
-def _end_that_keeps_blocks(step: Step, hidden: TensorView) -> Messages:
+def _end_that_keeps_blocks(step: Step, hidden: HiddenStates) -> Messages:
     end = EndRecord(step.slices[0].sequence, step.slices[0].restart_count)
     return _frame(replace(step, ends=(end,)), hidden)
 
 
-def _impossible_signal(step: Step, hidden: TensorView) -> Messages:
+def _impossible_signal(step: Step, hidden: HiddenStates) -> Messages:
     signal = SequenceSignal(step.slices[0].sequence, Deref(FullBlock(12345)))
     return _frame(replace(step, signals=(signal,), grows=NO_GROWS), hidden)
 
 
-def _of_another_step(step: Step, hidden: TensorView) -> Messages:
+def _of_another_step(step: Step, hidden: HiddenStates) -> Messages:
     """A valid frame with the hidden states of other slices."""
     _, other = _frame(replace(step, digest=step.digest ^ 1), hidden)
     yield step_message(encode_step(step))
     yield other
 
 
-def _without_its_step(step: Step, hidden: TensorView) -> Messages:
+def _without_its_step(step: Step, hidden: HiddenStates) -> Messages:
     _, message = _frame(step, hidden)
     yield message
 
 
-def _before_its_step(step: Step, hidden: TensorView) -> Messages:
+def _before_its_step(step: Step, hidden: HiddenStates) -> Messages:
     yield from reversed(list(_frame(step, hidden)))
 
 
 def _edited(
     edit: Callable[[forward_pb2.HiddenStatesChunk], None],
-) -> Callable[[Step, TensorView], Messages]:
+) -> Callable[[Step, HiddenStates], Messages]:
     """Edit the hidden states."""
 
-    def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
+    def messages(step: Step, hidden: HiddenStates) -> Iterator[forward_pb2.ForwardRequest]:
         ahead, message = _frame(step, hidden)
         edit(message.hidden_states)
         yield from (ahead, message)
@@ -146,8 +147,8 @@ def _edited(
     return messages
 
 
-def _edited_step(edit: Callable[[forward_pb2.StepFrame], None]) -> Callable[[Step, TensorView], Messages]:
-    def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
+def _edited_step(edit: Callable[[forward_pb2.StepFrame], None]) -> Callable[[Step, HiddenStates], Messages]:
+    def messages(step: Step, hidden: HiddenStates) -> Iterator[forward_pb2.ForwardRequest]:
         ahead, message = _frame(step, hidden)
         edit(ahead.steps[0])
         yield from (ahead, message)
@@ -177,13 +178,13 @@ def _garbage_step(frame: forward_pb2.StepFrame) -> None:
     frame.checksum = step_frame_checksum(frame.step, frame.ready_at_us)
 
 
-def _begins_again(step: Step, hidden: TensorView) -> Messages:
+def _begins_again(step: Step, hidden: HiddenStates) -> Messages:
     ahead, message = _frame(step, hidden)
     message.hidden_states.is_last = False
     return ahead, message, message
 
 
-def _hello_again(step: Step, hidden: TensorView) -> Messages:
+def _hello_again(step: Step, hidden: HiddenStates) -> Messages:
     yield forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=step.epoch))
 
 

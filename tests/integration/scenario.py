@@ -15,7 +15,7 @@ from wire.frames import Frame
 from wire.ids import RequestId
 from wire.step_codec import encode_step
 from wire.steps import SliceResult, Step, StepResult
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 
 PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5))
 REQUESTS = tuple(RequestId(bytes([index] * 16)) for index in (1, 2))
@@ -37,11 +37,11 @@ class ScriptedLog:
         for request_id, prompt in zip(REQUESTS, PROMPTS, strict=True):
             self._log.add(prompt, request_id=request_id)
 
-    def next_frame(self) -> tuple[Step, TensorView | None]:
+    def next_frame(self) -> tuple[Step, HiddenStates]:
         """The next step, with hidden states if the stage receives any."""
         step = self._log.step()
         self._log.complete(StepResult.of(step.epoch, step.step_id, tuple(_scripted_results(step))))
-        return step, hidden_for(step, HIDDEN_SIZE) if self._takes_hidden else None
+        return step, hidden_for(step, HIDDEN_SIZE) if self._takes_hidden else ()
 
 
 async def run_scenario(bench: StageBench) -> list[Comparable]:
@@ -54,7 +54,7 @@ async def run_scenario(bench: StageBench) -> list[Comparable]:
 
 
 async def run_frame(
-    bench: StageBench, predecessor: PredecessorDouble, step: Step, hidden: TensorView | None
+    bench: StageBench, predecessor: PredecessorDouble, step: Step, hidden: HiddenStates
 ) -> Comparable:
     """Send one frame; return the stage's output."""
     to_first = bench.assignment.role.has_embeddings
@@ -81,15 +81,14 @@ def _scripted_results(step: Step) -> Iterator[SliceResult]:
             yield SliceResult(step_slice.sequence, step_slice.restart_count, 11 + step_slice.first_position)
 
 
-def _content(output: StageOutput) -> TensorView | StepResult | None:
+def _content(output: StageOutput) -> HiddenStates | StepResult:
     return output.hidden if isinstance(output, HandedOn) else output
 
 
-def comparable_of(output: TensorView | StepResult | None) -> Comparable:
+def comparable_of(output: HiddenStates | StepResult) -> Comparable:
     if isinstance(output, StepResult):
         return [entry.outcome for entry in output.results]
-    assert output is not None
-    return from_view(output, device=torch.device("cpu"))
+    return from_view(output[0], device=torch.device("cpu"))
 
 
 def assert_same(outputs: list[Comparable], expected: list[Comparable]) -> None:

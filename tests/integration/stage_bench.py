@@ -31,7 +31,7 @@ from wire.channels import PROTOCOL_VERSION
 from wire.ids import Incarnation, RequestId, SequenceKey, StageRole, new_incarnation, new_request_id
 from wire.sampling import StepSampling
 from wire.steps import Step, StepResult
-from wire.tensors import DTYPE_TO_MESSAGE, TensorView, number_of
+from wire.tensors import DTYPE_TO_MESSAGE, HiddenStates, number_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
@@ -188,10 +188,10 @@ def hop_secret(epoch: int, stage: int) -> bytes:
 
 def hidden_for(
     step: Step, hidden_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> TensorView:
+) -> HiddenStates:
     """Random hidden states of the step's shape, reproducible per seed."""
     generator = torch.Generator().manual_seed(1000 * seed + step.step_id)
-    return to_view(torch.randn((step.num_tokens, hidden_size), generator=generator).to(dtype))
+    return (to_view(torch.randn((step.num_tokens, hidden_size), generator=generator).to(dtype)),)
 
 
 @dataclass
@@ -255,7 +255,7 @@ class StageBench:
             raise
         return predecessor
 
-    async def output(self) -> TensorView | StepResult | None:
+    async def output(self) -> HiddenStates | StepResult:
         """Output for the oldest frame: hidden states, or the result on LAST."""
         if self.assignment.role.has_head:
             return await self.coordinator.result()

@@ -23,7 +23,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import new_incarnation
 from wire.step_codec import encode_step
 from wire.steps import StageTime, Step
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 BEFORE = (StageTime(11, 12), StageTime(21, 22), StageTime(31, 32))
@@ -67,11 +67,11 @@ class Steps:
 
 
 def messages_of(step: Step, stage: int, times: Sequence[StageTime] = ()) -> list[forward_pb2.ForwardRequest]:
-    hidden = None
+    hidden: HiddenStates = ()
     if stage != FIRST and step.slices:
         size = step.num_tokens * HIDDEN_SIZE * 2
         dtype = mock_assignment(stage=stage).dtype
-        hidden = TensorView(dtype, (step.num_tokens, HIDDEN_SIZE), bytes(size))
+        hidden = (TensorView(dtype, (step.num_tokens, HIDDEN_SIZE), bytes(size)),)
     return list(encode_frame(encode_step(step), step.step_id, hidden, times, to_first=stage == FIRST))
 
 

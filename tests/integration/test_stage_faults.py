@@ -73,7 +73,7 @@ async def test_a_faulty_frame_is_rejected_and_the_next_epoch_works(
     async with stage_bench(assignment) as bench:
         predecessor, log = await in_second_step(bench)
         step, hidden = log.next_frame()
-        assert hidden is not None
+        assert hidden
         await predecessor.send(case.messages(step, hidden))
         following, hidden = log.next_frame()
         await predecessor.send(encode_frame(encode_step(following), following.step_id, hidden))
@@ -139,7 +139,7 @@ async def test_a_step_without_slices_is_valid_and_forwarded(assignment: Assignme
         else:
             frame = await bench.next_stage.frame()
             assert frame.step == empty
-            assert frame.hidden is None
+            assert not frame.hidden
 
 
 async def test_frames_before_the_faulty_one_are_computed(assignment: Assignment) -> None:

@@ -19,7 +19,7 @@ from tests.integration.stage_bench import StageBench, new_assignment, stage_benc
 from wire.errors import StepFaultKind
 from wire.step_codec import encode_step
 from wire.steps import Step
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 
@@ -77,7 +77,7 @@ async def test_a_step_refused_ahead_is_reported_after_the_steps_before_it(
         await predecessor.close()
 
 
-def _frames(log: ScriptedLog) -> list[tuple[Step, TensorView | None]]:
+def _frames(log: ScriptedLog) -> list[tuple[Step, HiddenStates]]:
     return [log.next_frame() for _ in range(NUM_STEPS)]
 
 

@@ -102,8 +102,8 @@ async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
     compute = StepExecutor.compute
 
     def recording(executor: StepExecutor, frame: Frame) -> StageOutput:
-        if frame.hidden is not None and frame.step.epoch:
-            seen.setdefault(len(frame.stage_times), set()).add(frame.hidden.dtype)
+        if frame.hidden and frame.step.epoch:
+            seen.setdefault(len(frame.stage_times), set()).add(frame.hidden[0].dtype)
         return compute(executor, frame)
 
     monkeypatch.setattr(StepExecutor, "compute", recording)
@@ -139,13 +139,14 @@ def test_received_hidden_states_are_not_modified(
 
     def checking(executor: StepExecutor, frame: Frame) -> StageOutput:
         nonlocal num_checked
-        if frame.hidden is None:
+        if not frame.hidden:
             return compute(executor, frame)
+        (tensor,) = frame.hidden
         # Aligned to 16 bytes, so that it is computed in place.
-        data = torch.frombuffer(bytearray(frame.hidden.data), dtype=torch.uint8).numpy().data
+        data = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).numpy().data
         before = bytes(data)
-        view = TensorView(frame.hidden.dtype, frame.hidden.shape, data.toreadonly())
-        output = compute(executor, replace(frame, hidden=view))
+        view = TensorView(tensor.dtype, tensor.shape, data.toreadonly())
+        output = compute(executor, replace(frame, hidden=(view,)))
         assert bytes(data) == before
         num_checked += 1
         return output
@@ -184,7 +185,7 @@ def first_step(bench: StageBench) -> Step:
 
 
 async def send(predecessor: PredecessorDouble, step: Step, hidden: TensorView) -> None:
-    await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
+    await predecessor.send(encode_frame(encode_step(step), step.step_id, (hidden,)))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +266,8 @@ async def test_a_stage_receives_the_declared_dtype_and_sends_the_assigned_one(
         hidden = to_wire(torch.randn(step.num_tokens, HIDDEN_SIZE), taken)
         await send(predecessor, step, hidden)
         output = await bench.output()
-        assert isinstance(output, TensorView)
-        assert (output.dtype, output.shape) == (given, hidden.shape)
+        assert not isinstance(output, StepResult)
+        assert (output[0].dtype, output[0].shape) == (given, hidden.shape)
         assert (await bench.next_stage.hellos.get()).wire_dtype == number_of(given)
         await predecessor.close()
 
@@ -302,7 +303,6 @@ async def test_a_non_finite_hidden_state_fails_only_its_own_request(
             assert isinstance(failed.outcome, SliceError)
             assert failed.outcome.kind == step_pb2.SliceError.KIND_NON_FINITE_LOGITS
         else:
-            assert isinstance(output, TensorView)
-            handed_on = from_wire(output, device=torch.device("cpu"), dtype=torch.float32)
+            handed_on = from_wire(output[0], device=torch.device("cpu"), dtype=torch.float32)
             assert handed_on[:4].isfinite().all()
             assert not handed_on[5:].isfinite().all()

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import cast
 
-from checkpoint import DType
+from checkpoint import BoundaryTensor, DType
+from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import Computed, StageCompute
 from stage_worker.validation import SliceLayout
@@ -39,7 +40,7 @@ def mix(one: int, other: int) -> int:
 class SimCompute(StageCompute):
     """The layers of one stage."""
 
-    hidden_size = 1
+    boundary = (BoundaryTensor(name=HIDDEN_STATES, width=1),)
     vocab_size = VOCAB_SIZE
 
     def __init__(self, assignment: Assignment) -> None:
@@ -62,10 +63,10 @@ class SimCompute(StageCompute):
 
     def compute(self, frame: Frame, prepared: object) -> Computed:
         layouts: Sequence[SliceLayout] = cast(list[SliceLayout], prepared)
-        if frame.hidden is None:
+        if not frame.hidden:
             inputs = array("I", frame.step.tokens)
         else:
-            inputs = array("I", bytes(frame.hidden.data))
+            inputs = array("I", bytes(frame.hidden[0].data))
         outputs, newest = inputs, list[int]()
         for pages in self._layers:
             inputs, outputs, newest, position = outputs, array("I"), [], 0
@@ -74,7 +75,7 @@ class SimCompute(StageCompute):
                 position += layout.num_tokens
                 newest.append(outputs[-1])
         if not self._has_head:
-            return TensorView(DType.F32, (len(outputs), 1), outputs.tobytes())
+            return (TensorView(DType.F32, (len(outputs), 1), outputs.tobytes()),)
         step = frame.step
         results = [
             SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import Blueprint
+from checkpoint import Blueprint, DType
 from checkpoint.blueprint import BoundaryTensor
 from tests.unit.coordinator.planner.small_models import llama
 
@@ -50,3 +50,14 @@ def test_hidden_states_alone_cross_a_cut() -> None:
     blueprint = llama(num_layers=2)
     assert blueprint.boundary == (BoundaryTensor(name="hidden_states", width=blueprint.hidden_size),)
     assert blueprint.boundary_width == blueprint.hidden_size
+
+
+def test_tensors_that_are_handed_on_cross_a_cut_after_the_hidden_states() -> None:
+    streams = BoundaryTensor(name="streams", width=12)
+    chosen = BoundaryTensor(name="chosen", width=3, dtype=DType.F32)
+    blueprint = replace(llama(num_layers=2), handed_on=(streams, chosen))
+    assert [tensor.name for tensor in blueprint.boundary] == ["hidden_states", "streams", "chosen"]
+    assert blueprint.boundary_width == blueprint.hidden_size + 15
+    assert blueprint.boundary_bytes(DType.BF16) == 2 * (blueprint.hidden_size + 12) + 4 * 3
+    with pytest.raises(ValueError, match="tensors of one name cross a cut: hidden_states, hidden_states"):
+        replace(blueprint, handed_on=(BoundaryTensor(name="hidden_states", width=1),))

@@ -66,7 +66,7 @@ class Stage:
 
     def frame(self, step: Step) -> Frame:
         takes_hidden = not self.assignment.role.has_embeddings and step.slices
-        hidden = hidden_for(step, HIDDEN_SIZE) if takes_hidden else None
+        hidden = hidden_for(step, HIDDEN_SIZE) if takes_hidden else ()
         return Frame(step, hidden)
 
     def run(self, step: Step) -> StageOutput:
@@ -105,8 +105,7 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
         for step, handed_on in ((first, output), (second, final)):
             assert isinstance(handed_on, HandedOn)
             assert handed_on.step_id == step.step_id
-            assert handed_on.hidden is not None
-            assert handed_on.hidden.shape == (step.num_tokens, HIDDEN_SIZE)
+            assert handed_on.hidden[0].shape == (step.num_tokens, HIDDEN_SIZE)
 
 
 def test_more_tokens_or_sequences_than_agreed_are_rejected(stage: Stage) -> None:
@@ -362,10 +361,9 @@ def test_parameters_that_no_token_can_be_drawn_with_fail_their_sequence_alone(la
 def test_the_hidden_states_that_came_in_are_not_changed(last: Stage) -> None:
     last.log.add((1, 2, 3))
     frame = last.frame(last.log.step())
-    assert frame.hidden is not None
-    before = bytes(frame.hidden.data)
+    before = bytes(frame.hidden[0].data)
     last.executor.run(frame)
-    assert bytes(frame.hidden.data) == before
+    assert bytes(frame.hidden[0].data) == before
 
 
 @pytest.fixture

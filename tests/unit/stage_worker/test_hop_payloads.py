@@ -44,7 +44,7 @@ class Clock:
 
 def connections(clock: Clock | None = None) -> PayloadConnections:
     listener = PayloadListener(RefusedPeers(time.monotonic))
-    return PayloadConnections(listener, min_bytes=LARGE.size_bytes, clock=clock or Clock())
+    return PayloadConnections(listener, min_bytes=LARGE[0].size_bytes, clock=clock or Clock())
 
 
 def hop(made: PayloadConnections) -> OutgoingPayloads:
@@ -79,7 +79,7 @@ async def test_large_hidden_states_travel_on_the_offered_connection() -> None:
     assert await payloads.send(SMALL) is None
     notice = await payloads.send(LARGE)
     assert notice is not None
-    assert (await receiver.inbox.take(notice)).data == LARGE.data
+    assert (await receiver.inbox.take(notice)).data == LARGE[0].data
     payloads.close()
     listener.forget(receiver)
     listener.close()
@@ -88,7 +88,7 @@ async def test_large_hidden_states_travel_on_the_offered_connection() -> None:
 async def test_damage_that_no_frame_waits_for_suspends_the_offers(caplog: pytest.LogCaptureFixture) -> None:
     listener = PayloadListener(RefusedPeers(time.monotonic))
     listener.listen(Address("127.0.0.1", 0))
-    made = PayloadConnections(listener, min_bytes=LARGE.size_bytes)
+    made = PayloadConnections(listener, min_bytes=LARGE[0].size_bytes)
     incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
     incoming.expect(EPOCH, accepted, max_bytes=1000)
     assert incoming.damaged is not None

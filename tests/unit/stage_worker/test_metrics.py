@@ -50,7 +50,7 @@ class Watched:
         num_tokens: int = 2,
         is_last: bool = False,
     ) -> None:
-        hidden = TensorView(DType.BF16, (num_tokens, 6), bytes(num_tokens * 12))
+        hidden = (TensorView(DType.BF16, (num_tokens, 6), bytes(num_tokens * 12)),)
         output = StepResult.of(1, 0) if is_last else HandedOn(0, 0, hidden)
         timing = StepTiming(received_s, received_s, started_s, ready_s, None)
         frame = Frame(Step(epoch=1, step_id=0), hidden)

@@ -156,7 +156,7 @@ def test_pages_are_freed_even_if_a_failed_step_refers_to_the_stage(
     with monkeypatch.context() as patched:
         patched.setattr(DecoderLayer, "forward", fails)
         with pytest.raises(StepFault) as fault:
-            executor.run(Frame(step, None))
+            executor.run(Frame(step, ()))
     assert fault.value.kind is StepFaultKind.INTERNAL
     del fault
     held: list[tuple[int, int]] = []
@@ -164,7 +164,7 @@ def test_pages_are_freed_even_if_a_failed_step_refers_to_the_stage(
     worker.load(3, 7)
     assert held[0] == (2, 0)
     with pytest.raises(StepFault):
-        executor.run(Frame(step, None))
+        executor.run(Frame(step, ()))
 
 
 def refused(worker: Worker, begin: int, end: int, **changes: object) -> StageLoadError:
@@ -279,10 +279,9 @@ def test_a_stage_of_kept_layers_produces_the_output_of_a_fresh_one(worker: Worke
         log.begin(1)
         log.add(tuple(range(1, 30)))
         step = log.step()
-        output = loaded.executor.run(Frame(step, None))
+        output = loaded.executor.run(Frame(step, ()))
         assert isinstance(output, HandedOn)
-        assert output.hidden is not None
-        return bytes(output.hidden.data)
+        return bytes(output.hidden[0].data)
 
     worker.load(2, 8)
     kept = hidden(worker.load(0, 6))

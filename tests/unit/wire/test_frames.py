@@ -33,7 +33,7 @@ from wire.frames import (
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import SliceResult, StageTime, Step, StepResult
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 SMALL_CHUNK = 64
 
@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "CHUNK_BYTES", SMALL_CHUNK)
 
 
-def messages_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.ForwardRequest]:
+def messages_of(step: Step, hidden: HiddenStates) -> list[forward_pb2.ForwardRequest]:
     """The step, then its hidden states."""
     messages = list(encode_frame(encode_step(step), step.step_id, hidden))
     assert [field.name for field, _ in messages[0].ListFields()] == ["steps"]
@@ -51,7 +51,7 @@ def messages_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.Forwa
     return [forward_pb2.ForwardRequest.FromString(message.SerializeToString()) for message in messages]
 
 
-def chunks_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.HiddenStatesChunk]:
+def chunks_of(step: Step, hidden: HiddenStates) -> list[forward_pb2.HiddenStatesChunk]:
     return [message.hidden_states for message in messages_of(step, hidden)[1:]]
 
 
@@ -78,16 +78,16 @@ def resealed(message: forward_pb2.ForwardRequest) -> forward_pb2.ForwardRequest:
 
 def change_header(change: Callable[[step_pb2.TensorHeader], object]) -> list[forward_pb2.ForwardRequest]:
     step, hidden = messages_of(example_step(), hidden_states(3, 4))
-    header = step_pb2.TensorHeader.FromString(hidden.hidden_states.header)
-    change(header)
-    hidden.hidden_states.header = header.SerializeToString()
+    headers = step_pb2.TensorHeaders.FromString(hidden.hidden_states.header)
+    change(headers.tensors[0])
+    hidden.hidden_states.header = headers.SerializeToString()
     return [step, resealed(hidden)]
 
 
 @given(steps(), st.sampled_from(DType), st.integers(1, 4), st.integers(0, 40))
 def test_a_frame_round_trips(step: Step, dtype: DType, num_tokens: int, width: int) -> None:
     hidden = hidden_states(num_tokens, width, dtype=dtype)
-    for carried in (None, hidden):
+    for carried in ((), hidden):
         (frame,) = assemble(messages_of(step, carried))
         assert replace(frame, step_checksum=0) == Frame(step, carried)
 
@@ -126,7 +126,7 @@ def test_a_large_payload_travels_in_messages_of_a_mebibyte() -> None:
 
 
 def test_frames_of_one_stream_follow_each_other() -> None:
-    sent = [(example_step(step_id=n), hidden_states(3, n) if n % 2 else None) for n in range(4)]
+    sent = [(example_step(step_id=n), hidden_states(3, n) if n % 2 else ()) for n in range(4)]
     messages = [message for step, hidden in sent for message in messages_of(step, hidden)]
     received = assemble(messages, max_payload_bytes=3 * 3 * 4)
     assert [(frame.step, frame.hidden) for frame in received] == sent
@@ -158,7 +158,7 @@ def test_a_step_may_arrive_between_the_chunks_of_hidden_states() -> None:
 
 def test_too_many_steps_ahead_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_STEPS_AHEAD", 2)
-    steps_ahead = [messages_of(example_step(step_id=n), None)[0] for n in range(3)]
+    steps_ahead = [messages_of(example_step(step_id=n), ())[0] for n in range(3)]
     assert assemble(steps_ahead[:2]) == []
     fault = refusal(steps_ahead)
     assert fault.kind is StepFaultKind.UNDECODABLE
@@ -171,7 +171,7 @@ def test_first_takes_steps_alone() -> None:
     for _ in range(3):
         received = add_message(assembler, step)
         assert isinstance(received, StepFrame)
-        assert received.without_hidden == Frame(example_step(), None, step_checksum=step.steps[0].checksum)
+        assert received.without_hidden == Frame(example_step(), (), step_checksum=step.steps[0].checksum)
     with pytest.raises(StepFault, match="the first stage takes tokens") as caught:
         add_message(assembler, hidden)
     assert caught.value.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
@@ -271,8 +271,8 @@ def test_lost_repeated_and_swapped_messages_never_give_a_wrong_frame(data: st.Da
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("hidden", [None, hidden_states(3, 9)], ids=["records only", "with hidden states"])
-def test_hidden_states_that_start_inside_others_are_undecodable(hidden: TensorView | None) -> None:
+@pytest.mark.parametrize("hidden", [(), hidden_states(3, 9)], ids=["records only", "with hidden states"])
+def test_hidden_states_that_start_inside_others_are_undecodable(hidden: HiddenStates) -> None:
     first = messages_of(example_step(step_id=1), hidden_states(3, 9))
     second = messages_of(example_step(step_id=2), hidden)
     fault = refusal([*first[:-1], *second])
@@ -295,7 +295,7 @@ def test_an_oversized_frame_is_rejected_before_it_is_complete() -> None:
     assert fault.kind is StepFaultKind.SHAPE
     assert str(3 * SMALL_CHUNK) in fault.message
     assert str(2 * SMALL_CHUNK) in fault.message
-    assert len(assemble(messages, max_payload_bytes=hidden.size_bytes)) == 1
+    assert len(assemble(messages, max_payload_bytes=hidden[0].size_bytes)) == 1
 
 
 def test_a_truncated_payload_is_rejected() -> None:
@@ -356,7 +356,7 @@ def test_hidden_states_without_a_step_are_rejected() -> None:
 
 
 def test_a_payload_without_a_header_is_rejected() -> None:
-    step, hidden = messages_of(example_step(), None)
+    step, hidden = messages_of(example_step(), ())
     hidden.hidden_states.payload = b"1234"
     fault = refusal([step, resealed(hidden)])
     assert fault.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED

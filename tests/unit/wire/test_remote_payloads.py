@@ -16,7 +16,8 @@ from wire.step_codec import encode_step
 
 STEP = example_step()
 HIDDEN = hidden_states(3, 4)
-NOTICE = PayloadNotice(5, HIDDEN.size_bytes, 0xABC)
+(TENSOR,) = HIDDEN
+NOTICE = PayloadNotice(5, TENSOR.size_bytes, 0xABC)
 Change = Callable[[forward_pb2.HiddenStatesChunk], object]
 
 
@@ -28,7 +29,7 @@ def messages(notice: PayloadNotice | None = NOTICE) -> tuple[bytes, bytes]:
     return step, hidden
 
 
-def assembler(max_payload_bytes: int = HIDDEN.size_bytes) -> FrameAssembler:
+def assembler(max_payload_bytes: int = TENSOR.size_bytes) -> FrameAssembler:
     """Waits for the hidden states of the step."""
     made = FrameAssembler(max_payload_bytes=max_payload_bytes)
     made.add(messages()[0])
@@ -49,9 +50,9 @@ def fault_of(change: Change, *, is_resealed: bool = True) -> StepFault:
 def test_a_frame_is_complete_with_the_payload_that_it_names() -> None:
     receiving = assembler()
     message = messages()[1]
-    assert HIDDEN.data not in message
+    assert TENSOR.data not in message
     assert receiving.add(message) == [NOTICE]
-    frame = receiving.add_payload(HIDDEN.data)
+    frame = receiving.add_payload(TENSOR.data)
     assert isinstance(frame, Frame)
     assert (frame.step, frame.hidden) == (STEP, HIDDEN)
 
@@ -61,7 +62,7 @@ def test_frames_with_and_without_notices_alternate() -> None:
     for number in range(3):
         notice = replace(NOTICE, number=number)
         assert receiving.add(messages(notice)[1]) == [notice]
-        assert receiving.add_payload(HIDDEN.data).hidden == HIDDEN
+        assert receiving.add_payload(TENSOR.data).hidden == HIDDEN
         receiving.add(messages()[0])
         (inline,) = receiving.add(messages(None)[1])
         assert isinstance(inline, Frame) and inline.hidden == HIDDEN

@@ -30,7 +30,7 @@ from wire.steps import (
     identity_of,
     pack_grow,
 )
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -178,8 +178,8 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
     )
 
 
-def hidden_states(num_tokens: int, width: int, *, dtype: DType = DType.F32) -> TensorView:
+def hidden_states(num_tokens: int, width: int, *, dtype: DType = DType.F32) -> HiddenStates:
     """Bytes that differ by position."""
     size = num_tokens * width * dtype.size_bytes
     pattern = struct.pack("<64I", *(1_000_003 * n % 2**32 for n in range(64)))
-    return TensorView(dtype, (num_tokens, width), (pattern * (size // len(pattern) + 1))[:size])
+    return (TensorView(dtype, (num_tokens, width), (pattern * (size // len(pattern) + 1))[:size]),)

@@ -115,7 +115,9 @@ class HopHello(_message.Message):
     block_size: _builtins.int
     num_blocks: _builtins.int
     wire_dtype: _cluster_pb2.Dtype.ValueType
-    """Dtype of the sender's hidden states; unspecified: `dtype`. The receiver rejects frames in any other dtype."""
+    """Dtype of the sender's hidden states; unspecified: `dtype`. The receiver rejects frames in any other dtype. Tensors for
+    which the model's boundary has a dtype travel in that one.
+    """
     secret: _builtins.bytes
     """Secret of this hop and epoch, known to both ends from BeginEpoch."""
     kv_dtype: _cluster_pb2.Dtype.ValueType
@@ -255,7 +257,7 @@ class HiddenStatesChunk(_message.Message):
     """First chunk only: the step of these hidden states, and `StepFrame.checksum` of it."""
     step_checksum: _builtins.int
     header: _builtins.bytes
-    """First chunk only: a serialised `TensorHeader`; empty for a step without slices."""
+    """First chunk only: serialised `TensorHeaders`; empty for a step without slices."""
     stage_times: _builtins.bytes
     """First chunk only: the time at which the sender had the hidden states ready, u64 LE, in microseconds of the
     coordinator's clock since 1970; then, for each earlier stage from FIRST on, four 32-bit LE durations in microseconds:

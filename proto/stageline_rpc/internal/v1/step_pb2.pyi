@@ -555,7 +555,7 @@ Global___Promote: _TypeAlias = Promote  # noqa: Y015
 
 @_typing.final
 class TensorHeader(_message.Message):
-    """A dense, row-major tensor. Dtype, shape and byte order are explicit."""
+    """A dense, row-major tensor. Name, dtype, shape and byte order are explicit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,12 +563,15 @@ class TensorHeader(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     BYTE_ORDER_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     dtype: _cluster_pb2.Dtype.ValueType
     byte_order: Global___ByteOrder.ValueType
     size_bytes: _builtins.int
+    name: _builtins.str
+    """Name in the model's boundary, "hidden_states" for the input of the next layer."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Hidden states: [num_tokens of the step, hidden_size]."""
+        """[num_tokens of the step, width]."""
 
     def __init__(
         self,
@@ -577,14 +580,37 @@ class TensorHeader(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         byte_order: Global___ByteOrder.ValueType = ...,
         size_bytes: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_order", b"byte_order", "dtype", b"dtype", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_order", b"byte_order", "dtype", b"dtype", "name", b"name", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorHeader: _TypeAlias = TensorHeader  # noqa: Y015
+
+@_typing.final
+class TensorHeaders(_message.Message):
+    """Hidden states of a step: the tensors of the model's boundary, in its order. Their bytes follow one another in the payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHeader]: ...
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___TensorHeader] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorHeaders: _TypeAlias = TensorHeaders  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):

@@ -14,7 +14,7 @@ from tests.integration.stage_bench import Log
 from wire.frames import Frame
 from wire.ids import StageRole
 from wire.steps import Step
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates
 
 HIDDEN_SIZE = 6
 VOCAB_SIZE = 50
@@ -57,9 +57,9 @@ class MockStages:
     def run(self, step: Step) -> list[StageOutput]:
         """Outputs of each stage for the step; each stage gets the output of the previous one."""
         outputs = list[StageOutput]()
-        hidden: TensorView | None = None
+        hidden: HiddenStates = ()
         for executor in self.executors:
             output = executor.run(Frame(step, hidden))
-            hidden = output.hidden if isinstance(output, HandedOn) else None
+            hidden = output.hidden if isinstance(output, HandedOn) else ()
             outputs.append(output)
         return outputs

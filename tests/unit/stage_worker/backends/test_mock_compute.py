@@ -19,7 +19,7 @@ from wire.frames import Frame
 from wire.ids import StageRole
 from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import Decode, Prefill, SliceError, StartRecord, Step, StepResult, StepSlice
-from wire.tensors import TensorView
+from wire.tensors import HiddenStates, TensorView
 
 VOCAB_SIZE = 20
 EOS = (0, 7)
@@ -119,7 +119,7 @@ FIRST = replace(LAST, stage=0, role=StageRole.FIRST, layer_begin=0, layer_end=1)
 MIDDLE = replace(LAST, stage=1, role=StageRole.MIDDLE, layer_begin=1, layer_end=2)
 
 
-def frame_of(*slices: StepSlice, hidden: TensorView | None = None) -> Frame:
+def frame_of(*slices: StepSlice, hidden: HiddenStates = ()) -> Frame:
     return Frame(Step.of(slices, epoch=1, step_id=0), hidden)
 
 
@@ -141,9 +141,10 @@ def test_a_vocabulary_of_eos_tokens_only_is_rejected() -> None:
 def test_first_produces_zeros_and_middle_forwards_its_input() -> None:
     part = StepSlice(key_of(0), 0, (1, 2, 3), Prefill(0, 3, 3))
     made = MockCompute(FIRST).compute(frame_of(part), [])
-    assert isinstance(made, TensorView)
-    assert (made.dtype, made.shape, bytes(made.data)) == (DType.BF16, (3, 6), bytes(36))
-    came = TensorView(DType.BF16, (3, 6), bytes(range(36)))
+    assert not isinstance(made, StepResult)
+    (tensor,) = made
+    assert (tensor.dtype, tensor.shape, bytes(tensor.data)) == (DType.BF16, (3, 6), bytes(36))
+    came = (TensorView(DType.BF16, (3, 6), bytes(range(36))),)
     assert MockCompute(MIDDLE).compute(frame_of(part, hidden=came), []) is came
 
 

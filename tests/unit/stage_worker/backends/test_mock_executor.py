@@ -61,9 +61,9 @@ def test_hidden_states_have_the_shape_of_the_step_and_last_answers(num_stages: i
     for output in handed_on:
         assert isinstance(output, HandedOn)
         assert output.step_id == step.step_id
-        assert output.hidden is not None
-        assert (output.hidden.dtype, output.hidden.shape) == (DType.BF16, (11, HIDDEN_SIZE))
-        assert output.hidden.size_bytes == len(output.hidden.data) == 11 * HIDDEN_SIZE * 2
+        (tensor,) = output.hidden
+        assert (tensor.dtype, tensor.shape) == (DType.BF16, (11, HIDDEN_SIZE))
+        assert tensor.size_bytes == len(tensor.data) == 11 * HIDDEN_SIZE * 2
     assert isinstance(result, StepResult)
     expected = [
         mock_token(last, position, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
@@ -82,7 +82,7 @@ def test_a_middle_stage_forwards_its_input() -> None:
     stages = MockStages(3)
     stages.log.add((1, 2, 3))
     step = stages.log.step()
-    hidden = TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(range(3 * HIDDEN_SIZE * 2)))
+    hidden = (TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(range(3 * HIDDEN_SIZE * 2))),)
     output = executor.run(Frame(step, hidden))
     assert isinstance(output, HandedOn)
     assert output.hidden == hidden
@@ -104,14 +104,14 @@ def test_frames_are_checked_as_on_a_real_stage() -> None:
     stages = MockStages(3)
     stages.log.add((1, 2, 3))
     step = stages.log.step()
-    narrow = TensorView(DType.BF16, (3, HIDDEN_SIZE - 1), bytes(3 * (HIDDEN_SIZE - 1) * 2))
+    narrow = (TensorView(DType.BF16, (3, HIDDEN_SIZE - 1), bytes(3 * (HIDDEN_SIZE - 1) * 2)),)
     with pytest.raises(StepFault) as fault:
         executor.run(Frame(step, narrow))
     assert fault.value.kind is StepFaultKind.SHAPE
     diverged = replace(step, digest=step.digest ^ 1)
     executor.begin_epoch(1, stage=2)
     with pytest.raises(StepFault) as fault:
-        executor.run(Frame(diverged, replace(narrow, shape=(3, 6), data=bytes(36))))
+        executor.run(Frame(diverged, (replace(narrow[0], shape=(3, 6), data=bytes(36)),)))
     assert fault.value.kind is StepFaultKind.KV_DIVERGENCE
 
 
@@ -162,7 +162,7 @@ def test_a_new_epoch_has_its_stage_and_no_sequence() -> None:
     stages.log.add((1, 2, 3), sampling=StepSampling(logprobs=1))
     step = stages.log.step()
     compute.start(step.starts[0])
-    hidden = TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(3 * HIDDEN_SIZE * 2))
+    hidden = (TensorView(DType.BF16, (3, HIDDEN_SIZE), bytes(3 * HIDDEN_SIZE * 2)),)
     frame = Frame(step, hidden)
     (failed,) = results_of(compute, frame)
     assert isinstance(failed.outcome, SliceError)
