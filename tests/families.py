@@ -14,7 +14,7 @@ from typing import Any
 from checkpoint import Blueprint, Experts, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, NormKind, RouterScore
-from checkpoint.names import Pack, TensorRole
+from checkpoint.names import NameTable, Pack, TensorRole
 from checkpoint.tensors import role_shapes
 from tests.checkpoints import make_checkpoint
 
@@ -236,15 +236,23 @@ _KINDS = {
     NormKind.LAYER_OFFSET: NormKind.RMS_OFFSET,
 }
 _SHAPES = {
-    *("model_type", "hidden_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype"),
-    *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "has_bias", "width", "is_gated"),
-    *("placement", "span", "legal_cuts", "names", "count", "has_choice_bias", "has_shared_gate"),
-    *("num_draft_layers", "is_wide", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
+    *(
+        "hidden_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "qkv_bias",
+    ),
+    *("o_bias", "has_bias", "width", "is_gated", "placement", "span", "count", "has_choice_bias"),
+    *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
 }
-"""Fields that change names, shapes or limits of a checkpoint: another value is refused when it is opened.
-
-`is_wide` changes rounding only.
-"""
+"""Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
+_NOT_COMPUTED = {
+    *("model_type", "max_position_embeddings", "dtype", "legal_cuts", "names", "num_draft_layers", "is_wide"),
+}
+"""Limits and labels, names, and what changes rounding only (`is_wide`)."""
 _ALIKE = (
     (TensorRole.MIXER_NORM, TensorRole.FFN_NORM),
     (TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM),
@@ -274,6 +282,8 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
         if path.endswith("router.scaling") and any(plan.branch_norm for plan in experts):
             continue  # the norm of the experts' output removes it
         yield Mutation(path, changed)
+    if not blueprint.tie_word_embeddings:  # a tied checkpoint may have a copy of its head
+        yield Mutation("tie_word_embeddings", replace(blueprint, tie_word_embeddings=True))
     shapes: dict[tuple[TensorRole, str], tuple[int, ...]] = {}
     for kind in blueprint.kinds:
         shapes |= role_shapes(blueprint.hidden_size, kind)
@@ -292,20 +302,46 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
             yield Mutation(f"names of {pair[0].value}", replace(blueprint, names=names))
 
 
+def refused(blueprint: Blueprint) -> Iterator[Mutation]:
+    """Each field that changes names or shapes of tensors, changed wherever it occurs."""
+    for path, changed in _reshaped(blueprint):
+        if not path.startswith("tie_word_embeddings") or blueprint.tie_word_embeddings:
+            yield Mutation(path, changed)
+
+
+def _reshaped(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, tuple):
+        yield from _layers(value, _reshaped)
+    elif is_dataclass(value) and not isinstance(value, RopeConfig | NameTable):
+        for field in fields(value):
+            below = getattr(value, field.name)
+            changes = _reshaped(below)
+            if field.name in _SHAPES:
+                changes = ((str(other), other) for other in _others(below))
+            for path, changed in changes:
+                yield f"{field.name}.{path}", replace(value, **{field.name: changed})  # type: ignore[type-var]
+
+
+def _others(value: Any) -> list[Any]:
+    if isinstance(value, Enum):
+        return [other for other in type(value) if other is not value]
+    return [not value if isinstance(value, bool) else 2 * value]
+
+
 def _variants(value: Any) -> Iterator[tuple[str, Any]]:
     """Paths of fields below `value`, and `value` with that field changed."""
     if isinstance(value, RopeConfig):
         yield from _ropes(value)
     elif is_dataclass(value):
         for field in fields(value):
-            if field.name in _SHAPES:
+            if field.name in _SHAPES or field.name in _NOT_COMPUTED:
                 continue
             below = getattr(value, field.name)
             changes = _GROUPS.get(field.name, _variants)(below)
             for path, changed in changes:
                 yield f"{field.name}.{path}".strip("."), replace(value, **{field.name: changed})  # type: ignore[type-var]
     elif isinstance(value, tuple):
-        yield from _layers(value)
+        yield from _layers(value, _variants)
     elif value is not None:
         yield "", _other(value)
 
@@ -320,11 +356,13 @@ _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
 """Changes of fields for which `_other` is no possible value."""
 
 
-def _layers(layers: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def _layers(
+    layers: tuple[Any, ...], changes: Callable[[Any], Iterator[tuple[str, Any]]]
+) -> Iterator[tuple[str, Any]]:
     """A change of all layers: those that lack the field stay as they are."""
     by_path: dict[str, list[Any]] = {}
     for index, layer in enumerate(layers):
-        for path, changed in _variants(layer):
+        for path, changed in changes(layer):
             by_path.setdefault(path, list(layers))[index] = changed
     for path, changed_layers in by_path.items():
         yield path, tuple(changed_layers)

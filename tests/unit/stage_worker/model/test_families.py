@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, DType, Experts
+from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, Experts, verify_tensors
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
 from stage_worker.model import experts
 from tests.checkpoints import load_reference
-from tests.families import BLOCK_KINDS, FAMILIES, families_of, make_family, mutations
+from tests.families import BLOCK_KINDS, FAMILIES, families_of, make_family, mutations, refused
 from tests.local_pipeline import LocalPipeline
 from tests.unit.stage_worker.model.pipeline import Pipeline
 from tests.unit.stage_worker.model.test_parity import (
@@ -161,6 +161,39 @@ def test_each_field_of_the_plan_changes_the_logits(family: tuple[str, Checkpoint
         if (moved := spread_of(found, expected)) < 1e-2:
             unseen[mutation.field] = moved
     assert not unseen
+
+
+def test_each_other_field_of_the_plan_changes_the_tensors(family: tuple[str, Checkpoint]) -> None:
+    _, checkpoint = family
+    assert fits(checkpoint, checkpoint.config)
+    changed = list(refused(checkpoint.config))
+    assert len(changed) > 15
+    assert not [mutation.field for mutation in changed if fits(checkpoint, mutation.blueprint)]
+
+
+def fits(checkpoint: Checkpoint, blueprint: Blueprint) -> bool:
+    """Whether the checkpoint has the tensors of `blueprint`."""
+    try:
+        verify_tensors(blueprint, checkpoint.tensors)
+    except (CheckpointError, KeyError):  # KeyError: a fused tensor would lack a part
+        return False
+    return True
+
+
+def test_wide_routers_change_the_rounding_of_bfloat16(tmp_path: Path) -> None:
+    """The only field of a computation that float32 cannot show."""
+    directory = make_family(tmp_path, "glm4_moe", dtype="bfloat16", initializer_range=0.08)
+    checkpoint = Checkpoint.open(directory)
+    layers = []
+    for layer in checkpoint.config.layers:
+        inner = layer.feed_forward
+        if isinstance(inner, Experts):
+            assert inner.router.is_wide
+            inner = replace(inner, router=replace(inner.router, is_wide=False))
+        layers.append(replace(layer, feed_forward=inner))
+    (sequence,) = random_sequences([33])
+    narrow = replace(checkpoint, config=replace(checkpoint.config, layers=tuple(layers)))
+    assert not torch.equal(logits_of(narrow, sequence.tokens), logits_of(checkpoint, sequence.tokens))
 
 
 def logits_of(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
