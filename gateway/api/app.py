@@ -193,7 +193,7 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
             gateway.spans.begin(route.span, request.scope)
         try:
             if gateway.is_waiting and route.endpoint != PROCESS:
-                raise unavailable(f"the gateway is waiting for the coordinator {gateway.config.coordinator}")
+                raise unavailable(gateway.waiting_problem)
             unknown = _unknown_query(gateway, route, request)
             response = await route.handler(gateway.visited_by(visitor_of(request.scope)), request)
             if unknown:

@@ -102,6 +102,11 @@ class Gateway:
         return visited
 
     @property
+    def waiting_problem(self) -> str:
+        """Why requests are refused while it `is_waiting`."""
+        return f"the gateway is waiting for the coordinator {self.config.coordinator}"
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Raises ApiError before the coordinator has planned its stages, which sets the limit."""
         if not (limit := self.upstream.model.max_sequence_tokens):

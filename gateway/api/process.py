@@ -22,6 +22,8 @@ async def ready(gateway: Gateway, request: Request) -> Response:
         raise unavailable("the gateway is draining")
     if not gateway.upstream.is_ready:
         raise unavailable(gateway.upstream.problem)
+    if gateway.is_waiting:  # it reads the tokenizer
+        raise unavailable(gateway.waiting_problem)
     return json_response({"status": "ready"})
 
 

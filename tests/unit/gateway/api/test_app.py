@@ -82,6 +82,17 @@ async def test_paths_of_the_process() -> None:
         assert 'stageline_gateway_requests_total{endpoint="process",status="503"} 1.0' in metrics
 
 
+async def test_a_gateway_that_reads_the_tokenizer_is_not_ready() -> None:
+    async with serve() as served:
+        served.gateway.is_waiting = True
+        for response in (
+            await served.client.post("/v1/completions", json={"prompt": "a"}),
+            await served.client.get("/readyz"),
+        ):
+            assert response.status_code == 503
+            assert "the gateway is waiting for the coordinator" in response.json()["error"]["message"]
+
+
 async def test_a_draining_gateway_refuses_new_requests() -> None:
     async with serve() as served:
         served.gateway.is_draining = True
