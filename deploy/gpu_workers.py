@@ -16,7 +16,9 @@ from deploy import parent_death_signal
 from deploy.process import RestartPolicy
 from stage_worker.backends.gpu_choice import ListedGpu
 from stage_worker.config import WorkerConfig
+from telemetry.service_manager import UNSUPERVISED, VARIABLES, NotifySettings, supervised
 from wire.addresses import Address, parse_address
+from wire.condition import Condition
 from wire.exit_codes import ExitCode
 from wire.flags import OFF
 
@@ -66,12 +68,13 @@ def _of_name(path: Path, name: str) -> Path:
 class GpuWorkers:
     """Runs a process per command line until all have ended; restarts those that a signal or the device ended.
 
-    One that ends does not stop the others. SIGTERM and SIGINT go to each of them.
+    One that ends does not stop the others. SIGTERM and SIGINT go to each of them. For a service manager they
+    are one service, which is ready when all processes have started: it hears of this process alone.
     """
 
-    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]], notify: NotifySettings = UNSUPERVISED) -> None:
         """`commands` are the words after the program, by the name of the worker."""
-        self._commands = commands
+        self._commands, self._notify = commands, notify
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._is_stopping = False
 
@@ -81,11 +84,17 @@ class GpuWorkers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
         try:
-            codes = await asyncio.gather(*(self._keep(name) for name in self._commands))
+            async with supervised(self._notify, self._condition):
+                codes = await asyncio.gather(*(self._keep(name) for name in self._commands))
         finally:
             for process in self._running.values():
                 process.kill()
         return next((code for code in codes if code != ExitCode.DONE), ExitCode.DONE)
+
+    def _condition(self) -> Condition:
+        text = f"{len(self._running)} of {len(self._commands)} workers run"
+        is_ready = len(self._running) == len(self._commands)
+        return Condition(text, is_ready=is_ready, is_stopping=self._is_stopping)
 
     async def _keep(self, name: str) -> int:
         policy = RestartPolicy()
@@ -109,6 +118,7 @@ class GpuWorkers:
             *_STAGELINE,
             *self._commands[name],
             stdin=asyncio.subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if name not in VARIABLES},
             # A Ctrl-C in the terminal is for this process, which passes it on once.
             start_new_session=True,
         )

@@ -77,7 +77,7 @@ def _worker_per_gpu(config: WorkerConfig) -> int:
     logs.configure(config.logs, "worker", worker=config.name)
     configs = build_config(lambda: worker_configs(config, list_gpus()))
     commands = {name: ("worker", *flags_of(each)) for name, each in configs.items()}
-    return asyncio.run(GpuWorkers(commands).run())
+    return asyncio.run(GpuWorkers(commands, config.notify).run())
 
 
 @takes(config_parameters(GatewayConfig), file_parameters(GatewayConfig))

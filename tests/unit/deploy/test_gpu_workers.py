@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from stage_worker.backends.gpu_choice import ListedGpu
 from stage_worker.config import ALL_GPUS, WorkerConfig
 from stageline.cli.config_flags import flags_of
 from telemetry.logs import LogSettings
+from telemetry.service_manager import NotifySettings
 from wire.exit_codes import ExitCode
 from wire.transport import TransportSettings
 
@@ -103,6 +105,29 @@ async def test_a_killed_worker_starts_again_beside_the_others_and_sigterm_ends_a
     assert await pids(started, "host-1", count=1) == [other]
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)
+
+
+async def test_a_service_manager_hears_of_one_service(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(started.parent / "notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.setblocking(False)
+        loop = asyncio.get_running_loop()
+        workers = GpuWorkers(
+            {name: (name, str(started)) for name in ("host-0", "host-1")}, NotifySettings(socket=address)
+        )
+        running = asyncio.create_task(workers.run())
+        text = ""
+        async with asyncio.timeout(DEADLINE_S):
+            while "READY=1\nSTATUS=2 of 2 workers run" not in text:
+                text += (await loop.sock_recv(manager, 4096)).decode()
+        (first,) = await pids(started, "host-0", count=1)
+        await pids(started, "host-1", count=1)
+        environment = Path(f"/proc/{first}/environ").read_bytes()
+        assert b"NOTIFY_SOCKET" not in environment
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, DEADLINE_S) == ExitCode.DONE
 
 
 async def test_wrong_settings_are_not_tried_again(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
