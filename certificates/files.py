@@ -249,10 +249,11 @@ def _public_bytes(key: PublicKeyTypes) -> bytes:
 def _check_loads(directory: Path, material: TlsMaterial) -> None:
     """Raises UnusableTlsFiles for what would fail in each handshake, such as weak signatures."""
     context, authorities = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), material.ca_pem.decode("ascii")
-    for name, load in (
-        (CA_FILE, lambda: context.load_verify_locations(cadata=authorities)),
-        (CERTIFICATE_FILE, lambda: material.load_chain(context)),
-    ):
+    loads: dict[str, Callable[[], None]] = {
+        CA_FILE: lambda: context.load_verify_locations(cadata=authorities),
+        CERTIFICATE_FILE: lambda: material.load_chain(context),
+    }
+    for name, load in loads.items():
         try:
             load()
         except ssl.SSLError as error:
