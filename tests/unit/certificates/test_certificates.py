@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
@@ -166,3 +167,16 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> tu
     seen = [dict(end.getpeercert() or {})["subjectAltName"] for end in ends]
     uris = [next(value for kind, value in names if kind == "URI") for names in seen]  # type: ignore[misc]
     return ends[0].version(), uris[0], uris[1]
+
+
+def test_an_authority_of_another_tool_signs_without_a_key_identifier(authority: KeyPair) -> None:
+    made, key = authority.certificate, new_key()
+    builder = x509.CertificateBuilder(
+        made.issuer, made.subject, key.public_key(), 7, made.not_valid_before_utc, made.not_valid_after_utc
+    )
+    usage = x509.BasicConstraints(ca=True, path_length=0)
+    bare = KeyPair(builder.add_extension(usage, critical=True).sign(key, hashes.SHA256()), key)
+    leaf = issue(bare, WORKER, (), new_key().public_key(), life=DAY / 2)
+    assert is_issued_by(leaf, bare.certificate)
+    assert not is_issued_by(leaf, made)
+    assert leaf.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
