@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from checkpoint import TensorEntry
 from checkpoint.directory import sampled_ranges
@@ -43,13 +43,21 @@ def make_checkpoint(
     not repeat one token and a forgotten norm or bias changes its output. There is no EOS id unless
     `config_overrides` (keys of config.json) gives one. `max_shard_size` ("100KB") makes a sharded one.
     """
-    config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **(_SHAPE | config_overrides))
+    config = make_config(family, num_layers=num_layers, **config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         _perturb(model)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size or "50GB")
     return directory
+
+
+def make_config(family: str, *, num_layers: int, **config_overrides: Any) -> PreTrainedConfig:
+    """The config of a checkpoint that `make_checkpoint` writes."""
+    config: PreTrainedConfig = AutoConfig.for_model(
+        family, num_hidden_layers=num_layers, **(_SHAPE | config_overrides)
+    )
+    return config
 
 
 def load_reference(directory: Path) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import copy
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, NormKind, RouterScore
 from checkpoint.names import NameTable, Pack, TensorRole
 from checkpoint.tensors import role_shapes
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_config
 
 NUM_LAYERS = 5
 """Odd against the patterns of windows and rotations."""
@@ -196,10 +196,40 @@ FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
 MODEL_TYPES = {name: name.partition("+")[0] for name in FAMILIES}
 assert set(MODEL_TYPES.values()) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
 
-BLOCK_KINDS = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text")
-"""Families that have every kind of norm, placement, rotation, MLP, factor and page shape between them."""
+QUICK_FAMILIES = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text")
+"""Those of `make test`: different norms, placements, rotations, MLPs, factors and shapes of pages."""
+BLOCK_KINDS = (
+    *QUICK_FAMILIES,
+    *("gpt_oss", "glm4_moe", "gemma4_text+experts", "ministral3", "qwen2_moe", "ernie4_5_moe"),
+    *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text"),
+)
+"""Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 6
 """Others that `make test-full` has, in rotation; `make test-models` has all."""
+
+
+def block_kinds(blueprint: Blueprint) -> set[str]:
+    """What distinguishes layers, ends and tensors of a family: types, choices, and fields that are set."""
+    return _marks("", blueprint)
+
+
+def _marks(path: str, value: Any) -> set[str]:
+    if isinstance(value, Enum):
+        return {f"{path}: {value.name}"}
+    if isinstance(value, tuple | list):
+        return set().union(*(_marks(path, item) for item in value if is_dataclass(item)))
+    if not is_dataclass(value):
+        return set()
+    found = {f"{path}: {type(value).__name__}"}
+    if isinstance(value, Pack) and len(value.roles) > 1:
+        found.add(f"{path}: fused")
+    for field in fields(value):
+        below, name = getattr(value, field.name), f"{path}.{field.name}"
+        is_scalar = isinstance(below, bool | int | float) and not isinstance(below, Enum)
+        if is_scalar and field.default is not MISSING and below != field.default:
+            found.add(name)
+        found |= _marks(name, below)
+    return found
 
 
 def families_of(day: datetime.date) -> list[str]:
@@ -218,6 +248,13 @@ def make_family(directory: Path, family: str, **overrides: Any) -> Path:
     # A copy: transformers writes into the objects that it is given.
     given = copy.deepcopy(settings | _EPS | FAMILIES[family] | overrides)
     return make_checkpoint(directory, MODEL_TYPES[family], **given)
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """The config.json of `make_family`."""
+    settings = copy.deepcopy({"num_layers": NUM_LAYERS, "pad_token_id": None} | _EPS | FAMILIES[family])
+    settings.pop("seed", None)
+    return make_config(MODEL_TYPES[family], **settings).to_dict() | {"dtype": "float32"}
 
 
 @dataclass(frozen=True)

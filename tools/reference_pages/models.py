@@ -65,7 +65,9 @@ visible (`tests/unit/stage_worker/model/test_families.py`):
 | bf16 | logits differ by less than {BF16_SPREAD:g} of their standard deviation (root mean square) |
 
 A change of any field that enters the computation must change the logits, so that a field which is read and
-not used fails the tests. `make test` has some families each day, `make test-models` all.
+not used fails the tests; a change of any other field must be refused, as the tensors do not fit it. `make
+test` has some families, `make test-full` families with every kind of block and six others each day, `make
+test-models` all.
 
 Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`).
 

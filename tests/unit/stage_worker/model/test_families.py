@@ -1,6 +1,7 @@
 """Every family computes what transformers computes, and each field of its plan matters.
 
-`make test` has those with every kind of block, `make test-full` six others each day, `make test-models` all.
+`make test` has some, `make test-full` those with every kind of block and six others each day, `make
+test-models` all.
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, Experts, verify_tensors
+from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, Experts, parse_config, verify_tensors
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
 from stage_worker.model import experts
 from tests.checkpoints import load_reference
-from tests.families import BLOCK_KINDS, FAMILIES, families_of, make_family, mutations, refused
+from tests.families import (
+    BLOCK_KINDS,
+    FAMILIES,
+    QUICK_FAMILIES,
+    block_kinds,
+    config_of,
+    families_of,
+    make_family,
+    mutations,
+    refused,
+)
 from tests.local_pipeline import LocalPipeline
 from tests.unit.stage_worker.model.pipeline import Pipeline
 from tests.unit.stage_worker.model.test_parity import (
@@ -39,7 +50,7 @@ assert len(CUTS) == NUM_CUTS, "`stageline models` tells the number"
 
 def params() -> Iterator[Any]:
     for name in families_of(datetime.date.today()):
-        is_chosen = name in BLOCK_KINDS or "STAGELINE_TEST_FAMILIES" in os.environ
+        is_chosen = name in QUICK_FAMILIES or "STAGELINE_TEST_FAMILIES" in os.environ
         yield name if is_chosen else pytest.param(name, marks=pytest.mark.full)
 
 
@@ -200,6 +211,13 @@ def logits_of(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
     (sequence,) = random_sequences([len(tokens)])
     sequence.tokens = tokens
     return Pipeline(checkpoint).step([(sequence, len(tokens))])[0]
+
+
+@pytest.mark.full
+def test_families_of_each_day_have_every_kind_of_block() -> None:
+    kinds = {name: block_kinds(parse_config(config_of(name))) for name in FAMILIES}
+    daily = set().union(*(kinds[name] for name in BLOCK_KINDS))
+    assert {name: missing for name, found in kinds.items() if (missing := found - daily)} == {}
 
 
 def test_all_families_come_by_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
