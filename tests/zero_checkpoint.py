@@ -8,22 +8,31 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoint import parse_config, stage_tensor_shapes
+from checkpoint import DType, parse_config, stage_tensor_shapes
+from checkpoint.dtypes import StoredDType
+from checkpoint.tensors import stored_tensors
 
-_SAFETENSORS_NAMES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
+Zeros = tuple[StoredDType, tuple[int, ...]]
 
 
 def write_zero_checkpoint(directory: Path, raw_config: Mapping[str, Any], *, num_shards: int) -> int:
-    """Write config, index and `num_shards` shards; returns the size of all weights in bytes."""
+    """Write config, index and `num_shards` shards; returns the size of all weights in bytes.
+
+    Of a config with `quantization_config`, matrices are stored in the first layout that it allows.
+    """
     config = parse_config(raw_config)
     shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
-    names = list(shapes)
+    zeros: dict[str, Zeros] = {}
+    for name, tensor in stored_tensors(config, shapes).items():
+        is_plain = name in shapes and DType.from_name(raw_config["dtype"]) in tensor.dtypes
+        zeros[name] = (config.dtype if is_plain else tensor.dtypes[0], (tensor.shapes or ((1,),))[0])
+    names = list(zeros)
     weight_map: dict[str, str] = {}
     total = 0
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         part = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
-        total += write_zero_shard(directory / file, {n: shapes[n] for n in part}, raw_config["dtype"])
+        total += write_zeros(directory / file, {name: zeros[name] for name in part})
         weight_map |= dict.fromkeys(part, file)
     (directory / "config.json").write_text(json.dumps(raw_config))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -32,13 +41,17 @@ def write_zero_checkpoint(directory: Path, raw_config: Mapping[str, Any], *, num
 
 
 def write_zero_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """Write one safetensors file of zeros; returns the size of its weights in bytes."""
-    name, item_bytes = _SAFETENSORS_NAMES[dtype]
+    """Write one safetensors file of zeros in `dtype`; returns the size of its weights in bytes."""
+    return write_zeros(path, {name: (DType.from_name(dtype), shape) for name, shape in shapes.items()})
+
+
+def write_zeros(path: Path, tensors: Mapping[str, Zeros]) -> int:
+    """Write one safetensors file of zeros; returns the size of its tensors in bytes."""
     header: dict[str, Any] = {}
     offset = 0
-    for tensor, shape in shapes.items():
-        end = offset + prod(shape) * item_bytes
-        header[tensor] = {"dtype": name, "shape": list(shape), "data_offsets": [offset, end]}
+    for name, (dtype, shape) in tensors.items():
+        end = offset + prod(shape) * dtype.size_bytes
+        header[name] = {"dtype": dtype.value.upper(), "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

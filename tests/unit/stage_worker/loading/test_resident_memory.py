@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import Checkpoint, DType, WeightFormat, stage_weight_bytes
+from tests.quantized import compressed
 from tests.zero_checkpoint import write_zero_checkpoint
 
 ROOT = Path(__file__).parents[4]
@@ -37,7 +38,8 @@ from checkpoint import DType, WeightFormat
 from stage_worker.loading import stage_loader
 from tests.integration.stage_bench import new_assignment
 torch.set_num_threads(1)
-directory, weights = Path(sys.argv[1]), WeightFormat.from_name(sys.argv[2])
+directory = Path(sys.argv[1])
+weights = None if sys.argv[2] == "bf16" else WeightFormat.from_name(sys.argv[2])
 def anonymous_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 class Measured(Exception):
@@ -67,9 +69,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def measure(directory: Path, form: WeightFormat, mode: str = "") -> int:
+def measure(directory: Path, form: WeightFormat | None, mode: str = "") -> int:
     """Growth of a fresh process in bytes until a stage has its weights; "keep" keeps temporaries."""
-    command = [sys.executable, "-c", PROGRAM, str(directory), form.value, mode]
+    command = [sys.executable, "-c", PROGRAM, str(directory), form.value if form else "bf16", mode]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     return int(result.stdout)
@@ -83,3 +85,25 @@ def test_memory_after_a_load_is_the_plan_s_resident_size(directory: Path, form: 
     planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
     assert 0.9 * planned < measure(directory, form) < 1.03 * planned + SLACK_BYTES
     assert measure(directory, form, "keep") > 1.03 * planned + SLACK_BYTES, "the bound notices nothing"
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+PACKED = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
+@pytest.mark.parametrize("form", [None, WeightFormat.INT4], ids=["bf16", "int4"])
+@pytest.mark.parametrize("stored", [FP8, PACKED], ids=["fp8", "int4 in files"])
+def test_memory_of_a_quantised_checkpoint_is_the_plan_s_resident_size(
+    tmp_path: Path, stored: dict[str, object], form: WeightFormat | None
+) -> None:
+    """Unpacked window by window: neither the files nor float32 matrices stay."""
+    size_bytes = write_zero_checkpoint(tmp_path, CONFIG | {"quantization_config": stored}, num_shards=2)
+    config = Checkpoint.open(tmp_path).with_weights(form).config
+    planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
+    plain = stage_weight_bytes(
+        Checkpoint.open(tmp_path).config, DType.BF16, 0, 6, has_embeddings=True, has_head=True
+    )
+    assert size_bytes < 0.6 * plain
+    assert 0.9 * planned < measure(tmp_path, form) < 1.03 * planned + SLACK_BYTES
