@@ -21,6 +21,7 @@ OF_OTHER_TOOLS = {
         "--hypothesis-profile",
         "--json",
         "--minutes",
+        "--no-block",
         "--no-deps",
         "--no-trace",
         "--openai-url",
