@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _USERS = frozenset({Role.GATEWAY, Role.CLIENT, Role.OPERATOR})
 _OPERATORS = frozenset({Role.OPERATOR})
 _WORKERS = frozenset({Role.WORKER})
+_PROCESSES = frozenset({Role.COORDINATOR, Role.GATEWAY, Role.WORKER})
 _EVERYONE = frozenset(Role)
 
 ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
@@ -48,6 +49,11 @@ ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
     "/stageline.internal.v1.StepResultsService/Deliver": _WORKERS,
     "/stageline.internal.v1.StageService/Forward": frozenset({Role.COORDINATOR, Role.WORKER}),
     "/stageline.internal.v1.StageService/ComputeReference": frozenset({Role.COORDINATOR}),
+    "/stageline.internal.v1.DoctorService/GetFacts": _OPERATORS,
+    "/stageline.internal.v1.DoctorService/Measure": _OPERATORS,
+    "/stageline.internal.v1.DoctorService/Ping": _PROCESSES,
+    "/stageline.internal.v1.DoctorService/Upload": _PROCESSES,
+    "/stageline.internal.v1.DoctorService/Download": _PROCESSES,
     "/opentelemetry.proto.collector.trace.v1.TraceService/Export": frozenset({Role.GATEWAY, Role.WORKER}),
     "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export": _WORKERS,
     "/grpc.health.v1.Health/Check": _EVERYONE,

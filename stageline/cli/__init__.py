@@ -23,6 +23,7 @@ _COMMANDS = {
     "worker": ("stageline.cli.serve", _SERVE),
     "gateway": ("stageline.cli.serve", _SERVE),
     "deploy": ("stageline.cli.deploy", _SERVE),
+    "doctor": ("stageline.cli.doctor", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
     "models": ("stageline.cli.models", _SERVE),
     "generate": ("stageline.cli.generate", _USE),

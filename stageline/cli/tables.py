@@ -17,7 +17,7 @@ _NOTHING = "-"
 
 def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     """Table of stages with worker, layers, device and memory."""
-    table = _table("Stage", "Worker", "Layers", "Device", "Weights", "KV cache")
+    table = plain_table("Stage", "Worker", "Layers", "Device", "Weights", "KV cache")
     for worker in workers_by_stage(status):
         table.add_row(*_place(worker), _device(worker), _size(worker.weight_bytes), _size(worker.kv_bytes))
     return Group("", table, "")
@@ -113,7 +113,9 @@ def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
-    table = _table("Stage", "Worker", "Layers", "Device", "State", "Memory", "KV use", "Process", "Address")
+    table = plain_table(
+        "Stage", "Worker", "Layers", "Device", "State", "Memory", "KV use", "Process", "Address"
+    )
     for worker in _all_workers(status):
         table.add_row(
             *_place(worker),
@@ -219,7 +221,8 @@ def _details(status: cluster_pb2.GetStatusResponse) -> list[str]:
     return [differing, *details] if differing else details
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """A table without borders, as all commands print."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
     for column in columns:
         is_number = column in ("Weights", "KV cache", "KV use", "Memory", "Process")

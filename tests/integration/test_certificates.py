@@ -30,6 +30,7 @@ from stageline.client.errors import StagelineError, StatusDetails
 from stageline_rpc.internal.v1 import (
     deliver_pb2,
     deliver_pb2_grpc,
+    doctor_pb2,
     forward_pb2,
     forward_pb2_grpc,
     join_pb2,
@@ -183,8 +184,8 @@ async def test_a_coordinator_whose_certificate_names_another_host_is_not_trusted
 
 
 def served_methods() -> list[str]:
-    """Every method of a coordinator or a worker."""
-    files = (*(service.DESCRIPTOR for service in SERVICES), forward_pb2.DESCRIPTOR)
+    """Every method of a coordinator, a worker or a doctor."""
+    files = (*(service.DESCRIPTOR for service in (*SERVICES, forward_pb2, doctor_pb2)),)
     services = [service for file in files for service in file.services_by_name.values()]
     found = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
     versions = ("v1", "v1alpha")
