@@ -77,12 +77,7 @@ def _unit(spec: ClusterSpec, command: ProcessCommand) -> str:
             "StartLimitIntervalSec=0",
             "",
             "[Service]",
-            f"# Started: {_when_started(command.role)}. Its event loop feeds the watchdog.",
-            "Type=notify",
-            "NotifyAccess=main",
-            f"WatchdogSec={WATCHDOG_S}",
-            "# The process extends it while it waits or loads, and the time to stop while it drains.",
-            f"TimeoutStartSec={START_TIMEOUT_S}",
+            *_notifications(command),
             _exec_start(spec, command),
             *_environment(command),
             *_credentials(command),
@@ -108,6 +103,17 @@ def _unit(spec: ClusterSpec, command: ProcessCommand) -> str:
             "",
         )
     )
+
+
+def _notifications(command: ProcessCommand) -> list[str]:
+    return [
+        f"# Started: {_when_started(command.role)}. Its event loop feeds the watchdog.",
+        "Type=notify",
+        "NotifyAccess=main",
+        f"WatchdogSec={WATCHDOG_S}",
+        "# The process extends it while it waits or loads, and the time to stop while it drains.",
+        f"TimeoutStartSec={START_TIMEOUT_S}",
+    ]
 
 
 def _when_started(role: Role) -> str:

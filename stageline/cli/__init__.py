@@ -37,6 +37,7 @@ _COMMANDS = {
     "top": ("stageline.cli.top", _USE),
     "trace": ("stageline.cli.trace", _USE),
     "bench": ("stageline.cli.bench", _USE),
+    "support-bundle": ("stageline.cli.support_bundle", _USE),
     "certs": ("stageline.cli.certs", _SERVE),
     "token": ("stageline.cli.token", _SERVE),
     "keys": ("stageline.cli.keys", _SERVE),
@@ -83,7 +84,7 @@ def make_app(command: str | None = None) -> typer.Typer:
     app.callback()(_options)
     for name in [command] if command in _COMMANDS else _COMMANDS:
         module, panel = _COMMANDS[name]
-        found = getattr(import_module(module), name)
+        found = getattr(import_module(module), name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, rich_help_panel=panel)
         else:

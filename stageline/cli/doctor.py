@@ -5,7 +5,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from google.protobuf.json_format import MessageToDict
@@ -19,7 +19,7 @@ from deploy.commands import read_cluster_spec
 from deploy.doctor.agent import DoctorAgent
 from deploy.doctor.facts import host_facts, versions_here
 from deploy.doctor.findings import problems_of_host, problems_of_survey
-from deploy.doctor.places import ONE_HOST, places_at, places_of
+from deploy.doctor.places import ONE_HOST, Place, places_at, places_of
 from deploy.doctor.survey import Measured, Survey, survey
 from stageline.cli import options
 from stageline.cli.tables import plain_table
@@ -30,27 +30,30 @@ from wire.exit_codes import ExitCode
 from wire.sizes import format_size
 from wire.transport import PLAIN, Transport, client_transport
 
+_Directories: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[DIR]...",
+        help="Further directories of this host to which processes will write, such as the journal's.",
+        show_default=False,
+    ),
+]
+
+_Serve: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Answer for the host or process NAME of the cluster file, until Ctrl-C."
+    ),
+]
+
 
 def doctor(
     file: Annotated[
         Path | None,
         typer.Option("--file", "-f", metavar="FILE", help="Cluster file (default: check this host alone)."),
     ] = None,
-    directories: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[DIR]...",
-            help="Further directories of this host to which processes will write, such as the journal's.",
-            show_default=False,
-        ),
-    ] = None,
-    serve: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Answer for the host or process NAME of the cluster file, until Ctrl-C.",
-        ),
-    ] = None,
+    directories: _Directories = None,
+    serve: _Serve = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print facts and problems as JSON.")] = False,
     tls_dir: options.TlsDirectory = None,
 ) -> int:
@@ -66,15 +69,18 @@ def doctor(
     if directories:
         raise typer.BadParameter("directories are in the cluster file: give them without -f")
     places = options.build_config(lambda: places_of(read_cluster_spec(file)))
-    if serve is not None:
-        if as_json:
-            raise typer.BadParameter("--serve prints no facts: it cannot be used with --json")
-        own = options.build_config(lambda: places_at(places, serve))
-        for place in own:
-            options.build_config(place.transport)
-        agent = DoctorAgent(own[0].host, own, places, versions=versions_here(VERSION))
-        raise_file_limit()
-        return asyncio.run(run_agent(agent))
+    if serve is None:
+        return _ask_cluster(places, tls_dir, as_json=as_json)
+    if as_json:
+        raise typer.BadParameter("--serve prints no facts: it cannot be used with --json")
+    own = options.build_config(lambda: places_at(places, serve))
+    for place in own:
+        options.build_config(place.transport)
+    raise_file_limit()
+    return asyncio.run(run_agent(DoctorAgent(own[0].host, own, places, versions=versions_here(VERSION))))
+
+
+def _ask_cluster(places: tuple[Place, ...], tls_dir: Path | None, *, as_json: bool) -> int:
     found = asyncio.run(survey(places, _transport(places[0].transport().tls_directory, tls_dir)))
     problems = problems_of_survey(found, places)
     if as_json:

@@ -59,6 +59,7 @@ COMMANDS: dict[str, Row] = {
     "cancel": (_REQUESTS, '"cancel"'),
     "health": ("integration/test_health_command.py", "health --for"),
     "doctor": ("integration/test_doctor.py", '"doctor", "-f"'),
+    "support-bundle": ("integration/test_support_bundle.py", '"support-bundle", "-f"'),
     "drain": ("integration/test_drain.py", '"drain"'),
     "status": (_UP, 'run_stageline("status"'),
     "top": ("e2e/test_watching.py", 'Terminal("top"'),
@@ -285,7 +286,7 @@ def test_every_part_of_the_readme_is_driven() -> None:
         assert len(rows) == len(parts)
         assert [part for part in parts if not part.startswith(tuple(rows))] == []
         assert _missing(rows) == []
-    named = set(re.findall(r"`stageline (bench serve|[a-z]+)", README))
+    named = set(re.findall(r"`stageline (bench serve|[a-z-]+)", README))
     assert named == {name if name == "bench serve" else name.split()[0] for name in COMMANDS}
 
 

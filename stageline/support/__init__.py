@@ -1,0 +1,1 @@
+"""Collects what a report of a problem needs, without secrets."""
