@@ -9,6 +9,7 @@ from certificates.identity import Role
 from deploy.commands import ProcessCommand
 from deploy.doctor.places import Place
 from deploy.doctor.survey import Survey
+from stage_worker.config import ALL_GPUS, AUTO
 from stageline_rpc.internal.v1 import doctor_pb2
 from wire.sizes import format_size
 
@@ -74,7 +75,7 @@ def _of_worker(command: ProcessCommand, facts: doctor_pb2.HostFacts) -> Iterator
     devices = {found.name: found for found in facts.devices}
     if device == "cpu":
         memory_bytes, name = facts.memory_bytes, "the host"
-    elif (found := devices.get("cuda:0" if device == "cuda" else device)) is not None:
+    elif (found := _device_of(device, facts)) is not None:
         memory_bytes, name = found.memory_bytes, f"{found.name} ({found.model})"
     else:
         yield f"{command.name} has no device {device}; found: {', '.join(devices) or 'none'}"
@@ -82,6 +83,17 @@ def _of_worker(command: ProcessCommand, facts: doctor_pb2.HostFacts) -> Iterator
     if wanted is not None and wanted > memory_bytes:
         sizes = f"{format_size(wanted)} of {format_size(memory_bytes)}"
         yield f"{command.name} asks for {sizes} that {name} has: lower its memory in the cluster file"
+
+
+def _device_of(wanted: str, facts: doctor_pb2.HostFacts) -> doctor_pb2.Device | None:
+    """The device that decides whether the memory is enough; None if the host lacks it."""
+    by_memory = sorted(facts.devices, key=lambda device: device.memory_bytes)
+    if wanted == ALL_GPUS:
+        return by_memory[0] if by_memory else None
+    if wanted == AUTO:
+        return by_memory[-1] if by_memory else None
+    name = "cuda:0" if wanted == "cuda" else wanted
+    return next((device for device in facts.devices if device.name == name), None)
 
 
 def problems_of_survey(found: Survey, places: tuple[Place, ...]) -> list[str]:

@@ -2,15 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from certificates import CA_FILE
-from deploy.commands import coordinator_command, gateway_command, read_cluster_spec
-from deploy.doctor.places import places_of
+from deploy.commands import commands, coordinator_command, gateway_command, read_cluster_spec
 from deploy.spec.cluster_spec import ClusterSpec
 from stageline.cli import options
 from stageline.support import sources
@@ -19,6 +18,15 @@ from stageline.support.redaction import Redactor
 from wire.addresses import DEFAULT_ADDRESS, Address, local_address, parse_address
 from wire.exit_codes import ExitCode
 from wire.user_files import state_directory
+
+_Metrics: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="Metrics of a process, such as http://127.0.0.1:7481/metrics; can be given several times "
+        "(default: those of the cluster file).",
+    ),
+]
 
 
 def support_bundle(
@@ -34,14 +42,7 @@ def support_bundle(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Log file of a process; can be given several times."),
     ] = None,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Metrics of a process, such as http://127.0.0.1:7481/metrics; can be given several times "
-            "(default: those of the cluster file).",
-        ),
-    ] = None,
+    metrics: _Metrics = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
     tls_dir: options.TlsDirectory = None,
 ) -> int:
@@ -51,29 +52,36 @@ def support_bundle(
     """
     spec = None if file is None else options.build_config(lambda: read_cluster_spec(file))
     address = coordinator if spec is None else spec.coordinator.address
-    urls = metrics or ([] if spec is None else list(_metrics_urls(spec)))
     parts = [
         *sources.host_parts(),
         *([] if file is None or spec is None else sources.cluster_file_parts(file, spec)),
         *asyncio.run(sources.coordinator_parts(address, tls_dir)),
-        *sources.metrics_parts(urls, None if tls_dir is None else tls_dir / CA_FILE),
-        *sources.log_parts(log or [], [] if spec is None else _units(spec)),
+        *sources.metrics_parts(
+            metrics or _metrics_urls(spec), None if tls_dir is None else tls_dir / CA_FILE
+        ),
+        *sources.log_parts(log or [], _units(spec)),
     ]
     redactor = Redactor(sources.known_secrets(state_directory(os.environ), spec, tls_dir))
-    missing = write_bundle(out, parts, redactor)
-    for name, problem in missing.items():
-        print(f"without {name}: {problem}")
-    collected = f"{len(parts) - len(missing)} of {len(parts)} parts"
-    print(f"{out} has {collected}, without known secrets: look before you send it")
+    _report(out, len(parts), write_bundle(out, parts, redactor))
     return ExitCode.DONE
 
 
-def _units(spec: ClusterSpec) -> Iterator[str]:
+def _report(out: Path, num_parts: int, missing: Mapping[str, str]) -> None:
+    for name, problem in missing.items():
+        print(f"without {name}: {problem}")
+    collected = f"{num_parts - len(missing)} of {num_parts} parts"
+    print(f"{out} has {collected}, without known secrets: look before you send it")
+
+
+def _units(spec: ClusterSpec | None) -> Iterator[str]:
     """Units of systemd, as `stageline deploy render systemd` names them."""
-    return (f"{spec.name}-{place.name}" for place in places_of(spec))
+    if spec is not None:
+        yield from (f"{spec.name}-{command.name}" for command in commands(spec))
 
 
-def _metrics_urls(spec: ClusterSpec) -> Iterator[str]:
+def _metrics_urls(spec: ClusterSpec | None) -> Iterator[str]:
+    if spec is None:
+        return
     scheme = "http" if spec.security.tls_directory is None else "https"
     pages = [(coordinator_command(spec), "--http")]
     pages += [(gateway_command(spec, gateway), "--listen") for gateway in spec.gateways]

@@ -25,6 +25,7 @@ from stageline_rpc.internal.v1 import doctor_pb2, doctor_pb2_grpc
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.issued import Certificates, careless_channel
 from tests.ports import unused_address
+from wire.channels import PROTOCOL_VERSION
 from wire.clock import wall_clock_us
 from wire.transport import Transport, client_transport
 
@@ -136,7 +137,8 @@ async def test_each_planted_problem_is_one_sentence(hosts: Hosts) -> None:
     assert len(problems) == 3, problems
     in_use, version, clock = problems
     assert in_use.startswith(f"127.0.0.3: gpu-b cannot listen on 127.0.0.3:{payloads[1]} (payloads): another")
-    assert version.startswith("versions of protocol differ (12 on 127.0.0.1; 13 on 127.0.0.2, 127.0.0.3): ")
+    versions = f"12 on 127.0.0.1; {PROTOCOL_VERSION} on 127.0.0.2, 127.0.0.3"
+    assert version.startswith(f"versions of protocol differ ({versions}): ")
     assert clock.startswith("the clock of 127.0.0.2 is 90.0")
     assert "s behind 127.0.0.1 (at most" in clock
     result = ways(found)["gpu-b", "gpu-a"]
@@ -174,6 +176,16 @@ async def _called(place: Place, hosts: Hosts) -> None:
     async with hosts.transport.channel(str(place.reached)) as channel:
         stub = doctor_pb2_grpc.DoctorServiceStub(channel)
         await stub.GetFacts(doctor_pb2.GetFactsRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+
+
+def test_this_host_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", str(tmp_path / "new")])
+    shown = json.loads(capsys.readouterr().out)
+    assert code == (1 if shown["problems"] else 0)
+    assert str(tmp_path / "new") in [disk["path"] for disk in shown["host"]["disks"]]
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", str(tmp_path / "file" / "below")]) == 1
+    assert f"cannot be written: {tmp_path}/file is not a directory" in capsys.readouterr().out
 
 
 def test_an_agent_without_any_port_is_one_line(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from certificates.authority import new_key
 from certificates.files import key_pem
 from stageline.cli import main
+from tests.integration.cluster import DEADLINE_S
 from tests.integration.request_cases import mixed_cases
 from tests.integration.test_mock_cluster import check, mock_cluster
 from tests.secrets_scan import key_lines, secrets_in
@@ -37,6 +38,7 @@ async def test_a_bundle_has_what_helps_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("stageline.support.sources.CALL_TIMEOUT_S", DEADLINE_S)
     write_secret(tmp_path / "state" / "stageline" / "tokens" / "127.0.0.1_1", TOKEN)
     api_key, _ = new_api_key(tenant="me")
     pem = key_pem(new_key())
@@ -49,6 +51,9 @@ async def test_a_bundle_has_what_helps_and_no_secret(
     out = tmp_path / "bundle.tar.gz"
     async with mock_cluster(2, http="127.0.0.1:0") as cluster:
         check(await cluster.generate_all(mixed_cases(2, max_tokens=4)))
+        async with asyncio.timeout(DEADLINE_S):
+            while len((await cluster.client.traces()).traces) < 2:
+                await asyncio.sleep(0.02)
         file = tmp_path / "cluster.yaml"
         listen = f'{{listen: "{cluster.address}", http: "off"}}'
         workers = f"workers: [{{name: w0}}]\nenvironment: {{MY_AUTH: {VARIABLE}}}\n"

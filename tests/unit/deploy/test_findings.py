@@ -79,11 +79,14 @@ def test_devices_and_memory_of_the_workers_are_compared(tmp_path: Path) -> None:
         "name: b, device: cuda:0, memory: 81GiB",
         "name: c, device: cuda:3",
         "name: d, memory: 65GiB",
+        "name: e, device: auto, memory: 79GiB",
+        "name: f, device: cuda:all, memory: 99GiB",
     )
     assert list(problems_of_host(facts(), found)) == [
         "gpu-a: b asks for 81.0 GiB of 80.0 GiB that cuda:0 (H100) has: lower its memory in the cluster file",
         "gpu-a: c has no device cuda:3; found: cuda:0",
         "gpu-a: d asks for 65.0 GiB of 64.0 GiB that the host has: lower its memory in the cluster file",
+        "gpu-a: f asks for 99.0 GiB of 80.0 GiB that cuda:0 (H100) has: lower its memory in the cluster file",
     ]
 
 
