@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 from tests.repository import REPOSITORY
+from wire.channels import PROTOCOL_VERSION
 
 DOCS = REPOSITORY / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
@@ -150,3 +151,9 @@ def test_prose_is_wrapped() -> None:
         prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         long = [line for line in prose.splitlines() if len(line) > 110 and not line.lstrip().startswith("|")]
         assert not long, f"{page.name}: {long}"
+
+
+def test_the_protocol_version_is_the_documented_one() -> None:
+    unreleased = (REPOSITORY / "CHANGELOG.md").read_text().split("\n## [")[1]
+    assert f"Protocol version: {PROTOCOL_VERSION}." in unreleased
+    assert f"protocol version {PROTOCOL_VERSION} (`wire/channels.py`)" in (DOCS / "protocol.md").read_text()
