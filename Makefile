@@ -65,7 +65,7 @@ test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(LONG) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
 
 # Beside what DEPLOY_TOOLS has, tests need programs of Debian; without STRICT=1 those without them are skipped.
-test-deploy: venv $(DEPLOY_TOOLS)
+test-deploy: venv $(DEPLOY_TOOLS) $(VENV)/.installed-ray
 	@STRICT=$(STRICT) $(PYTEST) $(LONG) -m deploy tests/deploy
 
 fuzz: venv
@@ -134,6 +134,11 @@ $(VENV)/clients-%/.installed: tests/clients/environments/%.txt
 	@$(PYTHON) -m venv $(@D)
 	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip install -qq --disable-pip-version-check -c $<
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+# Runs in the processes of Stageline, and has no other versions of what they need.
+$(VENV)/.installed-ray: $(INSTALLED)
+	@$(PIP_INSTALL) ray
 	@touch $@
 
 $(VENV)/deploy-%/.installed: tests/deploy/environments/%.txt

@@ -70,6 +70,16 @@ def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in variables}
 
 
+def process_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that this one starts."""
+    return {**_ENVIRONMENT, **_inherited(), **added}
+
+
+def describe_exit_code(code: int) -> str:
+    """How a process exited, such as "exit code 1" or "killed by SIGKILL"."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 def _open_log(path: Path) -> BinaryIO:
     """Open for appending; a new file has mode 0600."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
@@ -97,7 +107,7 @@ class LocalProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**_ENVIRONMENT, **_inherited(), **environment},
+                env=process_environment(environment),
                 # A Ctrl-C in the terminal is for the launcher, which then ends its processes in order.
                 start_new_session=True,
             )
@@ -131,13 +141,9 @@ class LocalProcess:
             self._process.send_signal(number)
 
     def describe_exit(self) -> str:
-        """How it exited, such as "exit code 1" or "killed by SIGKILL"; "still running" before."""
+        """How it exited; "still running" before."""
         code = self._process.returncode
-        if code is None:
-            return "still running"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
+        return "still running" if code is None else describe_exit_code(code)
 
     def read_log(self) -> str:
         """The output of this process so far."""

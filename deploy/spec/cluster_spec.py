@@ -299,7 +299,7 @@ class TelemetrySpec:
 class EngineSpec:
     """What only some engines need."""
 
-    program: Annotated[str, Key("program", "the `stageline` program on the hosts (systemd, slurm)", text)] = (
+    program: Annotated[str, Key("program", "`stageline` on the hosts (systemd, slurm, ray)", text)] = (
         "stageline"
     )
     user: Annotated[str, Key("user", "user and group of the processes (systemd)", text)] = "stageline"

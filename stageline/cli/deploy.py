@@ -2,7 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -10,12 +12,13 @@ import typer
 
 from deploy.commands import coordinator_command, read_cluster_spec
 from deploy.engines import RENDERERS
+from deploy.engines.ray import PlacedProcess, RayCluster
 from deploy.launcher import Launcher
 from deploy.local import GRACE_S
 from deploy.local_config import local_run
 from deploy.spec.cluster_spec import ClusterSpec
 from deploy.spec.document import WrongField, read_document
-from stageline.cli.options import build_config, option_parser
+from stageline.cli.options import USAGE, CommandFailed, build_config, option_parser
 from stageline.cli.status import show_once
 from stageline.cli.up import check_plan, run_up
 from stageline.client.client import Client
@@ -31,7 +34,7 @@ deploy = typer.Typer(
 )
 
 
-LOCAL = "local"
+LOCAL, RAY = "local", "ray"
 
 
 def _one_of(engines: Collection[str]) -> Callable[[str], str]:
@@ -51,8 +54,8 @@ _RunningEngine: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="ENGINE",
-        parser=_one_of((LOCAL,)),
-        help=f"What runs the cluster: {LOCAL}, processes on this machine.",
+        parser=_one_of((LOCAL, RAY)),
+        help=f"What runs the cluster: {LOCAL}, processes on this machine; {RAY}, actors of a Ray cluster.",
         show_default=False,
     ),
 ]
@@ -85,7 +88,15 @@ def render(
 
 @deploy.command("run")
 def run(engine: _RunningEngine, file: _ClusterFile) -> int:
-    """Run the cluster until Ctrl-C or `stageline deploy stop`, as `stageline up` does."""
+    """Run the cluster: local until Ctrl-C or `stageline deploy stop`, as `stageline up` does; ray until the
+    latter.
+    """
+    if engine == RAY:
+        with _ray_cluster(file) as on_ray:
+            states = on_ray.run()
+        _print_states(states)
+        print(f"cluster {on_ray.spec.name} started, its coordinator is {on_ray.spec.coordinator.address}")
+        return ExitCode.DONE
     cluster = build_config(lambda: _made(file, local_run))
     check_plan(coordinator_command(cluster.spec).config(), cluster)
     raise_file_limit()
@@ -99,8 +110,16 @@ def status(
     file: _ClusterFile,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
 ) -> int:
-    """Show plan, workers, layers, memory, KV use and requests."""
-    spec = build_config(lambda: read_cluster_spec(file))
+    """Show plan, workers, layers, memory, KV use and requests; with ray, first the nodes of the processes."""
+    if engine == RAY:
+        with _ray_cluster(file) as on_ray:
+            states, spec = on_ray.states(), on_ray.spec
+        if not as_json:
+            _print_states(states)
+        if spec.security.tls_directory is not None or spec.security.join_token_file is not None:
+            return _needs_certificate(spec, as_json=as_json)
+    else:
+        spec = build_config(lambda: read_cluster_spec(file))
     asyncio.run(show_once(Client(spec.coordinator.address), as_json=as_json))
     return ExitCode.DONE
 
@@ -108,10 +127,42 @@ def status(
 @deploy.command("stop")
 def stop(engine: _RunningEngine, file: _ClusterFile) -> int:
     """Stop the cluster that `stageline deploy run` started, and wait until its processes have ended."""
-    spec = build_config(lambda: read_cluster_spec(file))
-    _launcher(spec).stop(timeout_s=_STOP_TIMEOUT_S)
+    if engine == RAY:
+        with _ray_cluster(file) as on_ray:
+            on_ray.stop()
+            spec = on_ray.spec
+    else:
+        spec = build_config(lambda: read_cluster_spec(file))
+        _launcher(spec).stop(timeout_s=_STOP_TIMEOUT_S)
     print(f"cluster {spec.name} stopped")
     return ExitCode.DONE
+
+
+def _needs_certificate(spec: ClusterSpec, *, as_json: bool) -> int:
+    """The cluster file has no certificate of an operator, with which the coordinator tells more."""
+    hint = f"stageline status --coordinator {spec.coordinator.address} --tls-dir DIR"
+    if as_json:
+        raise CommandFailed(f"an operator's certificate is needed: run {hint} --json", reason=USAGE)
+    print(f"{hint} shows the plan, with an operator's certificate")
+    return ExitCode.DONE
+
+
+@contextmanager
+def _ray_cluster(file: Path) -> Iterator[RayCluster]:
+    """A cluster of a connected Ray. Events that Ray prints go to stderr."""
+    with redirect_stdout(sys.stderr):
+        cluster = build_config(lambda: _made(file, RayCluster))
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def _print_states(states: list[PlacedProcess]) -> None:
+    name_width = max(len(state.name) for state in states)
+    node_width = max(len(state.node) for state in states)
+    for state in states:
+        print(f"{state.name:{name_width}}  {state.node:{node_width}}  {state.text}")
 
 
 def _launcher(spec: ClusterSpec) -> Launcher:

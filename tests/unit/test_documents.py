@@ -16,8 +16,11 @@ PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *(REPOSITORY / "b
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OF_OTHER_TOOLS = {
     *(
+        "--address",
         "--against",
         "--check",
+        "--grace-period",
+        "--head",
         "--help",
         "--hypothesis-profile",
         "--json",
