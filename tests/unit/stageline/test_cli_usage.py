@@ -155,7 +155,7 @@ from wire.transport import TransportSettings
         ("worker --memory 20", "'20' has no unit: write for example 20GiB"),
         ("worker --memory lots", "'lots' is not a size"),
         ("worker --memory 20GoB", "unknown unit 'GoB'"),
-        ("worker --device gpu", "device 'gpu' is not one of cpu, cuda"),
+        ("worker --device gpu", "device 'gpu' is not one of cpu, auto"),
         ("worker --name a/b", "name 'a/b' is not 1 to 63 letters"),
         ("worker --advertise host:0", "address 'host:0' has port 0"),
         ("up --workers 2 --layers 1,1,1", "layers 1,1,1 are for 3 stages, but there are 2"),
