@@ -6,16 +6,19 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
-from deploy.commands import REREAD_FILES, ProcessCommand, commands, drain_timeout_s
+from certificates.identity import Role
+from deploy.commands import REREAD_FILES, ProcessCommand, check, commands, drain_timeout_s
 from deploy.engines.rendered import RenderedFile, by_host, flag_lines, path_on
-from deploy.spec.cluster_spec import ClusterSpec
+from deploy.spec.cluster_spec import ClusterSpec, WorkerSpec, default_listen_address
+from wire.addresses import local_address, parse_address
 
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*", re.ASCII)
 _WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
 _HEAD = """\
 # Start with `docker compose up -d`, stop with `docker compose down`.
-# The image has `stageline` in its PATH, and its user owns {state} and {cache}.
+# The image is that of deploy/image/Dockerfile: its user owns {state} and {cache}.
 name: {name}
 
 x-process: &process
@@ -36,12 +39,29 @@ services:
 _STATE, _CACHE = "/var/lib/stageline", "/var/cache/stageline"
 
 
+_FIRST_WORKER_PORT = 7490
+
+
 def render(spec: ClusterSpec) -> tuple[RenderedFile, ...]:
     """One compose file per host."""
+    spec = with_worker_ports(spec)
+    check(spec)
     return tuple(
         RenderedFile(path_on(host, "compose.yaml"), _file(spec, found))
         for host, found in by_host(commands(spec)).items()
     )
+
+
+def with_worker_ports(spec: ClusterSpec) -> ClusterSpec:
+    """Give each worker a known port, at which its health is asked."""
+    return replace(spec, workers=tuple(_with_ports(spec)))
+
+
+def _with_ports(spec: ClusterSpec) -> Iterator[WorkerSpec]:
+    for number, worker in enumerate(spec.workers):
+        host = worker.host or spec.coordinator.host
+        listen = default_listen_address(f"127.0.0.1:{_FIRST_WORKER_PORT + number}", host)
+        yield worker if worker.listen is not None else replace(worker, host=host, listen=listen)
 
 
 def _file(spec: ClusterSpec, found: list[ProcessCommand]) -> str:
@@ -52,12 +72,14 @@ def _file(spec: ClusterSpec, found: list[ProcessCommand]) -> str:
         state=_STATE,
         cache=_CACHE,
     )
-    services = "\n".join("\n".join(_service(command)) + "\n" for command in found)
+    here = {command.name for command in found if command.role is Role.COORDINATOR}
+    services = "\n".join("\n".join(_service(command, here)) + "\n" for command in found)
     volumes = "\n".join(f"  {command.name}-state:\n  {command.name}-cache:" for command in found)
     return f"{head}{services}\nvolumes:\n{volumes}\n"
 
 
-def _service(command: ProcessCommand) -> Iterator[str]:
+def _service(command: ProcessCommand, coordinators: set[str]) -> Iterator[str]:
+    """`coordinators`: the coordinator, if this host has it."""
     yield f"  {command.name}:"
     yield "    <<: *process"
     yield "    command: >-"
@@ -72,7 +94,25 @@ def _service(command: ProcessCommand) -> Iterator[str]:
     yield f"      - {command.name}-cache:{_CACHE}"
     for directory, is_written in _mounts(command).items():
         yield f"      - {_mount(directory, is_written=is_written)}"
+    yield from _health(command)
+    for name in sorted(coordinators - {command.name}):
+        yield f"    depends_on: {{{name}: {{condition: service_healthy}}}}"
     yield from _resources(command)
+
+
+def _health(command: ProcessCommand) -> Iterator[str]:
+    """Readiness; of the coordinator, which others wait for before they start, whether it runs."""
+    address = local_address(parse_address(command.values()["--listen"]))
+    words = ["CMD", "stageline", "health", "--for", command.role.value, str(address)]
+    words += ["--live"] if command.role is Role.COORDINATOR else []
+    directory = command.values().get("--tls-dir")
+    words += [] if directory is None else ["--tls-dir", str(directory)]
+    yield "    healthcheck:"
+    yield f"      test: {json.dumps(words).replace('$', '$$')}"
+    yield "      interval: 10s"
+    yield "      timeout: 10s"
+    yield "      # A large model takes long to load; failures count after that only."
+    yield "      start_period: 30m"
 
 
 def _mounts(command: ProcessCommand) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,15 +10,25 @@ from dataclasses import replace
 from certificates.identity import Role
 from deploy.commands import ProcessCommand, check, commands, drain_timeout_s
 from deploy.engines.rendered import RenderedFile, flag_lines
-from deploy.spec.cluster_spec import ClusterSpec
+from deploy.spec.cluster_spec import NO_RESOURCES, ClusterSpec
 from deploy.spec.document import WrongField
+from wire.exit_codes import ExitCode
 
+_ENDS = f"{ExitCode.DONE.value} | {ExitCode.USAGE.value}"
+"""Exit codes of a drained process, and of wrong settings, which another start does not cure."""
 _HEAD_HOST = "head.invalid"
 """Stands for the first node, which is known in the job only."""
-_FUNCTIONS = """\
-# Run a program, and again when it fails, until it is stopped: a lost node or a failed device ends a job step,
-# and not the job. Exit code 0 is a drained process, 2 are wrong settings, which another start does not cure.
-keep() {
+_DRAINED, _NO_STEP = 64, 65
+_FUNCTIONS = f"""\
+# With a lost node srun ends with code 0, as after a drain: so a step that drained ends with {_DRAINED}.
+# Where Slurm cannot run a step, srun ends with {_NO_STEP}.
+worker='trap : TERM; "$@" && exit {_DRAINED}'
+export SLURM_EXIT_ERROR={_NO_STEP}
+# Name of jobs for workers of a lost node: Slurm takes such a node from this job for good.
+outside=$SLURM_JOB_NAME-$SLURM_JOB_ID
+
+# Run a program, and again when it fails, until it is stopped.
+keep() {{
     local child='' code is_stopping=''
     trap 'is_stopping=1; kill -TERM "$child" 2> /dev/null' TERM
     until [ -n "$is_stopping" ]; do
@@ -29,11 +40,48 @@ keep() {
             wait "$child"
             return
         fi
-        case $code in 0 | 2) return "$code" ;; esac
+        case $code in {_ENDS}) return "$code" ;; esac
         echo "exit code $code, starting again: $*" >&2
         sleep 2
     done
-}
+}}
+
+# Run a worker in a step, and again when it fails or its node is lost, until it drains.
+keep_worker() {{
+    local name=$1 code is_stopping=''
+    shift
+    trap 'is_stopping=1' TERM
+    until [ -n "$is_stopping" ]; do
+        srun --job-name="$name" --immediate=10 --exact "$@"
+        code=$?
+        if [ "$code" = {_NO_STEP} ] && [ -z "$is_stopping" ]; then
+            echo "$name: no room in this job, waiting for a node outside of it" >&2
+            run_outside "$@"
+            code=$?
+        fi
+        [ -z "$is_stopping" ] || return
+        case $code in {_DRAINED} | {ExitCode.USAGE.value}) return "$code" ;; esac
+        echo "$name: exit code $code, starting again" >&2
+        sleep 2
+    done
+}}
+
+# Run a step in a job of its own, which ends with the time limit of this one.
+run_outside() {{
+    local name unset=()
+    for name in $(compgen -v SLURM_); do
+        case $name in SLURM_CONF | SLURM_EXIT_ERROR) ;; *) unset+=("--unset=$name") ;; esac
+    done
+    env "${{unset[@]}}" srun --job-name="$outside" --partition="$SLURM_JOB_PARTITION" \\
+        ${{SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"}} \\
+        --time="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%L)" "$@"
+}}
+
+# After the first node was lost, those of the run before may still be there.
+cancel_outside() {{
+    scancel --quiet --user="$(id -un)" --name="$outside"
+}}
+cancel_outside
 """
 _END = """\
 # Until the coordinator ends, or SIGTERM: then running requests end, and the workers after them.
@@ -47,22 +95,33 @@ wait $gateways $coordinator
 ended=$?
 if [ -n "$is_stopping" ]; then code=$ended; fi
 kill -TERM $workers 2> /dev/null
-wait
+while [ -n "$(jobs -pr)" ]; do
+    # srun would pass SIGTERM on as SIGKILL.
+    scancel --quiet --signal=TERM "$SLURM_JOB_ID"
+    cancel_outside
+    sleep 2
+done
 exit "$code"
 """
 
 
 def render(spec: ClusterSpec) -> tuple[RenderedFile, ...]:
     """One job script. Raises WrongField."""
-    _check_hosts(spec)
+    _check_places(spec)
     placed = replace(spec, coordinator=replace(spec.coordinator, host=_HEAD_HOST))
     check(placed)
     return (RenderedFile(f"{spec.name}.sbatch", "\n".join(_script(placed))),)
 
 
-def _check_hosts(spec: ClusterSpec) -> None:
+def _check_places(spec: ClusterSpec) -> None:
     if spec.coordinator.host is not None:
         raise WrongField(("coordinator", "host"), "Slurm chooses the hosts of its jobs: remove the key")
+    reason = "the batch step has the resources of the first node: remove the key"
+    if spec.coordinator.resources != NO_RESOURCES:
+        raise WrongField(("coordinator", "resources"), reason)
+    for index, gateway in enumerate(spec.gateways):
+        if gateway.resources != NO_RESOURCES:
+            raise WrongField(("gateways", index, "resources"), reason)
 
 
 def _script(spec: ClusterSpec) -> Iterator[str]:
@@ -90,11 +149,13 @@ def _options(spec: ClusterSpec) -> Iterator[str]:
     given = {
         "job-name": spec.name,
         "output": f"{spec.name}-%j.log",
+        "open-mode": "append",
         "partition": engine.partition,
         "account": engine.account,
         "time": engine.time,
-        "ntasks": str(len(spec.workers)),
+        "ntasks": len(spec.workers),
         "cpus-per-task": _largest(spec, "cpus"),
+        "mem-per-cpu": _memory_per_cpu(spec),
         "gpus-per-task": _largest(spec, "gpus"),
     }
     yield from (f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None)
@@ -105,19 +166,24 @@ def _options(spec: ClusterSpec) -> Iterator[str]:
     yield f"#SBATCH --signal=B:TERM@{drain_s}"
 
 
-def _largest(spec: ClusterSpec, name: str) -> str | None:
+def _largest(spec: ClusterSpec, name: str) -> int | None:
     values = [getattr(worker.resources, name) for worker in spec.workers]
-    given = [value for value in values if value is not None]
-    return str(max(given)) if given else None
+    return max((value for value in values if value is not None), default=None)
+
+
+def _memory_per_cpu(spec: ClusterSpec) -> str | None:
+    """Slurm has no memory per task."""
+    memory_bytes, cpus = _largest(spec, "memory_bytes"), _largest(spec, "cpus") or 1
+    return None if memory_bytes is None else f"{math.ceil(memory_bytes / 2**20 / cpus)}M"
 
 
 def _process(spec: ClusterSpec, command: ProcessCommand) -> Iterator[str]:
     words = [_word(line) for line in flag_lines(command.argv, shlex.quote)]
     lines = [f"{shlex.quote(spec.engine.program)} {words[0]}", *words[1:]]
     if command.role is Role.WORKER:
-        lines = [" ".join(_step(command)), *lines]
+        lines = [" ".join(_step(command)), f'bash -c "$worker" {command.name}', *lines]
     yield f"# {command.name}"
-    yield "keep " + " \\\n    ".join(lines) + " &"
+    yield ("" if command.role is Role.WORKER else "keep ") + " \\\n    ".join(lines) + " &"
     match command.role:
         case Role.COORDINATOR:
             yield "coordinator=$!"
@@ -129,14 +195,14 @@ def _process(spec: ClusterSpec, command: ProcessCommand) -> Iterator[str]:
 
 def _step(command: ProcessCommand) -> Iterator[str]:
     resources = command.resources
-    yield from ("srun", "--nodes=1", "--ntasks=1", "--exact", "--no-kill", "--kill-on-bad-exit=0")
-    yield f"--job-name={command.name}"
+    yield f"keep_worker {command.name} --nodes=1 --ntasks=1"
     if resources.cpus is not None:
         yield f"--cpus-per-task={resources.cpus}"
     if resources.gpus is not None:
         yield f"--gpus={resources.gpus}"
-    if resources.memory_bytes is not None:
-        yield f"--mem={resources.memory_bytes // 2**20}M"
+    # 0 is what the other steps leave: without it the first step has all memory, and the others wait.
+    memory_bytes = resources.memory_bytes
+    yield f"--mem={0 if memory_bytes is None else memory_bytes // 2**20}M"
 
 
 def _word(line: str) -> str:

@@ -14,6 +14,7 @@ from deploy.engines import RENDERERS
 from deploy.spec.cluster_spec import (
     COORDINATOR_KEYS,
     GATEWAY_KEYS,
+    NO_RESOURCES,
     WORKER_KEYS,
     ClusterSpec,
     CoordinatorSpec,
@@ -98,7 +99,9 @@ def _leaves() -> list[tuple[str | int, ...]]:
 
 def _seen(spec: ClusterSpec) -> list[Any]:
     """What a key can change: the processes and the rendered files."""
-    anywhere = replace(spec, coordinator=replace(spec.coordinator, host=None))
+    coordinator = replace(spec.coordinator, host=None, resources=NO_RESOURCES)
+    gateways = tuple(replace(gateway, resources=NO_RESOURCES) for gateway in spec.gateways)
+    anywhere = replace(spec, coordinator=coordinator, gateways=gateways)
     return [
         commands(spec),
         *(render(anywhere if engine == "slurm" else spec) for engine, render in RENDERERS.items()),

@@ -13,6 +13,7 @@ import yaml
 
 from deploy.commands import ProcessCommand, commands, read_cluster_spec
 from deploy.engines import RENDERERS
+from deploy.engines.compose import with_worker_ports
 from stageline.cli import main
 from tests.fake_processes import wait_until
 from tests.unit.deploy.cluster_files import HOSTS, JOB, LEAST, write
@@ -73,7 +74,8 @@ def _services(directory: Path) -> dict[str, dict[str, Any]]:
 
 def test_compose_services_have_the_words_and_files_of_their_processes(tmp_path: Path) -> None:
     services = _services(tmp_path)
-    found: tuple[ProcessCommand, ...] = commands(read_cluster_spec(write(tmp_path, HOSTS)))
+    spec = with_worker_ports(read_cluster_spec(write(tmp_path, HOSTS)))
+    found: tuple[ProcessCommand, ...] = commands(spec)
     assert set(services) == {command.name for command in found}
     for command in found:
         service = services[command.name]
@@ -89,15 +91,30 @@ def test_compose_services_have_the_words_and_files_of_their_processes(tmp_path: 
 
 _FAKE = """\
 #!/bin/bash
-# Logs its start with its arguments. Workers fail at their first start. SIGTERM ends it with code 0.
+# Logs its start. SIGTERM ends it with code 0.
 case $* in *coordinator*) role=coordinator ;; esac
-case $* in *gateway*--coordinator*) role=gateway ;; *worker*) role=worker ;; esac
-case $* in *gpu-a*) role=worker-a ;; *gpu-b*) role=worker-b ;; esac
+case $* in *gateway*--coordinator*) role=gateway ;; esac
 echo "start $role $*" >> "$LOG"
-if [ "$role" = worker-a ] && [ "$(grep -c '^start worker-a' "$LOG")" = 1 ]; then exit 3; fi
 trap 'echo "end $role" >> "$LOG"; exit 0' TERM
-while true; do sleep 0.05; done
+while true; do /bin/sleep 0.05; done
 """
+_FAKE_SRUN = """\
+#!/bin/bash
+# Runs until scancel. The node of gpu-a is lost at its first start, and its job has no other.
+case $* in *gpu-a*) role=worker-a ;; *) role=worker-b ;; esac
+echo "start $role job=$SLURM_JOB_ID $*" >> "$LOG"
+case $role.$(grep -c "^start $role" "$LOG") in worker-a.1) exit 0 ;; worker-a.2) exit 65 ;; esac
+until [ -e "$LOG.cancelled" ]; do /bin/sleep 0.05; done
+echo "end $role" >> "$LOG"
+exit 64
+"""
+_FAKES = {
+    "stageline": _FAKE,
+    "srun": _FAKE_SRUN,
+    "squeue": "#!/bin/bash\necho 1-02:00:00\n",
+    "scancel": '#!/bin/bash\ncase $* in *--signal=TERM*) touch "$LOG.cancelled" ;; esac\n',
+    "sleep": "#!/bin/bash\nexec /bin/sleep 0.05\n",
+}
 
 
 @pytest.fixture
@@ -105,8 +122,7 @@ def job(tmp_path: Path) -> Any:
     """Starts the job script with programs that log how they are started, and returns it with the log."""
     text = JOB.replace("/opt/stage line/bin/stageline", str(tmp_path / "stageline"))
     (script,) = _render("slurm", text, tmp_path).values()
-    for program in ("srun", "stageline", "sleep"):
-        fake = _FAKE if program != "sleep" else "#!/bin/bash\nexec /bin/sleep 0.05\n"
+    for program, fake in _FAKES.items():
         (tmp_path / program).write_text(fake)
         (tmp_path / program).chmod(0o755)
     (tmp_path / "log").touch()
@@ -114,6 +130,10 @@ def job(tmp_path: Path) -> Any:
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "LOG": str(tmp_path / "log"),
         "SLURMD_NODENAME": "node-1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "stageline",
+        "SLURM_JOB_PARTITION": "gpu",
+        "SLURM_CONF": "/etc/slurm.conf",
     }
     process = subprocess.Popen(["bash", "-c", script], env=environment, stderr=subprocess.DEVNULL)
     yield process, tmp_path / "log"
@@ -121,17 +141,27 @@ def job(tmp_path: Path) -> Any:
     process.wait()
 
 
-def test_a_slurm_job_starts_failed_steps_again_and_drains_in_order(job: Any) -> None:
+def test_a_slurm_job_replaces_lost_steps_and_drains_in_order(job: Any) -> None:
     process, log = job
-    wait_until(lambda: log.read_text().count("start ") == 5)
-    started = log.read_text()
-    assert started.count("start worker-a") == 2
-    assert started.count("--coordinator node-1:7480") == 4
+    wait_until(lambda: log.read_text().count("start ") == 6)
+    started = [line for line in log.read_text().splitlines() if line.startswith("start worker-a")]
+    assert [" --immediate=10 " in line for line in started] == [True, True, False]
+    assert "start worker-a job= --job-name=stageline-7 --partition=gpu --time=1-02:00:00 " in started[2]
+    assert log.read_text().count("--coordinator node-1:7480") == 5
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
     ended = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("end")]
     assert set(ended[:2]) == {"gateway", "coordinator"}
     assert set(ended[2:]) == {"worker-a", "worker-b"}
+
+
+@pytest.mark.parametrize("process", ["coordinator: {", "gateways: [{name: api, "])
+def test_slurm_reserves_for_workers_only(
+    process: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, JOB.replace(process, f"{process}resources: {{cpus: 1}}, "))
+    assert main(["deploy", "render", "slurm", "-f", str(file), "-o", str(tmp_path)]) == 2
+    assert "resources: the batch step has the resources of the first node" in capsys.readouterr().err
 
 
 def test_slurm_chooses_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
