@@ -1,9 +1,12 @@
-"""Engines that run a cluster, one module each: rendered files for other programs to start."""
+"""Engines that run a cluster: rendered files for other programs, and those programs as a user runs them."""
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from deploy.engines import compose, slurm, systemd
+from deploy.engines.host_services import Compose, Systemd
 from deploy.engines.rendered import RenderedFile
+from deploy.engines.slurm_jobs import Slurm
 from deploy.spec.cluster_spec import ClusterSpec
 
 RENDERERS: Mapping[str, Callable[[ClusterSpec], tuple[RenderedFile, ...]]] = {
@@ -13,4 +16,18 @@ RENDERERS: Mapping[str, Callable[[ClusterSpec], tuple[RenderedFile, ...]]] = {
 }
 """By engine. Each raises WrongField for what the engine cannot do."""
 
-__all__ = ["RENDERERS", "RenderedFile"]
+
+class Runner(Protocol):
+    """Starts, shows and stops a cluster; returns lines for the user. Raises ClusterFailed or WrongField."""
+
+    def run(self, spec: ClusterSpec) -> list[str]: ...
+
+    def status(self, spec: ClusterSpec) -> list[str]: ...
+
+    def stop(self, spec: ClusterSpec) -> list[str]: ...
+
+
+RUNNERS: Mapping[str, Runner] = {"systemd": Systemd(), "compose": Compose(), "slurm": Slurm()}
+"""By engine."""
+
+__all__ = ["RENDERERS", "RUNNERS", "RenderedFile", "Runner"]

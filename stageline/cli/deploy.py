@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import typer
 
 from deploy.commands import coordinator_command, read_cluster_spec
-from deploy.engines import RENDERERS
+from deploy.engines import RENDERERS, RUNNERS
 from deploy.engines.ray import PlacedProcess, RayCluster
 from deploy.launcher import Launcher
 from deploy.local import GRACE_S
@@ -35,6 +35,7 @@ deploy = typer.Typer(
 
 
 LOCAL, RAY = "local", "ray"
+_RUNNING_ENGINES = (LOCAL, RAY, *RUNNERS)
 
 
 def _one_of(engines: Collection[str]) -> Callable[[str], str]:
@@ -54,8 +55,8 @@ _RunningEngine: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="ENGINE",
-        parser=_one_of((LOCAL, RAY)),
-        help=f"What runs the cluster: {LOCAL}, processes on this machine; {RAY}, actors of a Ray cluster.",
+        parser=_one_of(_RUNNING_ENGINES),
+        help=f"What runs the cluster: {', '.join(_RUNNING_ENGINES)}.",
         show_default=False,
     ),
 ]
@@ -91,6 +92,8 @@ def run(engine: _RunningEngine, file: _ClusterFile) -> int:
     """Run the cluster: local until Ctrl-C or `stageline deploy stop`, as `stageline up` does; ray until the
     latter.
     """
+    if engine in RUNNERS:
+        return _print_lines(file, RUNNERS[engine].run)
     if engine == RAY:
         with _ray_cluster(file) as on_ray:
             states = on_ray.run()
@@ -108,9 +111,18 @@ def run(engine: _RunningEngine, file: _ClusterFile) -> int:
 def status(
     engine: _RunningEngine,
     file: _ClusterFile,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help=f"Print the status as JSON ({LOCAL}, {RAY}).")
+    ] = False,
 ) -> int:
-    """Show plan, workers, layers, memory, KV use and requests; with ray, first the nodes of the processes."""
+    """Show plan, workers, layers, memory, KV use and requests; with ray, first the nodes of the processes.
+
+    With the other engines, what the engine knows of the cluster.
+    """
+    if engine in RUNNERS:
+        if as_json:
+            raise typer.BadParameter(f"--json is for {LOCAL} and {RAY}: see stageline status --json")
+        return _print_lines(file, RUNNERS[engine].status)
     if engine == RAY:
         with _ray_cluster(file) as on_ray:
             states, spec = on_ray.states(), on_ray.spec
@@ -127,6 +139,8 @@ def status(
 @deploy.command("stop")
 def stop(engine: _RunningEngine, file: _ClusterFile) -> int:
     """Stop the cluster that `stageline deploy run` started, and wait until its processes have ended."""
+    if engine in RUNNERS:
+        return _print_lines(file, RUNNERS[engine].stop)
     if engine == RAY:
         with _ray_cluster(file) as on_ray:
             on_ray.stop()
@@ -135,6 +149,12 @@ def stop(engine: _RunningEngine, file: _ClusterFile) -> int:
         spec = build_config(lambda: read_cluster_spec(file))
         _launcher(spec).stop(timeout_s=_STOP_TIMEOUT_S)
     print(f"cluster {spec.name} stopped")
+    return ExitCode.DONE
+
+
+def _print_lines(file: Path, act: Callable[[ClusterSpec], list[str]]) -> int:
+    for line in build_config(lambda: _made(file, act)):
+        print(line)
     return ExitCode.DONE
 
 
