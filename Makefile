@@ -36,7 +36,7 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -64,9 +64,14 @@ test-models: venv
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(LONG) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients
 
-# Beside what DEPLOY_TOOLS has, tests need programs of Debian; without STRICT=1 those without them are skipped.
+# Beside what DEPLOY_TOOLS has, tests need programs of Debian (make deploy-packages); without STRICT=1 those
+# without them are skipped.
 test-deploy: venv $(DEPLOY_TOOLS) $(VENV)/.installed-ray
 	@STRICT=$(STRICT) $(PYTEST) $(LONG) -m deploy tests/deploy
+
+deploy-packages:
+	@apt-get update -qq
+	@xargs apt-get install -y -qq --no-install-recommends < tests/deploy/debian.txt
 
 fuzz: venv
 	@$(BIN)/python -m tests.fuzz --cases $(CASES) $(SEED:%=--seed %)
@@ -139,6 +144,13 @@ $(VENV)/clients-%/.installed: tests/clients/environments/%.txt
 # Runs in the processes of Stageline, and has no other versions of what they need.
 $(VENV)/.installed-ray: $(INSTALLED)
 	@$(PIP_INSTALL) ray
+	@touch $@
+
+# The last release that has the schema of compose files; what it needs beside is too old to be installed.
+$(VENV)/deploy-compose/.installed: tests/deploy/environments/compose.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	@$(@D)/bin/python -m pip download -qq --disable-pip-version-check --no-deps -d $(@D) docker-compose==1.29.2
 	@touch $@
 
 $(VENV)/deploy-%/.installed: tests/deploy/environments/%.txt
