@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from deploy.engines import compose, slurm, systemd
+from deploy.engines import compose, kubernetes, slurm, systemd
 from deploy.engines.host_services import Compose, Systemd
 from deploy.engines.rendered import RenderedFile
 from deploy.engines.slurm_jobs import Slurm
@@ -13,6 +13,7 @@ RENDERERS: Mapping[str, Callable[[ClusterSpec], tuple[RenderedFile, ...]]] = {
     "systemd": systemd.render,
     "compose": compose.render,
     "slurm": slurm.render,
+    "kubernetes": kubernetes.render,
 }
 """By engine. Each raises WrongField for what the engine cannot do."""
 
