@@ -5,6 +5,7 @@ file. The declaration and the field's default are the only definition of an opti
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -33,8 +34,11 @@ def peer_address(text: str) -> str:
 
 
 def file_path(text: str) -> Path:
-    """Return the absolute path of a file, existing or not. Raises ValueError for a directory."""
-    path = Path(text).resolve()
+    """Return the absolute path of a file, existing or not. Raises ValueError for a directory.
+
+    Links stay links: Kubernetes replaces files by changing one.
+    """
+    path = Path(os.path.abspath(text))
     if path.is_dir():
         raise ValueError(f"{text!r} is a directory: give the path of a file")
     return path

@@ -7,6 +7,7 @@ change: by listeners at each handshake, by callers at each new channel; open con
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -31,13 +32,16 @@ ENDING_SHARE = 0.2
 
 
 def tls_directory(text: str) -> Path:
-    """Return the absolute path of a directory with a certificate. Raises ValueError."""
-    path = Path(text)
+    """Return the absolute path of a directory with a certificate. Raises ValueError.
+
+    Links stay links: Kubernetes replaces files by changing one.
+    """
+    path = Path(os.path.abspath(text))
     if not path.is_dir():
         raise ValueError(
             f"directory {text!r} does not exist: it must hold {CA_FILE}, {CERTIFICATE_FILE} and {KEY_FILE}"
         )
-    return path.resolve()
+    return path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,8 @@ from certificates.files import TlsDirectory, read_certificates
 from certificates.identity import Identity, Role
 from tests.issued import Certificates
 from wire.channels import new_server
-from wire.transport import PLAIN, RenewedChannel, Transport, TransportSettings, open_transport
+from wire.flags import existing_file, file_path
+from wire.transport import PLAIN, RenewedChannel, Transport, TransportSettings, open_transport, tls_directory
 
 DEADLINE_S = 20.0
 SERVER = Identity(cluster="default", role=Role.COORDINATOR, name="server")
@@ -119,3 +120,15 @@ def test_without_certificates_nothing_is_encrypted() -> None:
     assert open_transport(TransportSettings(), Role.WORKER) is PLAIN
     found = (PLAIN.identity, PLAIN.http_context(), PLAIN.client_context(), PLAIN.server_context())
     assert found == (None, None, None, None)
+
+
+def test_paths_of_replaced_files_stay_links(tmp_path: Path) -> None:
+    """Kubernetes changes the link `..data`, and removes the directory that it led to."""
+    (tmp_path / "..v1" / "pod").mkdir(parents=True)
+    (tmp_path / "..v1" / "keys.toml").touch()
+    (tmp_path / "..data").symlink_to("..v1")
+    for name in ("pod", "keys.toml"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    assert tls_directory(str(tmp_path / "pod")) == tmp_path / "pod"
+    assert existing_file(str(tmp_path / "keys.toml")) == tmp_path / "keys.toml"
+    assert file_path(f"{tmp_path}/pod/../keys.toml") == tmp_path / "keys.toml"
