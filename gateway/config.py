@@ -24,6 +24,7 @@ from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:7482"
+DEFAULT_COORDINATOR_TIMEOUT_S = 30.0
 
 _serving = partial(Flag, panel="Addresses")
 _api = partial(Flag, panel="API")
@@ -82,6 +83,15 @@ class GatewayConfig:
             parse=page_url,
         ),
     ] = None
+    coordinator_timeout_s: Annotated[
+        float,
+        _serving(
+            "--coordinator-timeout",
+            "SECONDS",
+            "Time without a coordinator after which requests fail",
+            above=0,
+        ),
+    ] = DEFAULT_COORDINATOR_TIMEOUT_S
     drain_timeout_s: Annotated[
         float,
         _serving(

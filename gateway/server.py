@@ -25,7 +25,7 @@ from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
 from gateway.spans import GatewaySpans
 from gateway.upstream.contract import UpstreamFailure
-from gateway.upstream.link import CoordinatorLink
+from gateway.upstream.link import CoordinatorLink, LinkPolicy
 from telemetry import logs
 from telemetry.service_manager import supervised
 from telemetry.span_recorder import SpanRecorder, new_recorder
@@ -158,6 +158,7 @@ class GatewayServer:
             cache_directory=self._config.cache_directory,
             clock=self._clock,
             transport=self._transport,
+            policy=LinkPolicy(unreachable_s=self._config.coordinator_timeout_s),
         )
 
     def _open_spans(self) -> SpanRecorder | None:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from opentelemetry.sdk.trace.sampling import Sampler
 
+from gateway.config import DEFAULT_COORDINATOR_TIMEOUT_S
 from gateway.upstream.contract import NO_OWNER, ModelInfo, RequestOwner, UpstreamFailure
 from gateway.upstream.numbered_request import NumberedRequest, RequestStream
 from gateway.upstream.serve_call import ServeCall
@@ -40,7 +41,7 @@ ALWAYS = "parentbased_always_on"
 class LinkPolicy:
     """Waits of a link, in seconds."""
 
-    unreachable_s: float = 30.0
+    unreachable_s: float = DEFAULT_COORDINATOR_TIMEOUT_S
     """Time without a coordinator after which requests fail."""
     retry_s: float = 0.1
     """Pause before a new attempt to reach it."""

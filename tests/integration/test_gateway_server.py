@@ -16,6 +16,7 @@ from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.test_link import PROMPT, Link, Reading
 from tests.integration.test_mock_cluster import mock_cluster
+from tests.ports import unused_address
 
 
 async def complete(http: AsyncClient, **fields: Any) -> Any:
@@ -55,6 +56,25 @@ async def test_a_gateway_follows_its_coordinator_to_another_model() -> None:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+            await server.stop()
+
+
+async def test_requests_fail_at_the_coordinator_timeout() -> None:
+    """It is 30 seconds by default, which is more than this test waits."""
+    async with mock_cluster(1) as cluster, ByteProxy(cluster.address) as proxy:
+        config = GatewayConfig(coordinator=proxy.address, listen="127.0.0.1:0", coordinator_timeout_s=0.5)
+        server = GatewayServer(config, template=None)
+        await server.start()
+        try:
+            async with AsyncClient(base_url=f"http://{server.address}", timeout=DEADLINE_S) as http:
+                waiting = asyncio.create_task(complete(http, prompt=[3, 14, 15], max_tokens=4000))
+                await until(lambda: bool(cluster.server.engine.live_requests))
+                proxy.target = unused_address()
+                proxy.cut()
+                async with asyncio.timeout(25):
+                    lost = await waiting
+                assert lost.status_code == 503, lost.text
+        finally:
             await server.stop()
 
 
