@@ -170,7 +170,7 @@ class Monitoring:
     interval: Annotated[str, "interval of scrapes"] = "15s"
     authority: Annotated[SecretKey | None, "certificate of the authority, for Prometheus"] = None
     api_key: Annotated[SecretKey | None, "API key of role viewer, if there are keys"] = None
-    rules: Annotated[tuple[KubernetesObject, ...], "groups of alert rules"] = ()
+    alerts: Annotated[bool, "whether there are rules for alerts"] = True
 
 
 @dataclass(frozen=True, kw_only=True)

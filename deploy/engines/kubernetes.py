@@ -36,7 +36,8 @@ from wire.transport import is_loopback_host
 
 CHART = Path(__file__).parents[1] / "kubernetes"
 VALUES, SCHEMA = "values.yaml", "values.schema.json"
-_MADE = (VALUES, SCHEMA, "cluster.yaml")
+ALERTS = CHART.with_name("observability") / "alerts.yaml"
+_OTHERS = (VALUES, SCHEMA, ALERTS.name, "cluster.yaml")
 _HEAD = """\
 # Values of the chart, made from a cluster file by `stageline deploy render kubernetes`. Give your own ones in
 # another file, such as tolerations: helm install NAME DIR -f site.yaml
@@ -70,7 +71,8 @@ def render(spec: ClusterSpec) -> tuple[RenderedFile, ...]:
     """A chart directory. Raises WrongField."""
     values = values_yaml(chart_values(spec), head=_HEAD)
     schema = json.dumps(values_schema(), indent=2) + "\n"
-    return (*_chart_files(), RenderedFile(VALUES, values), RenderedFile(SCHEMA, schema))
+    made = {VALUES: values, SCHEMA: schema, ALERTS.name: ALERTS.read_text(encoding="utf-8")}
+    return (*_chart_files(), *(RenderedFile(name, text) for name, text in made.items()))
 
 
 def chart_values(spec: ClusterSpec) -> ChartValues:
@@ -108,7 +110,7 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
 def _chart_files() -> Iterator[RenderedFile]:
     for path in sorted(CHART.rglob("*")):
         name = str(path.relative_to(CHART))
-        if path.is_file() and name not in _MADE:
+        if path.is_file() and name not in _OTHERS:
             yield RenderedFile(name, path.read_text(encoding="utf-8"))
 
 

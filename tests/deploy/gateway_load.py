@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.deploy.pod_engine import PodEngine
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

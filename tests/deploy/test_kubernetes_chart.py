@@ -42,7 +42,6 @@ SCRAPED = (
     {
         "authority": {"secret": "ca", "key": "ca.crt"},
         "apiKey": {"secret": "viewer", "key": "key"},
-        "rules": [{"name": "stageline", "rules": [{"alert": "Down", "expr": "up == 0", "for": "1m"}]}],
     },
 )
 

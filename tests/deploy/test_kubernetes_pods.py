@@ -28,9 +28,12 @@ CLUSTER = """\
 name: stories
 stages: 2
 dtype: f32
-drain-timeout: 60
-coordinator: {flags: {max-step-tokens: 64}}
-gateways: [{name: api-0}, {name: api-1}]
+drain-timeout: 600
+timeouts: {recovery: 600}
+coordinator: {flags: {max-step-tokens: 64, reattach-timeout: 600}}
+gateways:
+  - {name: api-0, flags: {coordinator-timeout: 600}}
+  - {name: api-1, flags: {coordinator-timeout: 600}}
 workers:
   - {name: cpu-0, memory: 200MiB, flags: {threads: 1}}
   - {name: cpu-1, memory: 200MiB, flags: {threads: 1}}
@@ -43,7 +46,8 @@ security:
 """
 PROMPTS = ("Once upon a time", "The cat sat", "One day a girl", "Tom had a red ball")
 NUM_STREAMS = 4
-TIMEOUT_S = 240.0
+# Of everything that should happen soon: processes start slowly on a machine with much else to do.
+TIMEOUT_S = 600.0
 
 
 @dataclass
@@ -113,7 +117,7 @@ async def test_a_killed_worker_is_replaced_and_no_request_fails(cluster: Cluster
                 lambda pod=pod, starts=starts: pod.starts > starts and pod.is_ready, timeout_s=TIMEOUT_S
             )
             await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
-    assert load.problems == [], engine.report()
+    assert not load.problems, [*load.problems, engine.report()]
 
 
 async def test_workers_are_evicted_one_at_a_time(cluster: Cluster) -> None:
@@ -129,7 +133,7 @@ async def test_workers_are_evicted_one_at_a_time(cluster: Cluster) -> None:
         assert await engine.evict(second.name)
         await engine.apply(cluster.objects(), timeout_s=TIMEOUT_S)
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
-    assert load.problems == [], engine.report()
+    assert not load.problems, [*load.problems, engine.report()]
 
 
 async def test_a_rollout_of_all_pods_fails_no_request(cluster: Cluster) -> None:
@@ -139,7 +143,7 @@ async def test_a_rollout_of_all_pods_fails_no_request(cluster: Cluster) -> None:
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
         await engine.apply(cluster.objects("--set=environment.GREETING=hello"), timeout_s=TIMEOUT_S)
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
-    assert load.problems == [], engine.report()
+    assert not load.problems, [*load.problems, engine.report()]
     after = {pod.name: pod.address for pod in engine.pods()}
     assert len(after) == len(before) == 6
     assert not before.items() & after.items()
@@ -168,7 +172,7 @@ async def test_certificates_and_their_authority_change_under_load(cluster: Clust
         engine.refresh_volumes()
         engine.pods(component="worker")[0].kill()
         await load.until_finished(2 * NUM_STREAMS, timeout_s=TIMEOUT_S)
-    assert load.problems == [], engine.report()
+    assert not load.problems, [*load.problems, engine.report()]
     assert await with_fresh.story(PROMPTS[0], max_tokens=8)
     (cluster.folder / "former.crt").write_bytes(certificate_pem(former.certificate))
     with pytest.raises(ssl.SSLCertVerificationError):
