@@ -44,7 +44,7 @@ demo: venv
 test: venv
 	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy)"
 
-test-full: venv
+test-full: venv $(VENV)/deploy-kubernetes/.installed
 	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy)"
 
 test-chaos: venv

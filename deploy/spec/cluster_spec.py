@@ -303,7 +303,7 @@ class EngineSpec:
         "stageline"
     )
     user: Annotated[str, Key("user", "user and group of the processes (systemd)", text)] = "stageline"
-    image: Annotated[str, Key("image", "image of a container (compose)", text)] = "stageline"
+    image: Annotated[str, Key("image", "image of a container (compose, kubernetes)", text)] = "stageline"
     partition: Annotated[str | None, Key("partition", "partition (slurm)", text)] = None
     account: Annotated[str | None, Key("account", "account (slurm)", text)] = None
     time: Annotated[str | None, Key("time", "time limit, such as 1-00:00:00 (slurm)", text)] = None

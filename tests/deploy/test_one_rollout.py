@@ -1,0 +1,54 @@
+"""One rollout of the chart's workers with real processes, which `make test-full` has time for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from certificates.authority import make_authority
+from stageline.cli import main
+from tests.deploy.charts import program, rendered
+from tests.deploy.gateway_load import GatewayClient, GatewayLoad
+from tests.deploy.node import Node
+from tests.deploy.pod_engine import PodEngine
+from tests.issued import LIFE
+
+pytestmark = pytest.mark.full
+
+CLUSTER = """\
+name: stories
+stages: 1
+dtype: f32
+drain-timeout: 600
+timeouts: {recovery: 600}
+gateways: [{name: api}]
+workers: [{name: cpu-0, flags: {threads: 1}}, {name: cpu-1, flags: {threads: 1}}]
+security: {insecure: true}
+"""
+TIMEOUT_S = 600.0
+ANOTHER = '--set-json=workers.cpu={"nodeSelector":{"pool":"other"}}'
+
+
+async def test_a_rollout_of_the_workers_fails_no_request(tmp_path: Path) -> None:
+    program("helm")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    chart = tmp_path / "chart"
+    assert main(["deploy", "render", "kubernetes", "-f", f"{tmp_path}/cluster.yaml", "-o", str(chart)]) == 0
+    with Node(tmp_path).running() as node:
+        unused = make_authority("unused", life=LIFE)
+        async with PodEngine(node, tmp_path / "pods", unused).running() as engine:
+            await engine.apply(rendered(chart), timeout_s=TIMEOUT_S)
+            client = GatewayClient(
+                engine=engine, service="stories-api", port=7482, threads=node.threads, authorities=None
+            )
+            before = {pod.name: pod.address for pod in engine.pods(component="worker")}
+            load = GatewayLoad(client, ["Once upon a time", "The cat sat"], max_tokens=24)
+            async with load.running(num_streams=2):
+                await load.until_finished(2, timeout_s=TIMEOUT_S)
+                await engine.apply(rendered(chart, ANOTHER), timeout_s=TIMEOUT_S)
+                await load.until_finished(2, timeout_s=TIMEOUT_S)
+            assert not load.problems, [*load.problems, engine.report()]
+            after = {pod.name: pod.address for pod in engine.pods(component="worker")}
+            assert after.keys() == before.keys()
+            assert not after.items() & before.items()
