@@ -83,7 +83,6 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
     coordinator, *others = commands(placed)
     gateways = [command for command in others if command.role is Role.GATEWAY]
     workers = [command for command in others if command.role is Role.WORKER]
-    is_certified = spec.security.tls_directory is not None
     return ChartValues(
         name=spec.name,
         image=spec.engine.image,
@@ -99,12 +98,15 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
             name: Workers(replicas=len(group), **_process(spec, group[0]))
             for name, group in _groups(workers).items()
         },
-        certificates=ChartCertificates(
-            provider=CertificateProvider.SECRETS if is_certified else CertificateProvider.NONE,
-            trust_domain=DEFAULT_TRUST_DOMAIN,
-        ),
+        certificates=_certificates(spec),
         network_policy=NetworkPolicy(callers={role.value: _callers(role) for role in SERVED_BY}),
     )
+
+
+def _certificates(spec: ClusterSpec) -> ChartCertificates:
+    has_any = spec.security.tls_directory is not None
+    provider = CertificateProvider.SECRETS if has_any else CertificateProvider.NONE
+    return ChartCertificates(provider=provider, trust_domain=DEFAULT_TRUST_DOMAIN)
 
 
 def _chart_files() -> Iterator[RenderedFile]:

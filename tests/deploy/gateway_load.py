@@ -17,6 +17,10 @@ from tests.deploy.pod_engine import PodEngine
 TIMEOUT_S = 600.0
 
 
+class Refused(AssertionError):
+    """A request was refused before it began, and may be sent again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GatewayClient:
     """Sends requests to any ready gateway, as a service of Kubernetes does, and checks its certificate."""
@@ -28,9 +32,21 @@ class GatewayClient:
     authorities: Path | None
     """Certificates that gateways may be signed by; None for plain text."""
     api_key: str | None = None
+    asks_again: bool = False
+    """Whether a request that was refused with 503 and a retry time is sent again, as OpenAI's clients do."""
 
     async def story(self, prompt: str, *, max_tokens: int) -> str:
         """The text of a streamed completion. Raises OSError, HTTPException or AssertionError."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                try:
+                    return await self._story(prompt, max_tokens)
+                except Refused:
+                    if not self.asks_again:
+                        raise
+                    await asyncio.sleep(0.5)
+
+    async def _story(self, prompt: str, max_tokens: int) -> str:
         async with asyncio.timeout(TIMEOUT_S):
             while not (addresses := self.engine.endpoints(self.service)):
                 await asyncio.sleep(0.1)
@@ -55,6 +71,8 @@ class GatewayClient:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             content = response.read().decode()
+            if response.status == 503 and response.getheader("retry-after") is not None:
+                raise Refused(f"{address}: {content}")
             assert response.status == 200, f"{address}: {response.status} {content}"
             return _text(content)
         finally:

@@ -136,18 +136,32 @@ async def test_workers_are_evicted_one_at_a_time(cluster: Cluster) -> None:
     assert not load.problems, [*load.problems, engine.report()]
 
 
-async def test_a_rollout_of_all_pods_fails_no_request(cluster: Cluster) -> None:
+async def test_a_rollout_of_workers_and_gateways_fails_no_request(cluster: Cluster) -> None:
+    await _roll_out(cluster, "workers.cpu", "gateways.api", component=("worker", "gateway"))
+
+
+async def test_a_rollout_of_the_coordinator_fails_no_accepted_request(cluster: Cluster) -> None:
+    """New ones are refused meanwhile, with a retry time."""
+    again = replace(cluster, client=replace(cluster.client, asks_again=True))
+    await _roll_out(again, "workers.cpu", "gateways.api", "coordinator", component=("coordinator",))
+
+
+async def _roll_out(cluster: Cluster, *changed: str, component: tuple[str, ...]) -> None:
+    """Change the templates of some sets under load."""
     engine = cluster.engine
-    before = {pod.name: pod.address for pod in engine.pods()}
+    changes = [f'--set-json={path}={{"nodeSelector":{{"pool":"other"}}}}' for path in changed]
+
+    def addresses() -> dict[str, str]:
+        return {pod.name: pod.address for name in component for pod in engine.pods(component=name)}
+
+    before = addresses()
     async with cluster.load().running(num_streams=NUM_STREAMS) as load:
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
-        await engine.apply(cluster.objects("--set=environment.GREETING=hello"), timeout_s=TIMEOUT_S)
+        await engine.apply(cluster.objects(*changes), timeout_s=TIMEOUT_S)
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
     assert not load.problems, [*load.problems, engine.report()]
-    after = {pod.name: pod.address for pod in engine.pods()}
-    assert len(after) == len(before) == 6
-    assert not before.items() & after.items()
-    assert all(pod.variables()["GREETING"] == "hello" for pod in engine.pods())
+    assert len(addresses()) == len(before)
+    assert not before.items() & addresses().items()
 
 
 async def test_certificates_and_their_authority_change_under_load(cluster: Cluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from setuptools.dist import Distribution
 
 from certificates.identity import Role
 from deploy.commands import CONFIGS, ProcessCommand, commands, read_cluster_spec
+from deploy.engines.chart_values import values_schema
 from deploy.engines.kubernetes import CHART, SERVED_BY, chart_values
 from deploy.spec.cluster_spec import NO_RESOURCES
 from stageline.cli import main
@@ -64,6 +67,24 @@ def test_the_chart_is_what_its_example_renders(tmp_path: Path) -> None:
     recorded = {str(path.relative_to(CHART)): path.read_text() for path in CHART.rglob("*.*")}
     assert recorded.pop("cluster.yaml")
     assert rendered == recorded
+
+
+def test_templates_use_every_value() -> None:
+    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+
+    def keys(schema: dict[str, Any]) -> Iterator[str]:
+        for name, below in schema.get("properties", {}).items():
+            yield name
+            for part in (
+                below,
+                below.get("items"),
+                below.get("additionalProperties"),
+                *below.get("anyOf", ()),
+            ):
+                yield from keys(part) if isinstance(part, dict) else ()
+
+    unused = {name for name in keys(values_schema()) if not re.search(rf"\.{name}\b", templates)}
+    assert unused == {"global"}
 
 
 @pytest.mark.parametrize("text", [CLUSTER, (CHART / "cluster.yaml").read_text()], ids=["cluster", "example"])
