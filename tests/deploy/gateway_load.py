@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class GatewayClient:
     engine: PodEngine
     service: str
     port: int
-    threads: object
+    threads: ThreadPoolExecutor
     authorities: Path | None
     """Certificates that gateways may be signed by; None for plain text."""
     api_key: str | None = None
@@ -53,7 +54,7 @@ class GatewayClient:
         # A new connection for each request, spread over the gateways.
         address = addresses[hash((prompt, asyncio.get_running_loop().time())) % len(addresses)]
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.threads, self._ask, address, prompt, max_tokens)  # type: ignore[arg-type]
+        return await loop.run_in_executor(self.threads, self._ask, address, prompt, max_tokens)
 
     def _ask(self, address: str, prompt: str, max_tokens: int) -> str:
         connection = http.client.HTTPConnection(self.service, self.port, timeout=TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ class Node:
     @contextmanager
     def running(self) -> Iterator[Node]:
         """Skips the test where the machine cannot have it."""
+        _remove_abandoned()
         self.hosts.parent.mkdir()
         self.resolve({})
         try:
@@ -80,3 +82,11 @@ class Node:
         with open(f"/run/netns/{self.namespace}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
+
+
+def _remove_abandoned() -> None:
+    """Networks of test runs that were ended before they could remove them."""
+    for path in Path("/run/netns").glob("stageline-*"):
+        found = re.fullmatch(r"stageline-(\d+)-(?:node|pod\d+)", path.name)
+        if found is not None and not Path("/proc", found[1]).exists():
+            subprocess.run(["ip", "netns", "delete", path.name], capture_output=True, check=False)

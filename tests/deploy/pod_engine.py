@@ -68,7 +68,7 @@ class PodEngine:
         for item in self.objects.of("Certificate"):
             spec = item["spec"]
             assert set(spec["usages"]) >= _SERVER_AND_CLIENT
-            self.secrets[spec["secretName"]] = self._issue(spec["uris"], spec["dnsNames"])
+            self.secrets[spec["secretName"]] = self.issue(spec["uris"], spec["dnsNames"])
 
     def refresh_volumes(self) -> None:
         """What the kubelet does within a minute after Secrets have changed."""
@@ -223,11 +223,12 @@ class PodEngine:
                 for name, value in attributes.items()
             }
             assert set(text["key-usages"].split(",")) >= _SERVER_AND_CLIENT
-            return self._issue(text["uri-sans"].split(","), text["dns-names"].split(","))
+            return self.issue(text["uri-sans"].split(","), text["dns-names"].split(","))
 
         return files
 
-    def _issue(self, uris: Sequence[str], hosts: Sequence[str]) -> Files:
+    def issue(self, uris: Sequence[str], hosts: Sequence[str]) -> Files:
+        """The files of a new certificate."""
         (uri,) = uris
         key = new_key()
         leaf = issue(self._authority, parse_identity(uri), hosts, key.public_key(), life=LIFE)

@@ -171,7 +171,8 @@ class Pod:
         )
         with (self.folder / f"log-{self.starts}").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *("ip", "netns", "exec", namespace, *command),
+                # However the test run ends, its pods end too.
+                *("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", namespace, *command),
                 stdout=log,
                 stderr=log,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -227,8 +228,8 @@ class Pod:
             f"{name}={value}" for name, value in {**variables, **self.variables()}.items()
         )
         yield (
-            f"exec env -i {environment} /usr/sbin/chroot {root} /usr/bin/setpriv {user} {' '.join(limits)} "
-            f"{shlex.join(self.command())}"
+            f"exec env -i {environment} /usr/sbin/chroot {root} /usr/bin/setpriv --pdeathsig KILL {user} "
+            f"{' '.join(limits)} {shlex.join(self.command())}"
         )
 
     async def _probe(self, container: Container) -> None:

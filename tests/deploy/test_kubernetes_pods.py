@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tests.deploy.charts import CAPABILITIES, Objects, rendered
 from tests.deploy.gateway_load import GatewayClient, GatewayLoad
 from tests.deploy.node import Node
 from tests.deploy.pod_engine import PodEngine
+from tests.deploy.pods import Pod
 from tests.issued import LIFE
 
 pytestmark = [pytest.mark.deploy, pytest.mark.asyncio(loop_scope="module")]
@@ -46,6 +48,7 @@ security:
 """
 PROMPTS = ("Once upon a time", "The cat sat", "One day a girl", "Tom had a red ball")
 NUM_STREAMS = 4
+OPERATOR = "spiffe://stageline.internal/stageline/stories/operator/me"
 # Of everything that should happen soon: processes start slowly on a machine with much else to do.
 TIMEOUT_S = 600.0
 
@@ -111,13 +114,16 @@ async def test_a_killed_worker_is_replaced_and_no_request_fails(cluster: Cluster
     async with cluster.load().running(num_streams=NUM_STREAMS) as load:
         await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
         for pod in engine.pods(component="worker"):
-            starts = pod.starts
-            pod.kill()
-            await engine.until(
-                lambda pod=pod, starts=starts: pod.starts > starts and pod.is_ready, timeout_s=TIMEOUT_S
-            )
+            await _kill(engine, pod)
             await load.until_finished(NUM_STREAMS, timeout_s=TIMEOUT_S)
     assert not load.problems, [*load.problems, engine.report()]
+
+
+async def _kill(engine: PodEngine, pod: Pod) -> None:
+    """Until it is ready again."""
+    starts = pod.starts
+    pod.kill()
+    await engine.until(lambda: pod.starts > starts and pod.is_ready, timeout_s=TIMEOUT_S)
 
 
 async def test_workers_are_evicted_one_at_a_time(cluster: Cluster) -> None:
@@ -184,12 +190,35 @@ async def test_certificates_and_their_authority_change_under_load(cluster: Clust
         engine.trusted = [fresh]
         engine.issue_certificates()
         engine.refresh_volumes()
-        engine.pods(component="worker")[0].kill()
+        await _kill(engine, engine.pods(component="worker")[0])
         await load.until_finished(2 * NUM_STREAMS, timeout_s=TIMEOUT_S)
     assert not load.problems, [*load.problems, engine.report()]
     assert await with_fresh.story(PROMPTS[0], max_tokens=8)
+    for pod in engine.pods():
+        await _check_presented(cluster, pod, cluster.folder / "fresh.crt")
     (cluster.folder / "former.crt").write_bytes(certificate_pem(former.certificate))
     with pytest.raises(ssl.SSLCertVerificationError):
         await replace(cluster.client, authorities=cluster.folder / "former.crt").story(
             PROMPTS[0], max_tokens=8
         )
+
+
+async def _check_presented(cluster: Cluster, pod: Pod, authorities: Path) -> None:
+    """The pod's certificate is of these authorities. Raises SSLCertVerificationError."""
+    directory = cluster.folder / f"operator-of-{pod.name}"
+    directory.mkdir()
+    for name, content in cluster.engine.issue([OPERATOR], ["operator"]).items():
+        (directory / name).write_bytes(content)
+    context = ssl.create_default_context(cafile=str(authorities))
+    context.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    hosts = {"gateway": "stories-api", "coordinator": "stories-coordinator"}
+    component = pod.labels["app.kubernetes.io/component"]
+    host = hosts.get(component, f"{pod.name}.stories-workers")
+    port = 7482 if component == "gateway" else 7480
+
+    def shake_hands() -> None:
+        with socket.create_connection((pod.address, port), timeout=TIMEOUT_S) as plain:
+            context.wrap_socket(plain, server_hostname=host).close()
+
+    await asyncio.get_running_loop().run_in_executor(cluster.client.threads, shake_hands)
