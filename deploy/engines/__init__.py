@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from deploy.engines import compose, kubernetes, slurm, systemd
+from deploy.engines.helm_release import Kubernetes
 from deploy.engines.host_services import Compose, Systemd
 from deploy.engines.rendered import RenderedFile
 from deploy.engines.slurm_jobs import Slurm
@@ -28,7 +29,12 @@ class Runner(Protocol):
     def stop(self, spec: ClusterSpec) -> list[str]: ...
 
 
-RUNNERS: Mapping[str, Runner] = {"systemd": Systemd(), "compose": Compose(), "slurm": Slurm()}
+RUNNERS: Mapping[str, Runner] = {
+    "systemd": Systemd(),
+    "compose": Compose(),
+    "slurm": Slurm(),
+    "kubernetes": Kubernetes(),
+}
 """By engine."""
 
 __all__ = ["RENDERERS", "RUNNERS", "RenderedFile", "Runner"]

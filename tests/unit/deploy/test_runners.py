@@ -72,6 +72,24 @@ def test_compose_starts_shows_and_stops_the_services_of_this_host(install: Insta
     ]
 
 
+def test_kubernetes_installs_shows_and_removes_a_release(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = install(helm='test "$1" = uninstall || ls "$5"', kubectl="echo pods")
+    for action in ("run", "status", "stop"):
+        assert _deploy(action, "kubernetes", LEAST + "security: {insecure: true}\n", tmp_path) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert {"Chart.yaml", "values.yaml", "templates"} <= set(printed)
+    upgrade, *others = log.read_text().splitlines()
+    *words, chart = upgrade.split()
+    assert words == ["helm", "upgrade", "--install", "--reset-then-reuse-values", "stageline"]
+    assert not Path(chart).exists()
+    assert others == [
+        "kubectl get pods --selector=app.kubernetes.io/instance=stageline --output=wide",
+        "helm uninstall --wait --timeout=150s stageline",
+    ]
+
+
 def test_a_host_without_processes_is_named(
     install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
