@@ -36,7 +36,7 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -68,6 +68,10 @@ test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 # without them are skipped.
 test-deploy: venv $(DEPLOY_TOOLS) $(VENV)/.installed-ray
 	@STRICT=$(STRICT) $(PYTEST) $(LONG) -m deploy tests/deploy
+
+# What of test-deploy every change runs: no processes, 2 minutes.
+test-chart: venv $(VENV)/deploy-kubernetes/.installed
+	@$(PYTEST) $(LONG) tests/deploy/test_kubernetes_chart.py
 
 deploy-packages:
 	@apt-get update -qq
