@@ -68,7 +68,7 @@ async def _loop_ms(call: Callable[[], object], rounds: int) -> float:
 
 async def _measure(rounds: int) -> None:
     config = CoordinatorConfig(
-        model_directory=None,
+        model=None,
         listen="127.0.0.1:0",
         http=None,
         num_stages=1,

@@ -17,6 +17,7 @@ from checkpoint.errors import GGUF_ADVICE, BadHeader, CheckpointNotFound, Unsupp
 from checkpoint.files import FileIdentity, is_named, open_regular, read_json_object, stat_files
 from checkpoint.generation_config import bos_token_id, eos_token_ids, read_generation_config
 from checkpoint.headers import ShardHeader, TensorEntry, read_headers
+from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
@@ -97,9 +98,9 @@ PARTS = ("config", "headers", "values")
 def fingerprint(raw_config: Mapping[str, object], shards: Iterable[ShardHeader], sample_digest: int) -> str:
     """Return CONFIG-HEADERS-VALUES, each an XXH3-64 in 16 hex digits.
 
-    They cover the config as canonical JSON, each file's name and header, and `sample_digest`. Key order and
-    white space of config.json do not matter. Two checkpoints that differ in a few values only can have the
-    same fingerprint; `checkpoint.hashes` distinguishes them.
+    They cover the config as canonical JSON, each file's name and header, and `sample_digest`, or
+    `Pins.values_digest`. Key order and white space of config.json do not matter. Two checkpoints that differ
+    in a few values only can have the same fingerprint; `checkpoint.hashes` distinguishes them.
     """
     canonical = json.dumps(raw_config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     headers = xxhash.xxh3_64()
@@ -138,7 +139,8 @@ class Checkpoint:
 
     `tensors` maps names to file locations. `fingerprint` identifies config, layout and sampled values.
     `eos_token_ids` end a sequence; it may be empty. `packed` has the quantised matrices by name; their parts
-    are in `tensors`, which has plain tensors by their own names.
+    are in `tensors`, which has plain tensors by their own names. With `pins`, the directory is a cache of a
+    remote checkpoint, whose files have holes.
     """
 
     directory: Path
@@ -148,10 +150,13 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
+    pins: Pins | None = None
 
     @classmethod
-    def open(cls, directory: str | Path) -> Checkpoint:
+    def open(cls, directory: str | Path, *, pins: Pins | None = None) -> Checkpoint:
         """Read and validate config and headers of `directory`; of the weights, only samples are read.
+
+        With `pins` no weights are read, as they may be holes: the pins stand for the samples.
 
         Raises CheckpointError (see checkpoint.errors): a missing directory or file, invalid JSON, an
         unsupported model or field, tensors that are missing, unknown or of another shape.
@@ -167,14 +172,16 @@ class Checkpoint:
         verify_tensors(config, headers.tensors)
         shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
         generation = read_generation_config(path)
+        values = sample_digest(path, headers.tensors) if pins is None else pins.values_digest
         return cls(
             directory=path,
             config=config,
             tensors=headers.tensors,
-            fingerprint=fingerprint(raw, headers.shards, sample_digest(path, headers.tensors)),
+            fingerprint=fingerprint(raw, headers.shards, values),
             eos_token_ids=eos_token_ids(generation, text_config(raw)),
             bos_token_id=bos_token_id(generation, text_config(raw)),
             packed=packed_tensors(config, shapes),
+            pins=pins,
         )
 
     def with_weights(self, weights: WeightFormat | None) -> Checkpoint:
@@ -199,11 +206,15 @@ class Checkpoint:
         """Shape of tensor `name` once it is unpacked."""
         return self.packed[name].shape if name in self.packed else self.tensors[name].shape
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that hold tensor `name`."""
+        return (
+            tuple(part.name for part in self.packed[name].parts.values()) if name in self.packed else (name,)
+        )
+
     def parts_of(self, name: str) -> tuple[TensorEntry, ...]:
         """The stored tensors that hold tensor `name`."""
-        if name not in self.packed:
-            return (self.tensors[name],)
-        return tuple(self.tensors[part.name] for part in self.packed[name].parts.values())
+        return tuple(self.tensors[stored] for stored in self.stored_names(name))
 
     @property
     def ignored(self) -> IgnoredTensors:
@@ -221,8 +232,8 @@ class Checkpoint:
 
     def file_identities(self) -> tuple[FileIdentity, ...]:
         """Current identities of all files with weights, by name."""
-        names = {entry.file for entry in self.tensors.values()}
-        return stat_files(self.directory, sorted(names))
+        names = sorted({entry.file for entry in self.tensors.values()})
+        return stat_files(self.directory, names) if self.pins is None else self.pins.identities(names)
 
 
 def refuse_gguf(path: Path) -> None:

@@ -20,6 +20,21 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Names of files beside config.json that a tokenizer may consist of."""
 _READ_WHOLE = frozenset({".json", ".jinja", ".model", ".txt"})
 
 

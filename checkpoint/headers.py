@@ -24,7 +24,7 @@ from checkpoint.errors import (
     UnsupportedFormat,
     UnsupportedModel,
 )
-from checkpoint.files import is_named, open_regular, parse_json_object, read_json_object
+from checkpoint.files import is_named, open_regular, parse_json_object, read_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's limit."""
@@ -103,7 +103,7 @@ def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int
     return TensorEntry(file, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
 
 
-def _check_unicode(path: Path, name: str) -> None:
+def _check_unicode(path: Path | str, name: str) -> None:
     """JSON can escape halves of surrogate pairs, which no file name or UTF-8 text has."""
     try:
         name.encode()
@@ -159,7 +159,8 @@ def read_headers(directory: Path) -> Headers:
 
 
 def _read_sharded(directory: Path) -> Headers:
-    weight_map = _read_weight_map(directory / INDEX_FILE)
+    path = directory / INDEX_FILE
+    weight_map = parse_weight_map(read_regular(path, max_bytes=MAX_INDEX_BYTES), str(path))
     files = sorted(set(weight_map.values()))
     shards = tuple(read_shard_header(directory, file) for file in files)
     tensors: dict[str, TensorEntry] = {}
@@ -176,20 +177,22 @@ def _read_sharded(directory: Path) -> Headers:
     return Headers(tensors=tensors, shards=shards)
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+def parse_weight_map(text: bytes, source: str) -> dict[str, str]:
+    """Parse an index: the file of each tensor by its name. Raises BadHeader; `source` names the index."""
+    weight_map = parse_json_object(text, source, BadHeader).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadHeader(f"{path} has no weight_map")
+        raise BadHeader(f"{source} has no weight_map")
     for name, file in weight_map.items():
-        _check_unicode(path, name)
-        if not isinstance(file, str) or not _is_beside(file):
-            raise BadHeader(f"{path} places tensor {name} in {file!r}, not a safetensors file beside it")
-        _check_unicode(path, file)
+        _check_unicode(source, name)
+        if not isinstance(file, str) or not (is_beside(file) and file.endswith(".safetensors")):
+            raise BadHeader(f"{source} places tensor {name} in {file!r}, not a safetensors file beside it")
+        _check_unicode(source, file)
     return weight_map
 
 
-def _is_beside(file: str) -> bool:
-    return Path(file).name == file and "\0" not in file and file.endswith(".safetensors")
+def is_beside(file: str) -> bool:
+    """Whether a file of this name is in the checkpoint's directory, and in no other."""
+    return Path(file).name == file and "\0" not in file
 
 
 def _nothing_to_read(directory: Path) -> CheckpointNotFound | UnsupportedFormat:

@@ -17,11 +17,11 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
+from weights.location import ModelLocation, model_location
 from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import (
     Flag,
     check_limits,
-    checkpoint_directory,
     existing_file,
     file_path,
     files,
@@ -68,14 +68,15 @@ class CoordinatorConfig:
         int,
         _model("--stages", "N", "Stages of the pipeline; as many workers must join", min=1, max=MAX_LAYERS),
     ]
-    model_directory: Annotated[
-        Path | None,
+    model: Annotated[
+        ModelLocation | None,
         _model(
             "--model",
-            "DIR",
-            "Hugging Face checkpoint with safetensors",
+            "DIR|URL",
+            "Hugging Face checkpoint with safetensors: a directory, hf://ORG/NAME[@REVISION], "
+            "https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH",
             unset="the built-in model",
-            parse=checkpoint_directory,
+            parse=model_location,
         ),
     ] = None
     layers: Annotated[
@@ -452,7 +453,7 @@ class CoordinatorConfig:
             parse_mock_model(self.mock_model)
             if self.self_check:
                 raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
-            if self.model_directory is not None:
+            if self.model is not None:
                 raise ValueError("--mock-model replaces the model: it cannot be used with --model")
             if self.quantize is not None:
                 raise ValueError("--quantize needs weights: it cannot be used with --mock-model")

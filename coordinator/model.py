@@ -1,15 +1,18 @@
 """The model that is served: its checkpoint or mock, its run dtype and its tokenizer."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, WeightFormat
+from checkpoint.pins import Pins
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from text.grammars import GrammarCompiler
 from text.tokenizer import TextCodec
+from weights.location import RemoteModel
 from wire.sizes import format_size
 from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
 
@@ -38,7 +41,9 @@ class ServedModel:
     Attributes:
         wire_dtype: Dtype of hidden states between stages; None for the run dtype.
         kv_dtype: Dtype of keys and values in the cache; None for the run dtype.
-        directory: The checkpoint, None for a mock.
+        directory: The checkpoint, None for a mock. Of a remote one, config, headers and tokenizer.
+        pins: The version of a remote checkpoint; None for a directory.
+        manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
         quantized: Set if the weights are quantised in files.
         text: Tokenizer; None for a model that serves token ids only.
         grammars: Compiler of structured output; reports why a checkpoint has none.
@@ -53,6 +58,8 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
+    pins: Pins | None = None
+    manifest: Mapping[str, bytes] = field(default_factory=dict)
     quantized: QuantizedFiles | None = None
     text: TextCodec | None = None
     grammars: GrammarCompiler | None = None
@@ -67,6 +74,11 @@ class ServedModel:
         return self.directory is None
 
     @property
+    def has_weights_here(self) -> bool:
+        """Its weights are on this host: neither a mock nor remote."""
+        return not self.is_mock and self.pins is None
+
+    @property
     def weight_format(self) -> WeightFormat | None:
         """Format of the matrices of layers in memory; None for the run dtype."""
         return self.config.weight_format
@@ -78,8 +90,12 @@ class ServedModel:
 
     @property
     def directory_for_workers(self) -> str:
-        """Absolute path on this host; empty for a mock and for the built-in model, which all workers have."""
-        return "" if self.is_builtin or self.directory is None else str(self.directory.resolve())
+        """Absolute path on this host; empty for a model that no worker reads from a path.
+
+        That is a mock, the built-in model, which all workers have, and a remote one, which they fetch.
+        """
+        is_elsewhere = self.is_builtin or self.pins is not None
+        return "" if is_elsewhere or self.directory is None else str(self.directory.resolve())
 
 
 def model_of(
@@ -99,6 +115,7 @@ def model_of(
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         directory=checkpoint.directory,
         is_builtin=is_builtin,
+        pins=checkpoint.pins,
         quantized=QuantizedFiles.of(checkpoint),
     )
 
@@ -115,16 +132,16 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     if config.mock_model is not None:
         return _mock(mock_model.parse_mock_model(config.mock_model), dtype, wire_dtype)
     weights = WeightFormat.from_name(config.quantize) if config.quantize else None
-    checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY).with_weights(weights)
+    checkpoint = _open_checkpoint(config).with_weights(weights)
     checkpoint = checkpoint.for_length(config.max_sequence_tokens)
     if checkpoint.config.has_long_rope:
         log.info("rotary embeddings by long_factor: sequences may be longer than the original length")
     if (ignored := checkpoint.ignored).num_tensors:
         size = format_size(ignored.num_bytes)
         log.info("serving text only: ignored %d tensors of other modalities, %s", ignored.num_tensors, size)
-    model = model_of(
-        checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model_directory is None
-    )
+    model = model_of(checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model is None)
+    if isinstance(config.model, RemoteModel):
+        model.name = config.model.name
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
         checkpoint.directory,
@@ -132,6 +149,16 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         eos_token_ids=checkpoint.eos_token_ids,
     )
     return model
+
+
+def _open_checkpoint(config: CoordinatorConfig) -> Checkpoint:
+    if not isinstance(config.model, RemoteModel):
+        return Checkpoint.open(config.model or MODEL_DIRECTORY)
+    if config.cache_directory is None:
+        raise ValueError(f"{config.model} needs a cache directory for its config and headers")
+    from weights.remote import open_remote  # other models need no client of sources
+
+    return open_remote(config.model, config.cache_directory).checkpoint
 
 
 def _mock(shape: Blueprint, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:

@@ -15,6 +15,7 @@ from deploy.spec.document import PathPart, WrongField, read_document
 from deploy.spec.fields import flags_of, parse_words, read_section, words_of
 from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
 from stage_worker.config import WorkerConfig
+from weights.location import ModelLocation
 from wire.addresses import Address, local_address, parse_address
 from wire.flags import OFF, variables_of
 from wire.transport import is_loopback_host
@@ -26,7 +27,7 @@ CONFIGS: Mapping[Role, type] = {
 }
 GRACE_S = 30.0
 """Time for the end of a process beyond its drain."""
-_WRITTEN = ("--journal", "--tokens-file", "--audit-log")
+_WRITTEN = ("--journal", "--tokens-file", "--audit-log", "--cache-dir")
 _SECRET = ("--token-file", "--join-token-file")
 REREAD_FILES = ("--keys-file", "--deny-list")
 """Flags of files that a process reads again when another file replaces them."""
@@ -69,7 +70,7 @@ class ProcessCommand:
     environment: Mapping[str, str]
     host: str | None
     resources: Resources
-    model: Path | None = None
+    model: ModelLocation | None = None
     """The checkpoint of a worker whose command line leaves its path to the coordinator."""
 
     def listening_on(self, address: str) -> ProcessCommand:

@@ -14,6 +14,7 @@ from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, 
 from deploy.spec.document import WrongField
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import ALL_GPUS, AUTO, check_threads
+from weights.location import ModelLocation
 from wire.addresses import local_address, parse_address
 from wire.sizes import format_size
 
@@ -97,7 +98,7 @@ class LocalClusterConfig:
 
     num_workers: int = 3
     num_stages: int | None = None
-    model_directory: Path | None = None
+    model: ModelLocation | None = None
     listen: str = "127.0.0.1:0"
     devices: tuple[str, ...] = ("cpu",)
     memory_bytes: int | None = None
@@ -160,7 +161,7 @@ class LocalClusterConfig:
         """The cluster of this configuration."""
         gateways = () if self.gateway is None else (self._gateway_spec(self.gateway),)
         spec = ClusterSpec(
-            model=self.model_directory,
+            model=self.model,
             stages=self.num_stages,
             coordinator=CoordinatorSpec(listen=self.listen, http=self.http, flags=self.coordinator_arguments),
             gateways=gateways,

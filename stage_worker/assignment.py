@@ -1,8 +1,10 @@
 """Decodes and validates the coordinator's assignments and reference requests."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from checkpoint import DType, ScaledDType, WeightFormat
+from checkpoint.pins import PinnedFile, Pins
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import HandshakeMismatch, InvalidRequest
@@ -101,6 +103,8 @@ class ReferenceAccess:
         """
         if not is_secret(secret, self._secret):
             raise self._refused.secret_mismatch("ComputeReference", "reference secret", host=host)
+        if self._model.source:
+            raise InvalidRequest("a worker has only its layers of a remote model, no reference")
         if fingerprint != self._model.fingerprint:
             raise HandshakeMismatch("fingerprint", expected=self._model.fingerprint, got=fingerprint)
         return self._model.directory
@@ -130,7 +134,9 @@ class Assignment:
     `num_blocks` are the KV blocks of the first block group, `other_num_blocks` those of the others.
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
     parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
-    values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`.
+    values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a
+    remote model, whose `model_directory` is empty; `manifest` has the SHA-256 of the stage's tensors, if
+    they are known.
     """
 
     plan_id: int
@@ -154,6 +160,8 @@ class Assignment:
     has_long_rope: bool = False
     other_num_blocks: tuple[int, ...] = ()
     kv_dtype: ScaledDType | None = None
+    pins: Pins | None = None
+    manifest: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -234,7 +242,19 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         weights=_assigned_weights(message.weights),
         kv_dtype=_assigned_kv_dtype(message.kv_dtype),
         has_long_rope=message.has_long_rope,
+        pins=_pins(message.model),
+        manifest={tensor.name: tensor.sha256 for tensor in message.manifest},
     )
+
+
+def _pins(model: join_pb2.ModelRef) -> Pins | None:
+    if not model.source:
+        return None
+    files = tuple(
+        PinnedFile(name=file.name, size_bytes=file.size_bytes, validator=file.validator)
+        for file in model.files
+    )
+    return Pins(source=model.source, files=files, manifest_sha256=model.manifest_sha256)
 
 
 def _assigned_wire_dtype(number: int) -> WireDType | None:

@@ -19,6 +19,7 @@ from wire.flags import (
     Flag,
     check_limits,
     checkpoint_directory,
+    directory_path,
     file_path,
     listen_address,
     listen_address_or_off,
@@ -92,6 +93,9 @@ class MemoryTooLarge(ValueError):
 _cluster = partial(Flag, panel="Cluster and addresses")
 _certificates = partial(Flag, panel="Certificates")
 _compute = partial(Flag, panel="Compute")
+_weights = partial(Flag, panel="Weights of remote models")
+WEIGHTS_FOLDER = "weights-of-workers"
+"""In the user's cache directory: a cache of weights for each worker of this host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,8 +285,30 @@ class WorkerConfig:
             parse=MockSpec.parse,
         ),
     ] = None
+    weights_directory: Annotated[
+        Path | None,
+        _weights(
+            "--cache-dir",
+            "DIR",
+            "Cache of fetched weights, for one worker; created if missing",
+            unset="a folder of the user's cache directory for --name, or else for the device",
+            parse=directory_path,
+        ),
+    ] = None
+    weights_limit_bytes: Annotated[
+        int | None,
+        _weights(
+            "--cache-size",
+            "SIZE",
+            "Maximum size of the cache on the disk; layers that were not used for longest are evicted",
+            unset="the disk's",
+            min=1,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = None
     cache_directory: Path | None = None
-    """Directory of cached weight hashes; None disables the cache."""
+    """The user's cache directory, for hashes of weights and for weights; None disables both."""
     state_directory: Path | None = None
     """Directory for a certificate without --tls-dir."""
     transport: TransportSettings = PLAIN_SETTINGS
@@ -304,10 +330,28 @@ class WorkerConfig:
             parse_peer_address(self.advertise)
         if self.mock is not None:
             self._check_mock()
+        if self.model_directory is not None and self._fetch_flags:
+            raise ValueError(
+                f"--model is a directory, from which nothing is fetched: it cannot be used with "
+                f"{' and '.join(self._fetch_flags)}"
+            )
         if self.num_threads is not None:
             check_threads(self.num_threads)
         if self.cpu_set is not None:
             check_cpu_set(self.cpu_set)
+
+    @property
+    def _fetch_flags(self) -> list[str]:
+        """The given flags of fetched weights."""
+        given = {"--cache-dir": self.weights_directory, "--cache-size": self.weights_limit_bytes}
+        return [flag for flag, value in given.items() if value is not None]
+
+    @property
+    def weights_cache(self) -> Path | None:
+        """Directory of fetched weights; None without the user's cache directory."""
+        if self.weights_directory is not None or self.cache_directory is None:
+            return self.weights_directory
+        return self.cache_directory / WEIGHTS_FOLDER / (self.name or self.device.replace(":", "-"))
 
     @property
     def compute_threads(self) -> int | None:
@@ -352,6 +396,6 @@ class WorkerConfig:
                 ("--kernels", self.kernels is not KernelChoice.AUTO),
             )
             if is_given
-        ]
+        ] + self._fetch_flags
         if given:
             raise ValueError(f"mocks compute nothing: --mock cannot be used with {' and '.join(given)}")

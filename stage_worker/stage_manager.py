@@ -25,6 +25,7 @@ from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.channels import check_protocol_version
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
@@ -254,7 +255,9 @@ class StageManager:
         session, loaded = self._session, self._loaded
         heartbeat = join_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
         if loaded is None:
-            heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
+            if (progress := self._load_progress) is not None:
+                heartbeat.load_progress = progress.fraction
+                _describe_fetch(progress, heartbeat)
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.weights = self._weights.level
@@ -340,7 +343,7 @@ class StageManager:
             self._loaded = None
             differ = join_pb2.WeightsDiffer(plan_id=message.plan_id, reason=problem)
             return join_pb2.JoinRequest(weights_differ=differ)
-        return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded))
+        return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded, self._weights.level))
 
     async def _holds(self, assignment: Assignment) -> bool:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
@@ -456,7 +459,16 @@ class StageManager:
             await session.close()
 
 
-def _loaded_message(loaded: LoadedStage) -> join_pb2.StageLoaded:
+def _describe_fetch(progress: LoadProgress, heartbeat: join_pb2.Heartbeat) -> None:
+    if progress.fetch is None:
+        return
+    state = progress.fetch.snapshot()
+    if state.done_bytes < state.total_bytes:
+        heartbeat.fetch.done_bytes, heartbeat.fetch.total_bytes = state.done_bytes, state.total_bytes
+        heartbeat.fetch.bytes_per_second = round(state.rate)
+
+
+def _loaded_message(loaded: LoadedStage, level: cluster_pb2.WeightsCheck.ValueType) -> join_pb2.StageLoaded:
     return join_pb2.StageLoaded(
         plan_id=loaded.assignment.plan_id,
         weight_bytes=loaded.weight_bytes,
@@ -467,6 +479,8 @@ def _loaded_message(loaded: LoadedStage) -> join_pb2.StageLoaded:
         kernels=loaded.kernels,
         kernels_detail=loaded.kernels_detail,
         wire_dtype=WIRE_DTYPE_TO_MESSAGE[loaded.assignment.sent_dtype],
+        weights=level,
+        fetched_bytes=loaded.fetched_bytes,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from checkpoint.errors import FileTooLarge
-from checkpoint.files import check_link, open_regular
+from checkpoint.files import TOKENIZER_FILES, check_link, open_regular
 
 GENERATION_CONFIG = "generation_config.json"
 VOCABULARIES = (
@@ -17,19 +17,7 @@ VOCABULARIES = (
     "tiktoken.model",
     "spiece.model",
 )
-_NAMES = frozenset(
-    {
-        *VOCABULARIES,
-        GENERATION_CONFIG,
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "config.json",
-        "merges.txt",
-        "special_tokens_map.json",
-        "tokenizer_config.json",
-    }
-)
+_NAMES = frozenset({*TOKENIZER_FILES, GENERATION_CONFIG, "config.json"})
 _TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 256 * 1024 * 1024
 """Of all files together."""

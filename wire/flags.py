@@ -44,6 +44,14 @@ def file_path(text: str) -> Path:
     return path
 
 
+def directory_path(text: str) -> Path:
+    """Return the absolute path of a directory, existing or not. Raises ValueError for a file."""
+    path = Path(text).resolve()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{text!r} is a file: give the path of a directory")
+    return path
+
+
 def existing_file(text: str) -> Path:
     """Return the absolute path of a file. Raises ValueError."""
     path = file_path(text)

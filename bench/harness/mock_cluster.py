@@ -42,7 +42,7 @@ def text_cluster(
     config = LocalClusterConfig(
         num_workers=num_stages,
         mocks=(spec,),
-        model_directory=MODEL_DIRECTORY,
+        model=MODEL_DIRECTORY,
         coordinator_arguments=tuple(coordinator_arguments),
     )
     return BenchCluster(config, vocab_size=TEXT_VOCAB_SIZE, words=STORY.split(), probes_loop=probes_loop)

@@ -26,7 +26,7 @@ def real_cluster(
     """A cluster, not started; `arguments` are further flags of its coordinator."""
     config = LocalClusterConfig(
         num_workers=num_workers,
-        model_directory=checkpoint(setting.cache_directory, geometry),
+        model=checkpoint(setting.cache_directory, geometry),
         num_threads=1,
         memory_bytes=MEMORY_BYTES,
         coordinator_arguments=(

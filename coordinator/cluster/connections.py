@@ -7,7 +7,6 @@ from coordinator.cluster.membership import WorkerIdentity
 from coordinator.recovery.failure_detector import StageProgress
 from coordinator.recovery.self_check import ReferenceSource
 from stageline_rpc.internal.v1 import join_pb2
-from stageline_rpc.v1 import cluster_pb2
 from wire.clock import wall_clock_us
 from wire.kernels import StageKernels
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE, WireDType
@@ -67,8 +66,7 @@ class WorkerConnection:
         # Status may be read before the next heartbeat, which has the same values.
         self.heartbeat.weight_bytes = loaded.weight_bytes
         self.heartbeat.kv_bytes = loaded.kv_bytes
-        if not self.identity.is_mock:
-            self.heartbeat.weights = cluster_pb2.WEIGHTS_CHECK_SAMPLED
+        self.heartbeat.weights = loaded.weights
 
     def close(self, reason: str) -> None:
         """End the stream after the queued messages."""

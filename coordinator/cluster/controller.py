@@ -110,7 +110,7 @@ class Controller:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()
-        self._weights_check = None if model.is_mock else self._new_weights_check()
+        self._weights_check = self._new_weights_check() if model.has_weights_here else None
         self.checks = None if self_check is None else self._new_checks(self_check)
 
     @property

@@ -1,8 +1,10 @@
 """Encodes and decodes the messages between coordinator and workers."""
 
+from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
+from coordinator.planner.plan import StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -80,18 +82,37 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         kv_dtype=number_of(plan.kv_dtype),
         has_long_rope=model.has_long_rope,
         force_reload=action.force_reload,
+        manifest=_encode_manifest(model, stage),
     )
     return join_pb2.JoinResponse(assign=assign)
 
 
+def _encode_manifest(model: ServedModel, stage: StagePlan) -> list[join_pb2.TensorSha256]:
+    if not model.manifest:
+        return []
+    names = stage_tensor_names(
+        model.config,
+        stage.layer_begin,
+        stage.layer_end,
+        has_embeddings=stage.role.has_embeddings,
+        has_head=stage.role.has_head,
+    )
+    return [join_pb2.TensorSha256(name=name, sha256=model.manifest[name]) for name in names]
+
+
 def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
-    return join_pb2.ModelRef(
+    reference = join_pb2.ModelRef(
         directory=model.directory_for_workers,
         fingerprint=model.fingerprint,
         hidden_size=model.config.boundary_width,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
+    if (pins := model.pins) is not None:
+        reference.source, reference.manifest_sha256 = pins.source, pins.manifest_sha256
+        for file in pins.files:
+            reference.files.add(name=file.name, size_bytes=file.size_bytes, validator=file.validator)
+    return reference
 
 
 def encode_begin(

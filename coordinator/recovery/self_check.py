@@ -237,6 +237,8 @@ class References:
             del self._computing[question]
 
     async def _ask(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
+        if self._model.pins is not None:
+            raise NoReference("no worker has all weights of a remote model")
         refusals: list[str] = []
         for source in sorted(sources, key=self._rank):
             try:

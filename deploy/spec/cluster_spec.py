@@ -25,6 +25,7 @@ from deploy.spec.fields import (
 )
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
+from weights.location import ModelLocation
 from wire.addresses import DEFAULT_ADDRESS, Address, local_address, parse_address
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -316,8 +317,12 @@ class ClusterSpec:
     workers: Annotated[tuple[WorkerSpec, ...], Key("workers", "stage workers", list_of(WorkerSpec))]
     name: Annotated[str, Key("name", "name of the cluster, for files and units", text)] = "stageline"
     model: Annotated[
-        Path | None,
-        Key("model", "checkpoint, by default the built-in model", flag_value(CoordinatorConfig, "--model")),
+        ModelLocation | None,
+        Key(
+            "model",
+            "checkpoint or its address, by default the built-in model",
+            flag_value(CoordinatorConfig, "--model"),
+        ),
     ] = None
     stages: Annotated[
         int | None,

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from deploy.spec.document import DocumentValue, SpecError, WrongField
+from weights.location import is_remote, model_location
 from wire.flags import (
     OFF,
     Setting,
     checkpoint_directory,
+    directory_path,
     existing_file,
     file_path,
     files,
@@ -29,7 +31,7 @@ from wire.sizes import parse_size
 from wire.transport import tls_directory
 
 _Section = TypeVar("_Section")
-_ONE_PATH = (checkpoint_directory, existing_file, file_path, tls_directory)
+_ONE_PATH = (checkpoint_directory, directory_path, existing_file, file_path, tls_directory)
 _TRUTH = {"true": True, "false": False}
 
 
@@ -174,7 +176,7 @@ def parse_flag(setting: Setting, text: str) -> Any:
     flag = setting.flag
     if text == OFF and flag.off is not None:
         return None
-    if flag.parse in _ONE_PATH:
+    if flag.parse in _ONE_PATH or (flag.parse is model_location and not is_remote(text)):
         return _absolute(text)
     if flag.parse is files:
         return tuple(_absolute(part.strip()) for part in text.split(","))

@@ -10,6 +10,7 @@ from stage_worker.assignment import Assignment, ReferenceRequest
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
+from weights.progress import FetchProgress
 from wire.errors import InvalidRequest
 from wire.gpu import Gpu
 from wire.reference import Reference
@@ -38,6 +39,8 @@ class LoadProgress:
 
     def __init__(self) -> None:
         self.read_bytes = 0
+        self.fetch: FetchProgress | None = None
+        """Set while weights are fetched over the network."""
         self._expected_bytes: int | None = None
         self._is_cancelled = False
 
@@ -68,7 +71,8 @@ class LoadProgress:
 class LoadedStage:
     """A warm stage with empty pages. `executor` belongs to the backend that loaded it.
 
-    `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `kernels` is
+    `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `fetched_bytes`
+    counts those that came over the network. `kernels` is
     "compiled" or "plain" (empty for a mock), `kernels_detail` names the functions with reasons. `source`
     is None for a mock.
     """
@@ -84,6 +88,7 @@ class LoadedStage:
     kernels: str = ""
     kernels_detail: str = ""
     source: LoadedFrom | None = None
+    fetched_bytes: int = 0
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """This stage under an equivalent assignment."""

@@ -27,6 +27,7 @@ from stage_worker.backends.torch_device import (
 from stage_worker.config import AUTO, WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
+from stage_worker.loading.remote_weights import RemoteWeights
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice
 from wire.errors import StepFault, StepFaultKind
@@ -58,11 +59,13 @@ class TorchBackend(StageBackend):
         prepare_thread(device)
         self.device = str(device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
+        self._remote = RemoteWeights(config.weights_cache, limit_bytes=config.weights_limit_bytes)
         self._resources = WorkerResources(
             device=device,
             memory_bytes=self.memory_bytes,
             model_directory=config.model_directory,
             kernels=config.kernels,
+            remote=self._remote,
         )
         self._cache = StageCache()
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
@@ -94,9 +97,8 @@ class TorchBackend(StageBackend):
         if not assignment.loads_like(loaded.assignment):
             return False
         self._watch_steps()
-        return await self._thread.run(
-            self._cache.is_of, self._resources.directory(assignment.model_directory)
-        )
+        directory = self._resources.directory(assignment.model_directory)
+        return await self._thread.run(self._cache.is_of, directory, assignment.pins)
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         self._watch_steps()
@@ -136,7 +138,10 @@ class TorchBackend(StageBackend):
         self._references.stop(timeout_s=0)
         if self._claims is not None:
             self._claims.close()
-        return self._thread.stop(timeout_s=timeout_s)
+        is_stopped = self._thread.stop(timeout_s=timeout_s)
+        if is_stopped:
+            self._remote.close()
+        return is_stopped
 
     def _watch_steps(self) -> None:
         """Watch the steps that the coordinator gave up until they end."""

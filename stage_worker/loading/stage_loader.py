@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from checkpoint import (
 )
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
+from checkpoint.pins import Pins
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
@@ -37,6 +38,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.executor import StepExecutor
+from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
 from stage_worker.loading.warmup import warm_up
 from stage_worker.loading.weights_check import LoadedFrom
 from stage_worker.model.decoder import DecoderStage
@@ -84,12 +86,13 @@ class StageCache:
         self.drop_grammars()
         self.parts.clear()
 
-    def is_of(self, directory: Path) -> bool:
-        """Whether the parts match the files in `directory`; true if the directory is missing."""
+    def is_of(self, directory: Path, pins: Pins | None = None) -> bool:
+        """Whether the parts match the files in `directory`, or remote ones; true if they are missing."""
         origin = self.parts.origin
         if origin is None:
             return False
-        found = stat_files(directory, [file.name for file in origin.files])
+        names = [file.name for file in origin.files]
+        found = stat_files(directory, names) if pins is None else pins.identities(names)
         return all(now == was for now, was in zip(found, origin.files, strict=True) if now.status is not None)
 
     def drop_grammars(self) -> None:
@@ -117,18 +120,33 @@ class StageCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path."""
+    """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path.
+
+    `remote` has the cache of remote models.
+    """
 
     device: torch.device
     memory_bytes: int
     model_directory: Path | None
     kernels: KernelChoice = KernelChoice.AUTO
+    remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
 
     def directory(self, coordinators: str) -> Path:
         """The local model directory; `coordinators` is the coordinator's path, "" for the built-in model."""
         if self.model_directory is not None:
             return self.model_directory
         return Path(coordinators) if coordinators else MODEL_DIRECTORY
+
+    def open(self, assignment: Assignment, progress: LoadProgress) -> StageFiles:
+        """Open the assigned model's checkpoint. Raises like `RemoteWeights.open`."""
+        if assignment.pins is None:
+            return StageFiles(Checkpoint.open(self.directory(assignment.model_directory)))
+        if self.model_directory is not None:
+            raise StageLoadError(
+                f"the coordinator serves {assignment.pins.source}, whose weights each worker fetches: start "
+                f"this worker without --model {self.model_directory}"
+            )
+        return self.remote.open(assignment, assignment.pins, progress)
 
 
 def load_stage(
@@ -188,7 +206,8 @@ def _load(
 ) -> LoadedStage:
     started = time.perf_counter()
     cache.end_stage()
-    stored = Checkpoint.open(resources.directory(assignment.model_directory))
+    files = resources.open(assignment, progress)
+    stored = files.checkpoint
     _check_model(assignment, stored)
     weighted = stored.with_weights(assignment.weights)
     checkpoint = weighted.with_long_rope(is_long=assignment.has_long_rope)
@@ -197,7 +216,7 @@ def _load(
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
-    read = model.load(checkpoint, parts=cache.parts, progress=progress)
+    read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare)
     free_memory(resources.device)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
     pages = new_pages(assignment, checkpoint.config, resources.device)
@@ -220,6 +239,7 @@ def _load(
         kernels=model.kernels.choice.value,
         kernels_detail=str(model.kernels),
         source=_source(model, checkpoint, cache),
+        fetched_bytes=files.fetched_bytes,
     )
 
 

@@ -55,8 +55,7 @@ class WeightsVerifier:
         """Reset to the level of a newly loaded stage (its fingerprint matches), or of none."""
         self.cancel()
         self._source = source
-        is_real = source is not None
-        self._level = cluster_pb2.WEIGHTS_CHECK_SAMPLED if is_real else cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
+        self._level = _level_when_loaded(source)
         if source is not None and source.files not in self._problems:
             self._finding = None
 
@@ -155,6 +154,15 @@ class WeightsVerifier:
         self._finding = _Finding(source, join_pb2.JoinRequest(weights_differ=differ))
         reply(self._finding.message)
         return False
+
+
+def _level_when_loaded(source: LoadedFrom | None) -> cluster_pb2.WeightsCheck.ValueType:
+    if source is None:
+        return cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
+    if (pins := source.checkpoint.pins) is None:
+        return cluster_pb2.WEIGHTS_CHECK_SAMPLED
+    is_proven = bool(pins.manifest_sha256)
+    return cluster_pb2.WEIGHTS_CHECK_FULL if is_proven else cluster_pb2.WEIGHTS_CHECK_NOT_VERIFIED
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ from stage_worker.model.parts import (
     PartLoader,
     PartsOrigin,
     PartsRead,
+    Prepare,
+    nothing_to_prepare,
 )
 from stage_worker.model.rope import Rope
 from stage_worker.model.step_layout import PagedLayers, Rotary, StepLayout, ViewRules
@@ -118,15 +120,18 @@ class DecoderStage:
         *,
         parts: LoadedParts | None = None,
         progress: ReadProgress = NO_PROGRESS,
+        prepare: Prepare = nothing_to_prepare,
     ) -> PartsRead:
         """Read this stage's tensors that are missing in `parts`, converted to the run dtype.
+
+        `prepare` makes them readable, see `PartLoader.load`.
 
         Unneeded parts are dropped first; afterwards `parts` holds exactly this stage's.
 
         Raises:
             ValueError: The checkpoint's config is not the stage's.
-            Exception: Errors of `load_tensors` and `progress`; the stage has no weights, `parts` the complete
-                ones.
+            Exception: Errors of `load_tensors`, `prepare` and `progress`; the stage has no weights, `parts`
+                the complete ones.
         """
         if checkpoint.config != self.config:
             raise ValueError(f"the checkpoint in {checkpoint.directory} has another config than this stage")
@@ -134,7 +139,7 @@ class DecoderStage:
         needed = self._needed()
         parts.retain(needed, self._origin(checkpoint))
         loader = PartLoader(checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor)
-        read = loader.load(progress)
+        read = loader.load(progress, prepare)
         self._weights = parts.weights(needed)
         log.info(
             "layers [%d, %d) in %s on %s: %s",

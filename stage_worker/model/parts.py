@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,14 @@ class PartsRead:
         return layers + "".join(f"; {other}" for other in others)
 
 
+Prepare = Callable[[Sequence[str]], None]
+"""Makes stored tensors readable, given their names."""
+
+
+def nothing_to_prepare(names: Sequence[str]) -> None:
+    """All files are on this host."""
+
+
 class PartLoader:
     """Loads the missing parts one at a time: at most one incomplete one is in memory, at most twice."""
 
@@ -152,11 +160,15 @@ class PartLoader:
         self._parts, self._needed = parts, needed
         self._kernels, self._new = kernels, new
 
-    def load(self, progress: ReadProgress) -> PartsRead:
-        """Read the missing parts; raises like `load_tensors` and `progress`, keeping the complete ones."""
+    def load(self, progress: ReadProgress, prepare: Prepare = nothing_to_prepare) -> PartsRead:
+        """Read the missing parts, of which `prepare` gets the stored tensors before.
+
+        Raises like `load_tensors`, `prepare` and `progress`, keeping the complete parts.
+        """
         missing = list(self._missing())
         names = [name for part in missing for name in part.tensors]
         checkpoint = self._checkpoint
+        prepare([stored for name in names for stored in checkpoint.stored_names(name)])
         num_bytes = sum(entry.num_bytes for name in names for entry in checkpoint.parts_of(name))
         report = self._report(missing, num_bytes)
         progress.expect(num_bytes)

@@ -1,6 +1,7 @@
 """`stageline plan`: the plan for given workers, without starting anything."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ from stageline.cli.options import CommandFailed
 from stageline.cli.tables import windowed_blocks
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
+from wire.user_files import user_cache_directory
 
 if TYPE_CHECKING:
     from coordinator.model import ServedModel
@@ -231,7 +233,13 @@ def plan(
     if workers is None:
         raise typer.BadParameter("is required", param_hint="--workers")
     capacities = options.build_config(lambda: parse_workers(workers))
-    config = make_config(CoordinatorConfig, context, flags, num_stages=len(capacities))
+    config = make_config(
+        CoordinatorConfig,
+        context,
+        flags,
+        num_stages=len(capacities),
+        cache_directory=user_cache_directory(os.environ),
+    )
     _show_plan(config, capacities, as_json=as_json)
     return 0
 

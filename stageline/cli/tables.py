@@ -37,6 +37,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_last_end(status.end_cause),
         *_describe_weights(status),
         *_gpus(status),
+        *_fetches(status),
         *_payload_fallbacks(status),
         *_details(status),
     ]
@@ -105,11 +106,27 @@ def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
 def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
     """Progress of the start, in one line."""
     loading = [
-        f"{worker.name} {worker.load_progress:.0%}"
+        f"{worker.name} "
+        + (_fetched(worker.fetch) if worker.HasField("fetch") else f"{worker.load_progress:.0%}")
         for worker in status.workers
         if worker.state == cluster_pb2.WORKER_STATE_LOADING
     ]
     return ", ".join([status.detail or _state(status), *loading])
+
+
+def _fetched(fetch: cluster_pb2.WeightsFetch) -> str:
+    """For example "fetches 1.2 GiB of 17.5 GiB, 112.0 MiB/s, 149 s left"."""
+    rate, left_bytes = fetch.bytes_per_second, fetch.total_bytes - fetch.done_bytes
+    speed = f"{format_size(rate)}/s, {left_bytes / rate:.0f} s left" if rate else "no bytes at present"
+    return f"fetches {format_size(fetch.done_bytes)} of {format_size(fetch.total_bytes)}, {speed}"
+
+
+def _fetches(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    return [
+        f"Worker {worker.name} {_fetched(worker.fetch)}"
+        for worker in status.workers
+        if worker.HasField("fetch")
+    ]
 
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:

@@ -188,7 +188,7 @@ def up(context: typer.Context, **flags: Any) -> int:
             num_threads=flags["threads"],
             mocks=mocks,
             pins_workers=flags["pin"] is not False,
-            model_directory=coordinator.model_directory,
+            model=coordinator.model,
             listen=coordinator.listen,
             http=coordinator.http,
             gateway=gateway_listen(flags["gateway"]),

@@ -91,7 +91,7 @@ def config(
     """A cluster with one compute thread and little memory per worker."""
     return LocalClusterConfig(
         num_workers=num_workers,
-        model_directory=directory,
+        model=directory,
         memory_bytes=MEMORY_BYTES,
         num_threads=1,
         coordinator_arguments=(*STEP_FLAGS, *flags),

@@ -57,7 +57,7 @@ def config(
     return LocalClusterConfig(
         num_workers=num_workers,
         num_stages=num_stages,
-        model_directory=directory,
+        model=directory,
         memory_bytes=MEMORY_BYTES,
         num_threads=1,
         pins_workers=False,

@@ -38,7 +38,7 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
 ) -> None:
     config = LocalClusterConfig(
         num_workers=2,
-        model_directory=reference.directory,
+        model=reference.directory,
         devices=(device,),
         memory_bytes=MEMORY_BYTES,
         coordinator_arguments=(*STEP_FLAGS, "--dtype", "f32"),

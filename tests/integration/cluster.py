@@ -25,6 +25,7 @@ from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from tests.issued import Certificates
 from text.tokenizer import load_text_codec
+from weights.location import ModelLocation
 from wire.ids import RequestId, id_text, new_request_id
 from wire.tensors import WireDType
 from wire.transport import PLAIN_SETTINGS, TransportSettings
@@ -108,12 +109,13 @@ class Cluster:
     `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults. With
     `certificates`, every connection has TLS, and `client` is an operator. `worker_wire_dtypes` are those of
     workers, by name, that override `wire_dtype`. By default the built-in model is checked before it serves,
-    and checkpoints are not: a reference takes a while.
+    and checkpoints are not: a reference takes a while. `weights_directory` has the workers' caches of remote
+    weights, by their names.
     """
 
     def __init__(
         self,
-        model_directory: Path | None,
+        model: ModelLocation | None,
         *,
         layers: tuple[int, ...],
         num_workers: int | None = None,
@@ -155,7 +157,10 @@ class Cluster:
         audit_log: Path | None = None,
         enrolment: Path | None = None,
         keys_file: Path | None = None,
+        weights_directory: Path | None = None,
+        weights_limit_bytes: int | None = None,
     ) -> None:
+        self._weights_directory, self._weights_limit_bytes = weights_directory, weights_limit_bytes
         self._certificates = certificates
         self.num_stages = len(layers)
         self._mock = mock
@@ -164,7 +169,7 @@ class Cluster:
         self._hop_proxies = hop_proxies
         self._worker_memory_bytes = worker_memory_bytes
         self._config = CoordinatorConfig(
-            model_directory=model_directory,
+            model=model,
             listen="127.0.0.1:0",
             num_stages=len(layers),
             layers=layers,
@@ -186,7 +191,7 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check_interval_s=self_check_interval_s,
             cache_directory=cache_directory,
-            self_check=model_directory is None and mock_model is None if self_check is None else self_check,
+            self_check=model is None and mock_model is None if self_check is None else self_check,
             journal=journal,
             http=http,
             reflection=reflection,
@@ -289,6 +294,8 @@ class Cluster:
             listen="127.0.0.1:0",
             advertise=None if proxy is None else proxy.address,
             model_directory=model_directory,
+            weights_directory=None if self._weights_directory is None else self._weights_directory / name,
+            weights_limit_bytes=self._weights_limit_bytes,
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),

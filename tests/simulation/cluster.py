@@ -169,7 +169,7 @@ class Cluster:
     def _start_coordinator(self) -> None:
         shape = self.shape
         config = CoordinatorConfig(
-            model_directory=None,
+            model=None,
             listen=COORDINATOR,
             transport=TransportSettings(insecure=True),
             num_stages=shape.num_stages,

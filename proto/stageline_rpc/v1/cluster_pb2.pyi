@@ -99,6 +99,8 @@ class _WeightsCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsC
     """Sampled ranges of every tensor are equal."""
     WEIGHTS_CHECK_FULL: _WeightsCheck.ValueType  # 2
     """The hash of every byte is equal."""
+    WEIGHTS_CHECK_NOT_VERIFIED: _WeightsCheck.ValueType  # 3
+    """Fetched from the pinned version of a remote source that has no manifest of hashes."""
 
 class WeightsCheck(_WeightsCheck, metaclass=_WeightsCheckEnumTypeWrapper):
     """Comparison of a stage's weights with the coordinator's checkpoint."""
@@ -108,6 +110,8 @@ WEIGHTS_CHECK_SAMPLED: WeightsCheck.ValueType  # 1
 """Sampled ranges of every tensor are equal."""
 WEIGHTS_CHECK_FULL: WeightsCheck.ValueType  # 2
 """The hash of every byte is equal."""
+WEIGHTS_CHECK_NOT_VERIFIED: WeightsCheck.ValueType  # 3
+"""Fetched from the pinned version of a remote source that has no manifest of hashes."""
 Global___WeightsCheck: _TypeAlias = WeightsCheck  # noqa: Y015
 
 class _KvIntegrityVerdict:
@@ -317,6 +321,33 @@ self-check.
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 8
 """Leaves after its layers have moved."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+@_typing.final
+class WeightsFetch(_message.Message):
+    """A worker that fetches weights from a remote source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    done_bytes: _builtins.int
+    total_bytes: _builtins.int
+    bytes_per_second: _builtins.int
+    def __init__(
+        self,
+        *,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        bytes_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "done_bytes", b"done_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsFetch: _TypeAlias = WeightsFetch  # noqa: Y015
 
 @_typing.final
 class KvUsage(_message.Message):
@@ -821,6 +852,7 @@ class WorkerStatus(_message.Message):
     PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -877,6 +909,10 @@ class WorkerStatus(_message.Message):
     def gpu(self) -> Global___Gpu:
         """Unset for a CPU and a mock."""
 
+    @_builtins.property
+    def fetch(self) -> Global___WeightsFetch:
+        """Unset unless the worker fetches weights."""
+
     def __init__(
         self,
         *,
@@ -907,10 +943,11 @@ class WorkerStatus(_message.Message):
         payload_fallback: _builtins.str = ...,
         certificate: Global___Certificate | None = ...,
         gpu: Global___Gpu | None = ...,
+        fetch: Global___WeightsFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015

@@ -17,7 +17,7 @@ from coordinator.planner.planner import plan_for
 
 def config_of(mock_model: str | None, **settings: object) -> CoordinatorConfig:
     values: dict[str, object] = {
-        "model_directory": None,
+        "model": None,
         "listen": "127.0.0.1:0",
         "num_stages": 2,
         "layers": None,
@@ -78,7 +78,7 @@ def test_invalid_values_are_rejected_with_the_reason(text: str, message: str) ->
 
 def test_a_mock_model_is_served_in_the_place_of_another(tmp_path: object) -> None:
     with pytest.raises(ValueError, match="--mock-model replaces the model: it cannot be used with"):
-        config_of("layers=4", model_directory=tmp_path)
+        config_of("layers=4", model=tmp_path)
 
 
 def test_a_served_mock_is_marked_as_a_mock() -> None:

@@ -26,7 +26,7 @@ def test_the_default_number_of_stages_is_the_number_of_workers() -> None:
 def test_extra_arguments_are_passed_to_their_process() -> None:
     config = LocalClusterConfig(
         num_workers=2,
-        model_directory=Path("/models/m"),
+        model=Path("/models/m"),
         coordinator_arguments=("--dtype", "f32"),
         worker_arguments=(("--x", "1"), ("--x", "2")),
     )

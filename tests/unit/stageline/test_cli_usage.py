@@ -236,7 +236,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
     assert main(line.split()) == 3
     assert seen == [
         CoordinatorConfig(
-            model_directory=tmp_path,
+            model=tmp_path,
             listen="[::1]:0",
             num_stages=3,
             layers=(10, 12, 10),

@@ -370,6 +370,7 @@ class Heartbeat(_message.Message):
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
     PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -400,6 +401,10 @@ class Heartbeat(_message.Message):
     def kv_integrity(self) -> _cluster_pb2.KvIntegrity: ...
     @_builtins.property
     def certificate(self) -> _cluster_pb2.Certificate: ...
+    @_builtins.property
+    def fetch(self) -> _cluster_pb2.WeightsFetch:
+        """Unset unless the worker fetches weights."""
+
     def __init__(
         self,
         *,
@@ -418,10 +423,11 @@ class Heartbeat(_message.Message):
         kv_integrity: _cluster_pb2.KvIntegrity | None = ...,
         payload_fallback: _builtins.str = ...,
         certificate: _cluster_pb2.Certificate | None = ...,
+        fetch: _cluster_pb2.WeightsFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "fetch", b"fetch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,6 +460,7 @@ class AssignStage(_message.Message):
     OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
     stage: _builtins.int
@@ -484,6 +491,10 @@ class AssignStage(_message.Message):
     def other_num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """KV blocks in each other block group: one per further window of the model's layers, widest first."""
 
+    @_builtins.property
+    def manifest(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSha256]:
+        """Hashes of all tensors of the stage; empty for a directory, and without a manifest."""
+
     def __init__(
         self,
         *,
@@ -506,10 +517,11 @@ class AssignStage(_message.Message):
         other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
         kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
         has_long_rope: _builtins.bool = ...,
+        manifest: _abc.Iterable[Global___TensorSha256] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -524,6 +536,9 @@ class ModelRef(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """The coordinator's own path; a worker's `--model` overrides it. Empty: the built-in model."""
     fingerprint: _builtins.str
@@ -532,8 +547,16 @@ class ModelRef(_message.Message):
     Elements per token that cross a cut: the widths of all tensors of the boundary.
     """
     vocab_size: _builtins.int
+    source: _builtins.str
+    """Address of a remote checkpoint, without credentials; `directory` is empty then. Workers fetch its bytes themselves."""
+    manifest_sha256: _builtins.str
+    """SHA-256 of the manifest in 64 hex digits; empty without one."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedFile]:
+        """Its files at the version that is served."""
+
     def __init__(
         self,
         *,
@@ -542,14 +565,68 @@ class ModelRef(_message.Message):
         hidden_size: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        source: _builtins.str = ...,
+        files: _abc.Iterable[Global___PinnedFile] | None = ...,
+        manifest_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "eos_token_ids", b"eos_token_ids", "files", b"files", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "manifest_sha256", b"manifest_sha256", "source", b"source", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
+
+@_typing.final
+class PinnedFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    VALIDATOR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    size_bytes: _builtins.int
+    validator: _builtins.str
+    """ETag, modification time or content hash."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        validator: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "size_bytes", b"size_bytes", "validator", b"validator"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedFile: _TypeAlias = PinnedFile  # noqa: Y015
+
+@_typing.final
+class TensorSha256(_message.Message):
+    """From the manifest of a remote checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    sha256: _builtins.bytes
+    """Over the bytes of the tensor as they are in its file; 32 bytes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorSha256: _TypeAlias = TensorSha256  # noqa: Y015
 
 @_typing.final
 class StageLoaded(_message.Message):
@@ -566,6 +643,8 @@ class StageLoaded(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     KERNELS_DETAIL_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
@@ -579,6 +658,9 @@ class StageLoaded(_message.Message):
     """Chosen kernels, with the reasons against the others."""
     wire_dtype: _cluster_pb2.Dtype.ValueType
     """Dtype of sent hidden states; a worker may have a setting of its own."""
+    weights: _cluster_pb2.WeightsCheck.ValueType
+    fetched_bytes: _builtins.int
+    """Bytes of weights fetched from a remote source for this assignment."""
     def __init__(
         self,
         *,
@@ -591,10 +673,12 @@ class StageLoaded(_message.Message):
         kernels: _builtins.str = ...,
         kernels_detail: _builtins.str = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
+        weights: _cluster_pb2.WeightsCheck.ValueType = ...,
+        fetched_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_bytes", b"fetched_bytes", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -687,7 +687,7 @@ async def test_a_check_is_due_when_its_reference_is_available() -> None:
 
 def config(**settings: Any) -> CoordinatorConfig:
     values: dict[str, Any] = {
-        "model_directory": None,
+        "model": None,
         "listen": "127.0.0.1:0",
         "num_stages": 1,
         "layers": None,
@@ -707,8 +707,8 @@ def config(**settings: Any) -> CoordinatorConfig:
     [
         ({}, True),
         ({"self_check": False}, False),
-        ({"model_directory": Path("/nowhere")}, True),
-        ({"model_directory": Path("/nowhere"), "self_check": False}, False),
+        ({"model": Path("/nowhere")}, True),
+        ({"model": Path("/nowhere"), "self_check": False}, False),
         ({"mock_model": "layers=4"}, False),
     ],
 )

@@ -61,7 +61,7 @@ def test_long_sequences_in_chunks_equal_transformers(directory: Path) -> None:
 def test_the_longest_served_sequence_chooses_the_factors(
     max_model_len: int | None, is_long: bool, directory: Path
 ) -> None:
-    config = CoordinatorConfig(num_stages=1, model_directory=directory, max_sequence_tokens=max_model_len)
+    config = CoordinatorConfig(num_stages=1, model=directory, max_sequence_tokens=max_model_len)
     assert open_model(config).config.has_long_rope is is_long
 
 

@@ -1,0 +1,141 @@
+"""Workers fetch the bytes of their own tensors from a remote source, and serve the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import Checkpoint, stage_tensor_names
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.cluster import Cluster, RequestCase
+from tests.range_server import RangeServer, range_server
+from weights.location import remote_model
+
+LAYERS = (1, 2, 1)
+SHAPE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_shard_size": "1MB",
+}
+CASES = [
+    RequestCase(prompt=(5, 17, 99), max_tokens=12),
+    RequestCase(prompt=(1, 2, 3, 4), max_tokens=9, seed=7),
+]
+NOT_VERIFIED = cluster_pb2.WEIGHTS_CHECK_NOT_VERIFIED
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", **SHAPE)
+
+
+def remote_cluster(server: RangeServer, directory: Path, **settings: object) -> Cluster:
+    return Cluster(
+        remote_model(server.url),
+        layers=LAYERS,
+        cache_directory=directory / "coordinator",
+        weights_directory=directory / "workers",
+        self_check=False,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def metadata_bytes(model: Path) -> int:
+    """Config, index and headers."""
+    checkpoint = Checkpoint.open(model)
+    shards = {entry.file for entry in checkpoint.tensors.values()}
+    headers = [min(e.begin for e in checkpoint.tensors.values() if e.file == file) for file in shards]
+    others = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    return sum(headers) + sum((model / name).stat().st_size for name in others)
+
+
+def stage_bytes(model: Path, begin: int, end: int) -> int:
+    checkpoint = Checkpoint.open(model)
+    names = stage_tensor_names(
+        checkpoint.config, begin, end, has_embeddings=begin == 0, has_head=end == checkpoint.config.num_layers
+    )
+    return sum(checkpoint.tensors[name].num_bytes for name in names)
+
+
+async def tokens_of(cluster: Cluster) -> list[list[int]]:
+    return [answer.tokens for answer in await cluster.generate_all([case.again() for case in CASES])]
+
+
+async def test_a_remote_model_gives_the_same_tokens_and_each_worker_fetches_only_its_layers(
+    model: Path, tmp_path: Path
+) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=False) as cluster:
+        expected = await tokens_of(cluster)
+    with range_server(model) as server:
+        async with remote_cluster(server, tmp_path, waits=False, num_workers=0) as cluster:
+            opened = server.sent_bytes
+            assert opened <= metadata_bytes(model) * 2, "the coordinator reads no weights"
+            for index in range(len(LAYERS)):
+                await cluster.start_worker(f"w{index}")
+            status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            assert await tokens_of(cluster) == expected
+            assert [worker.weights for worker in status.workers] == [NOT_VERIFIED] * 3
+            fetched = server.sent_bytes - opened
+        ends = [sum(LAYERS[:index]) for index in range(len(LAYERS) + 1)]
+        sizes = [stage_bytes(model, begin, end) for begin, end in itertools.pairwise(ends)]
+        allowed = sum(sizes) * 1.01 + len(LAYERS) * metadata_bytes(model)
+        assert sum(sizes) < fetched <= allowed
+        assert not any(path.suffix == ".tmp" for path in tmp_path.rglob("*"))
+
+        # Workers that start again with their caches fetch nothing at all.
+        before = server.sent_bytes
+        async with remote_cluster(server, tmp_path) as cluster:
+            assert await tokens_of(cluster) == expected
+        again = [request for request in server.requests if request.method == "GET" and request.sent_bytes]
+        index = [request for request in again if request.path.endswith("index.json")]
+        assert server.sent_bytes - before == index[-1].sent_bytes, "the coordinator reads the index"
+
+
+async def test_a_source_that_changes_is_one_clear_error(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    with range_server(copy) as server:
+        async with remote_cluster(server, tmp_path, waits=False, num_workers=0) as cluster:
+            make_checkpoint(
+                copy,
+                "llama",
+                num_layers=4,
+                hidden_size=256,
+                intermediate_size=512,
+                max_shard_size="1MB",
+                seed=3,
+            )
+            await cluster.start_worker("w0")
+            await cluster.start_worker("w1")
+            await cluster.start_worker("w2")
+
+            def is_told(status: cluster_pb2.GetStatusResponse) -> bool:
+                return any("has changed since the model was opened" in w.detail for w in status.workers)
+
+            status = await cluster.wait_status(is_told)
+            assert status.state != cluster_pb2.CLUSTER_STATE_SERVING
+
+
+async def test_a_worker_with_a_directory_of_its_own_is_told_to_start_without(
+    model: Path, tmp_path: Path
+) -> None:
+    with range_server(model) as server:
+        cluster = Cluster(
+            remote_model(server.url),
+            layers=(4,),
+            cache_directory=tmp_path,
+            self_check=False,
+            waits=False,
+            num_workers=0,
+        )
+        async with cluster:
+            await cluster.start_worker("w0", model_directory=model)
+            status = await cluster.wait_status(
+                lambda status: any("without --model" in worker.detail for worker in status.workers)
+            )
+            assert status.state != cluster_pb2.CLUSTER_STATE_SERVING

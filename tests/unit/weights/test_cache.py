@@ -1,0 +1,253 @@
+"""The cache of tensors: what it has, survives, evicts and refuses."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.range_server import Handler, RangeServer, Request, range_server
+from tests.repository import REPOSITORY
+from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
+from weights.cache import TensorCache
+from weights.cached_model import disk_bytes
+from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
+
+LAYER_BYTES = 4 * 42_500
+FIRST = "model-00001-of-00002.safetensors"
+ALL = layer_names(*range(6))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    with range_server(write_shards(tmp_path / "source")) as running:
+        yield running
+
+
+def manifest_of(fetch: Fetch) -> dict[str, bytes]:
+    """SHA-256 of the tensors at the source."""
+    return {
+        tensor: hashlib.sha256(
+            (fetch.server.directory / entry.file).read_bytes()[entry.begin : entry.end]
+        ).digest()
+        for tensor, entry in fetch.model.headers.tensors.items()
+    }
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_the_disk_has_only_what_was_fetched(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        empty = disk_bytes(fetch.model.directory)
+        fetch.run(layer_names(2))
+        assert LAYER_BYTES <= disk_bytes(fetch.model.directory) - empty <= LAYER_BYTES + 16 * 1024
+        sizes = {file.name: file.size_bytes for file in fetch.pins.files}
+        assert (fetch.model.directory / FIRST).stat().st_size == sizes[FIRST], "offsets are the source's"
+
+
+def test_layers_that_were_not_used_for_longest_are_evicted(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("weights.cached_model.time.time", lambda: now_s[0])
+    limit = 3 * LAYER_BYTES + 128 * 1024
+    with Fetch(server, tmp_path / "cache", limit_bytes=limit) as fetch:
+        for layer in (0, 1, 2, 0):
+            now_s[0] += 1
+            fetch.run(layer_names(layer))
+        now_s[0] += 1
+        assert fetch.run(layer_names(3)) == LAYER_BYTES
+        assert disk_bytes(tmp_path / "cache") <= limit
+        assert set(fetch.model.units()) == {f"model.layers.{layer}" for layer in (0, 2, 3)}
+        assert not fetch.wrong(layer_names(0, 2, 3)), "neighbours of the hole are whole"
+        assert fetch.run(layer_names(0)) == 0
+        assert fetch.run(layer_names(1)) == LAYER_BYTES
+
+
+def test_a_cache_that_is_too_small_says_how_much_is_needed(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", limit_bytes=2 * LAYER_BYTES) as fetch:
+        fetch.run(layer_names(0))
+        with pytest.raises(CacheFull) as caught:
+            fetch.run(layer_names(0, 1, 2))
+        assert "332.0 KiB of weights must be fetched beside" in str(caught.value)
+        assert str(caught.value).endswith("but --cache-size is 332.0 KiB: raise it, or use more workers")
+        assert fetch.run(layer_names(0)) == 0, "nothing was evicted for nothing"
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_fetch(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        monkeypatch.setattr("weights.cache.free_bytes", lambda directory: 64 * 2**20 + 1000)
+        before = server.sent_bytes
+        with pytest.raises(CacheFull, match=r"166\.0 KiB of weights .* but 64\.0 MiB of the disk are free"):
+            fetch.run(layer_names(0))
+        assert server.sent_bytes == before
+
+
+def test_a_disk_that_fills_meanwhile_ends_the_fetch_and_loses_nothing(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.pwrite, [100_000]
+
+    def pwrite(descriptor: int, data: memoryview, position: int) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, position)
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        monkeypatch.setattr("weights.cached_model.os.pwrite", pwrite)
+        with pytest.raises(CacheFull, match=r"is full: \d+ bytes of model\.layers\.\d\.[ab] could not"):
+            fetch.run(ALL)
+        monkeypatch.undo()
+        assert fetch.run(ALL) < fetch.size(ALL), "what was written counts"
+        assert not fetch.wrong(ALL)
+
+
+def test_one_process_uses_a_cache(server: RangeServer, tmp_path: Path) -> None:
+    text = f"in use by process {os.getpid()}: give each worker its own --cache-dir"
+    with Fetch(server, tmp_path / "cache"), pytest.raises(CacheInUse, match=text):
+        TensorCache(tmp_path / "cache")
+    TensorCache(tmp_path / "cache").close()
+
+
+def test_a_flipped_byte_in_the_cache_is_named_and_fetched_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(ALL)
+        entry = fetch.model.headers.tensors["model.layers.4.b"]
+        flip(fetch.model.directory / entry.file, entry.begin + 50_000)
+        with caplog.at_level(logging.WARNING):
+            sent = fetch.run(ALL)
+        assert "tensor model.layers.4.b differs from the recorded hash" in caplog.text
+        assert sent == fetch.size(["model.layers.4.b"]) and not fetch.wrong(ALL)
+
+
+def test_a_flipped_byte_on_the_wire_is_named_and_fetched_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.sha256s = manifest_of(fetch)
+        entry = fetch.model.headers.tensors["model.layers.1.a"]
+        server.flip[entry.file] = entry.begin + 7
+
+        def heal(handler: Handler, request: Request) -> bool:
+            is_second = request.begin == entry.begin and server.sent_of(entry.file) > LAYER_BYTES
+            if is_second:
+                server.flip.clear()
+            return False
+
+        server.misbehave = heal
+        with caplog.at_level(logging.WARNING):
+            fetch.run(layer_names(1))
+        assert not fetch.wrong(layer_names(1))
+        assert "tensor model.layers.1.a differs from the manifest" in caplog.text
+        assert all(fetch.model.is_verified(tensor) for tensor in layer_names(1))
+
+
+def test_a_flipped_byte_at_the_source_is_never_served(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.sha256s = manifest_of(fetch)
+        entry = fetch.model.headers.tensors["model.layers.1.a"]
+        server.flip[entry.file] = entry.begin + 7
+        with pytest.raises(TensorDamaged) as caught:
+            fetch.run(layer_names(1))
+        assert "tensor model.layers.1.a differs from the manifest after 3 fetches from" in str(caught.value)
+        assert server.url in str(caught.value)
+        assert not fetch.model.is_verified("model.layers.1.a")
+        assert "model.layers.1.a" not in fetch.model.units().get("model.layers.1", []), "it is not kept"
+
+
+def test_a_manifest_without_a_tensor_is_refused(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.sha256s = {"model.layers.0.a": bytes(32)}
+        with pytest.raises(BadManifest, match=r"lacks 1 tensors, such as model\.layers\.0\.b"):
+            fetch.run(layer_names(0))
+
+
+def test_a_torn_record_costs_only_its_piece(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(ALL)
+        records = fetch.model.directory.parent / "pieces.log"
+    with records.open("r+b") as file:
+        file.truncate(records.stat().st_size - 5)
+    with Fetch(server, tmp_path / "cache") as fetch:
+        assert 0 < fetch.run(ALL) <= SMALL.piece_bytes
+        assert not fetch.wrong(ALL)
+
+
+def test_other_sizes_of_pieces_begin_again(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(layer_names(0))
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, piece_bytes=10_000)) as fetch:
+        fetch.run(layer_names(0, 1))
+        assert not fetch.wrong(layer_names(0, 1))
+
+
+_FETCH = """
+import sys
+from pathlib import Path
+from dataclasses import replace
+from tests.range_server import RangeServer
+from tests.unit.weights.remote_files import SMALL, Fetch
+policy = replace(SMALL, num_connections=2, piece_bytes=8192)
+server = RangeServer(Path(sys.argv[1]), address=sys.argv[2])
+with Fetch(server, Path(sys.argv[3]), policy=policy) as fetch:
+    print("opened", flush=True)
+    fetch.run(sys.argv[4].split(","))
+"""
+
+
+@pytest.mark.full
+def test_ten_kills_cost_less_than_a_twentieth(tmp_path: Path) -> None:
+    num_layers, num_kills = 160, 10
+    source = write_shards(tmp_path / "source", num_layers=num_layers)
+    names = layer_names(*range(num_layers))
+    total, sent = num_layers * LAYER_BYTES, 0
+    command = [sys.executable, "-c", _FETCH, str(source)]
+    with range_server(source) as server:
+        command += [server.address, str(tmp_path / "cache"), ",".join(names)]
+        server.bytes_per_s = 4e6
+        for kill in range(num_kills + 1):
+            sent += _run(server, command, kill_at=total * 0.08 if kill < num_kills else None)
+    assert total <= sent <= total * 1.05
+    policy = replace(SMALL, piece_bytes=8192)
+    with range_server(source) as server, Fetch(server, tmp_path / "cache", policy=policy) as fetch:
+        assert fetch.run(names) == 0 and not fetch.wrong(names)
+
+
+def _run(server: RangeServer, command: list[str], *, kill_at: float | None) -> int:
+    """Run a fetch, to its end or until it has received some bytes; return the number of bytes sent."""
+    is_time, before = threading.Event(), [0]
+
+    def watch(handler: Handler, request: Request) -> bool:
+        if kill_at is not None and server.sent_bytes - before[0] > kill_at:
+            is_time.set()
+        return False
+
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"opened\n"
+        before[0], server.misbehave = server.sent_bytes, watch
+        if kill_at is not None:
+            assert is_time.wait(120)
+            process.send_signal(signal.SIGKILL)
+        assert process.wait(120) == (0 if kill_at is None else -signal.SIGKILL)
+    return server.sent_bytes - before[0]

@@ -1,0 +1,222 @@
+"""Fetches from servers that cut, stall, refuse, ignore ranges or change files."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.range_server import Handler, RangeServer, Request, range_server
+from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
+from weights.errors import RangesIgnored, SourceChanged, SourceRefused, SourceUnavailable
+from weights.pieces import ranges_of
+from weights.transfer import Transfer
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    with range_server(write_shards(tmp_path / "source")) as running:
+        yield running
+
+
+def is_of_weights(request: Request) -> bool:
+    """Of more than a header."""
+    return request.method == "GET" and request.path.endswith(".safetensors") and request.begin > 8
+
+
+def test_only_the_bytes_of_the_wanted_tensors_are_fetched(server: RangeServer, tmp_path: Path) -> None:
+    wanted = [*layer_names(1), "model.layers.4.b"]
+    with Fetch(server, tmp_path / "cache") as fetch:
+        sent = fetch.run(wanted)
+        assert fetch.size(wanted) <= sent <= fetch.size(wanted) * 1.01
+        assert not fetch.wrong(wanted)
+        assert fetch.wrong(layer_names(0)) == layer_names(0), "the others are holes"
+        assert fetch.run(wanted) == 0, "what is there is not fetched again"
+        state = fetch.progress.snapshot()
+        assert state.done_bytes == state.total_bytes == fetch.size(wanted)
+
+
+def test_a_cut_connection_goes_on_at_the_first_missing_byte(server: RangeServer, tmp_path: Path) -> None:
+    cuts = iter(range(10))
+
+    def cut(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or next(cuts, None) is None:
+            return False
+        path = server.directory / SHARD
+        handler.begin_file(request, path, status=206)
+        handler.send_range(request, path, end=min(request.begin + 5_000, request.end))
+        handler.cut()
+        return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = cut
+        sent = fetch.run(layer_names(0, 1))
+        assert next(cuts, None) is None, "it was cut ten times"
+        assert sent == fetch.size(layer_names(0, 1)), "no byte twice"
+        assert not fetch.wrong(layer_names(0, 1))
+
+
+def test_a_stalled_connection_is_replaced(server: RangeServer, tmp_path: Path) -> None:
+    stalled = threading.Event()
+    release = threading.Event()
+
+    def stall(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or stalled.is_set():
+            return False
+        stalled.set()
+        handler.begin_file(request, server.directory / SHARD, status=206)
+        release.wait(60)
+        return True
+
+    with Fetch(server, tmp_path / "cache", timeout_s=0.3) as fetch:
+        server.misbehave = stall
+        fetch.run(layer_names(0))
+        assert stalled.is_set() and not fetch.wrong(layer_names(0))
+    release.set()
+
+
+def test_a_busy_server_is_asked_again_when_it_wants(server: RangeServer, tmp_path: Path) -> None:
+    refused: list[float] = []
+
+    def too_many(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or len(refused) >= 4:
+            return False
+        refused.append(time.monotonic())
+        handler.answer(429, {"Retry-After": "1"})
+        return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = too_many
+        fetch.run(layer_names(0, 1, 2))
+        accepted = [request for request in server.requests if is_of_weights(request) and request.sent_bytes]
+        assert len(refused) == 4 and accepted and not fetch.wrong(layer_names(0, 1, 2))
+        assert time.monotonic() - refused[0] >= 1.0, "it waited as the server asked"
+
+
+def test_a_server_without_ranges_is_named(server: RangeServer, tmp_path: Path) -> None:
+    def ignore(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request):
+            return False
+        request.begin, request.end = 0, (server.directory / SHARD).stat().st_size
+        handler.begin_file(request, server.directory / SHARD, status=200)
+        return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = ignore
+        with pytest.raises(RangesIgnored, match=rf"{SHARD} ignores byte ranges: use a server that"):
+            fetch.run(layer_names(0))
+
+
+def test_a_changed_file_is_one_error_that_names_it(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        write_shards(server.directory, seed=1)
+        with pytest.raises(SourceChanged, match=rf"{SHARD} has changed since the model was opened: it was"):
+            fetch.run(layer_names(0))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(401, "check the credentials"), (404, "answered 404"), (410, "answered 410")]
+)
+def test_a_refusal_is_not_tried_again(server: RangeServer, tmp_path: Path, status: int, text: str) -> None:
+    def refuse(handler: Handler, request: Request) -> bool:
+        if is_of_weights(request):
+            handler.answer(status, {})
+        return is_of_weights(request)
+
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, num_connections=1)) as fetch:
+        server.misbehave = refuse
+        before = len(server.requests)
+        with pytest.raises(SourceRefused, match=text):
+            fetch.run(layer_names(0))
+        assert len(server.requests) - before == 1
+
+
+def test_wrong_bytes_of_a_range_are_never_written(server: RangeServer, tmp_path: Path) -> None:
+    """A proxy that answers another range than the one that was asked for."""
+    shifted = iter(range(3))
+
+    def shift(handler: Handler, request: Request) -> bool:
+        if is_of_weights(request) and next(shifted, None) is not None:
+            request.begin, request.end = request.begin - 4, request.end - 4
+        return False
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = shift
+        fetch.run(layer_names(0))
+        assert next(shifted, None) is None and not fetch.wrong(layer_names(0))
+
+
+def test_a_server_that_is_gone_is_given_up(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, give_up_s=0.5)) as fetch:
+
+        def fail(handler: Handler, request: Request) -> bool:
+            handler.answer(503, {})
+            return True
+
+        server.misbehave = fail
+        with pytest.raises(SourceUnavailable, match=r"no byte from http://.* for \d+ s: .* answered 503"):
+            fetch.run(layer_names(0))
+
+
+def test_cancelling_ends_connections_that_wait(server: RangeServer, tmp_path: Path) -> None:
+    waiting, release = threading.Event(), threading.Event()
+
+    def hang(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request):
+            return False
+        handler.begin_file(request, server.directory / SHARD, status=206)
+        waiting.set()
+        release.wait(60)
+        return True
+
+    class Cancelled(Exception):
+        pass
+
+    with Fetch(server, tmp_path / "cache", timeout_s=600.0) as fetch:
+        server.misbehave = hang
+
+        def check() -> None:
+            if waiting.is_set():
+                raise Cancelled
+
+        transfer = Transfer(fetch.source, fetch.pins, fetch.model, SMALL)
+        with pytest.raises(Cancelled):
+            transfer.run(ranges_of(fetch.model.missing(layer_names(0)), SMALL), check)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
+    release.set()
+
+
+def test_progress_is_logged_with_rate_and_time_left(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.fetching.LOG_INTERVAL_S", 0.0)
+    server.bytes_per_s = 400_000.0
+    with caplog.at_level(logging.INFO), Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(layer_names(0, 1, 2))
+    lines = [record.getMessage() for record in caplog.records if record.name == "weights.fetching"]
+    assert lines[0].startswith(f"fetching 498.0 KiB of weights from {server.url}: num_ranges=")
+    assert any("iB/s, " in line and line.endswith("s left") for line in lines[1:]), lines
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_replaced(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, num_connections=1)) as fetch:
+        closed: list[socket.socket] = []
+
+        def close_after(handler: Handler, request: Request) -> bool:
+            handler.close_connection = True  # without saying so in a header
+            closed.append(handler.connection)
+            return False
+
+        server.misbehave = close_after
+        fetch.run(layer_names(0, 1))
+        assert len(closed) > 2 and not fetch.wrong(layer_names(0, 1))

@@ -1,0 +1,169 @@
+"""A directory with cached models of one process, within a limit of its size."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from checkpoint.errors import BadHeader, CheckpointError
+from checkpoint.files import read_json_object, replace_file
+from checkpoint.pins import PinnedFile, Pins
+from weights.cached_model import CachedModel, disk_bytes, free_bytes
+from weights.errors import CacheFull, CacheInUse
+from weights.metadata import fetch_metadata
+from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
+from weights.source import WeightSource
+from wire.sizes import format_size
+
+log = logging.getLogger(__name__)
+
+MODELS_FOLDER = "models"
+PINS_FILE = "pins.json"
+_LOCK_FILE = "lock"
+_MAX_PINS_BYTES = 8 * 1024 * 1024
+DISK_RESERVE_BYTES = 64 * 1024 * 1024
+"""Left free on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    model: CachedModel
+    name: str
+    tensors: tuple[str, ...]
+
+
+class TensorCache:
+    """Cached models. Not thread-safe; locked against other processes until `close`."""
+
+    def __init__(
+        self, directory: Path, *, limit_bytes: int | None = None, policy: TransferPolicy = DEFAULT_TRANSFER
+    ) -> None:
+        """Create the directory if needed. Raises CacheInUse and OSError."""
+        self.directory = directory
+        self._limit_bytes = limit_bytes
+        self._policy = policy
+        (directory / MODELS_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _locked(directory)
+        self._models: dict[str, CachedModel] = {}
+
+    def close(self) -> None:
+        for model in self._models.values():
+            model.close()
+        self._models.clear()
+        os.close(self._lock)
+
+    def model(self, source: WeightSource, pins: Pins) -> CachedModel:
+        """The model at this version, with config and headers at least. Raises CheckpointError and OSError."""
+        folder = self.directory / MODELS_FOLDER / pins.key
+        fetch_metadata(source, pins, folder, has_text=False)
+        write_pins(folder / PINS_FILE, pins)
+        if pins.key not in self._models:
+            self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
+        return self._models[pins.key]
+
+    def make_room(self, num_bytes: int, model: CachedModel, tensors: Collection[str]) -> None:
+        """Evict units, the least recently used first, until `num_bytes` more fit; `tensors` of `model` stay.
+
+        Raises CacheFull with the numbers, before it evicts anything, if they cannot fit.
+        """
+        used = disk_bytes(self.directory)
+        limit = self._limit(used)
+        evictable = [
+            unit for unit in self._units() if unit.model is not model or not set(unit.tensors) & set(tensors)
+        ]
+        sizes = {id(unit): sum(map(unit.model.num_bytes, unit.tensors)) for unit in evictable}
+        if used + num_bytes - sum(sizes.values()) > limit.num_bytes:
+            kept = used - sum(sizes.values())
+            raise CacheFull(
+                f"{format_size(num_bytes)} of weights must be fetched beside {format_size(kept)} that stay in"
+                f" {self.directory}, {format_size(kept + num_bytes)} in all, but {limit.text}"
+            )
+        for unit in sorted(evictable, key=lambda unit: unit.model.last_use_s(unit.name)):
+            if used + num_bytes <= limit.num_bytes:
+                return
+            used -= unit.model.drop(unit.tensors)
+            log.info("evicted %s of %s from the cache", unit.name, unit.model.directory.parent.name)
+
+    def _limit(self, used: int) -> _Limit:
+        """The tighter one of --cache-size and the disk."""
+        free = free_bytes(self.directory)
+        disk = _Limit(
+            used + max(0, free - DISK_RESERVE_BYTES),
+            f"{format_size(free)} of the disk are free: free some, or choose another --cache-dir",
+        )
+        if self._limit_bytes is None or disk.num_bytes < self._limit_bytes:
+            return disk
+        size = format_size(self._limit_bytes)
+        return _Limit(self._limit_bytes, f"--cache-size is {size}: raise it, or use more workers")
+
+    def _units(self) -> Iterator[_Unit]:
+        for key in stored_keys(self.directory):
+            model = self._models.get(key) or self._reopened(key)
+            if model is not None:
+                for name, tensors in model.units().items():
+                    yield _Unit(model, name, tuple(tensors))
+
+    def _reopened(self, key: str) -> CachedModel | None:
+        """A model of earlier processes; None, and without its files, if it is incomplete."""
+        folder = self.directory / MODELS_FOLDER / key
+        try:
+            self._models[key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
+        except (CheckpointError, OSError) as error:
+            log.warning("removed %s from the cache: %s", key, error)
+            shutil.rmtree(folder)
+            return None
+        return self._models[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    num_bytes: int
+    text: str
+
+
+def stored_keys(directory: Path) -> list[str]:
+    """Names of the folders of models in a cache."""
+    return sorted(path.name for path in (directory / MODELS_FOLDER).iterdir() if path.is_dir())
+
+
+def write_pins(path: Path, pins: Pins) -> None:
+    """Write the pins of a folder, unless they are there. Raises OSError."""
+    if not path.exists():
+        replace_file(path, json.dumps(asdict(pins)))
+
+
+def read_pins(path: Path) -> Pins:
+    """Raises CheckpointError."""
+    found = read_json_object(path, max_bytes=_MAX_PINS_BYTES)
+    try:
+        files = found["files"]
+        assert isinstance(files, list)
+        return Pins(
+            source=str(found["source"]),
+            files=tuple(PinnedFile(**file) for file in files),
+            manifest_sha256=str(found["manifest_sha256"]),
+        )
+    except (KeyError, TypeError, AssertionError) as error:
+        raise BadHeader(f"{path} is not a description of a model: {type(error).__name__}") from error
+
+
+def _locked(directory: Path) -> int:
+    """Lock the cache; the kernel unlocks it when the process ends, however it ends."""
+    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise CacheInUse(
+            f"the cache {directory} is in use by process {owner}: give each worker its own --cache-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor

@@ -1,0 +1,372 @@
+"""Byte ranges over HTTP/1.1: connections that are used again, redirects, and what can go wrong.
+
+The standard library's client, since it hands out the socket's bytes with one copy and holds the interpreter's
+lock only for headers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import netrc
+import re
+import socket
+import ssl
+import threading
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from time import monotonic, time
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
+
+from checkpoint.pins import PinnedFile
+from weights.errors import RangesIgnored, SourceChanged, SourceRefused, SourceUnavailable
+from weights.location import RemoteModel
+from weights.source import TIMEOUT_S, RangeBody, WeightSource
+
+MAX_REDIRECTS = 5
+NUM_HEADS = 8
+"""HEAD requests at a time."""
+MAX_READ = 1024 * 1024
+MIN_WINDOW_BYTES = 64 * 1024
+"""Minimum of a connection within its timeout, else it counts as stalled."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)
+
+Headers = Mapping[str, str]
+NO_HEADERS: Headers = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHead:
+    """What a server says about a file."""
+
+    size_bytes: int
+    validator: str
+
+
+class HttpRanges:
+    """Requests of one source. `credentials` gives headers for the source's own host, and for no other."""
+
+    def __init__(
+        self,
+        *,
+        credentials: Callable[[], Headers] = lambda: NO_HEADERS,
+        context: ssl.SSLContext | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`context` verifies servers; by default it trusts the authorities of this host."""
+        self._credentials = credentials
+        self._context = context or ssl.create_default_context()
+        self._timeout_s = timeout_s
+        self._proxies = urllib.request.getproxies()
+        self._idle: dict[tuple[str, str], list[_Connection]] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the connections that no request uses."""
+        with self._lock:
+            idle = [connection for kept in self._idle.values() for connection in kept]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+    def head(self, url: str) -> FileHead | None:
+        """Size and validator of a file; None if there is none. Raises SourceError."""
+        response, connection = self._request("HEAD", url, {})
+        response.read()
+        connection.keep()
+        where = _shown(url)
+        if response.status == 404:
+            return None
+        _check_status(response, where)
+        length = response.getheader("Content-Length", "")
+        if response.status != 200 or not length.isdecimal():
+            raise SourceRefused(f"{where} does not tell the size of the file (status {response.status})")
+        if not (validator := _validator(response)):
+            raise SourceRefused(
+                f"{where} has neither a strong ETag nor Last-Modified, so a change would not be noticed"
+            )
+        return FileHead(size_bytes=int(length), validator=validator)
+
+    def open(self, url: str, file: PinnedFile, begin: int, end: int, *, pins_url: bool = False) -> RangeBody:
+        """Request a range. Raises like `WeightSource.open`.
+
+        With `pins_url` the address itself names one version of the file, and other servers on the way may
+        have validators of their own.
+        """
+        headers = {"Range": f"bytes={begin}-{end - 1}"}
+        if not pins_url:
+            headers["If-Range"] = file.validator
+        response, connection = self._request("GET", url, headers)
+        try:
+            _check_status(response, _shown(url))
+            _check_range(response, _shown(url), file, begin, end)
+            if not pins_url and (got := _validator(response)) != file.validator:
+                raise _changed(_shown(url), file, got)
+        except BaseException:
+            connection.close()
+            raise
+        return _HttpBody(response, connection, _shown(url), end - begin, stall_s=self._timeout_s)
+
+    def _request(
+        self, method: str, url: str, headers: Headers
+    ) -> tuple[http.client.HTTPResponse, _Connection]:
+        """Send a request and follow redirects. A kept connection that the server has closed is replaced."""
+        own, shown = urlsplit(url), _shown(url)
+        for _ in range(MAX_REDIRECTS + 1):
+            parts = urlsplit(url)
+            is_own = (parts.scheme, parts.netloc) == (own.scheme, own.netloc)
+            sent = {**headers, **(self._credentials() if is_own else NO_HEADERS)}
+            connection = self._connection(parts)
+            response = connection.send(method, parts, sent, shown)
+            if response.status not in _REDIRECTS:
+                if response.status == 403 and not is_own:
+                    connection.close()
+                    raise SourceUnavailable(f"{shown}: the address that it redirects to is refused by now")
+                return response, connection
+            response.read()
+            connection.keep()
+            url = urljoin(url, response.getheader("Location", ""))
+            if urlsplit(url).scheme not in ("https", own.scheme):
+                raise SourceRefused(f"{shown} redirects to an address that is not https://")
+        raise SourceRefused(f"{shown} redirects more than {MAX_REDIRECTS} times")
+
+    def _connection(self, parts: SplitResult) -> _Connection:
+        """An idle connection to a host, or a new one."""
+        key = (parts.scheme, parts.netloc)
+        with self._lock:
+            if idle := self._idle.get(key):
+                return idle.pop()
+
+        def on_idle(connection: _Connection) -> None:
+            with self._lock:
+                self._idle.setdefault(key, []).append(connection)
+
+        return _Connection(self._new(parts), on_idle)
+
+    def _new(self, parts: SplitResult) -> http.client.HTTPConnection:
+        host, port = parts.hostname or "", parts.port
+        proxy = urlsplit(self._proxies.get(parts.scheme, ""))
+        if proxy.hostname is None or urllib.request.proxy_bypass(host):
+            if parts.scheme == "https":
+                return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        if parts.scheme != "https":
+            raise SourceRefused(f"plain http through a proxy is not supported: {parts.scheme}://{host}")
+        tunnel = http.client.HTTPSConnection(
+            proxy.hostname, proxy.port, timeout=self._timeout_s, context=self._context
+        )
+        tunnel.set_tunnel(host, port, headers=_proxy_headers(proxy))
+        return tunnel
+
+
+class _Connection:
+    """A connection that is used by one request after the other."""
+
+    def __init__(
+        self, connection: http.client.HTTPConnection, on_idle: Callable[[_Connection], None]
+    ) -> None:
+        self._connection, self._on_idle = connection, on_idle
+        self._is_fresh = True
+
+    def send(self, method: str, parts: SplitResult, headers: Headers, shown: str) -> http.client.HTTPResponse:
+        """Raises SourceUnavailable."""
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        sent = {"Accept-Encoding": "identity", "User-Agent": "stageline", **headers}
+        while True:
+            was_fresh, self._is_fresh = self._is_fresh, True
+            try:
+                self._connection.request(method, target, headers=sent)
+                return self._connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                if was_fresh:
+                    raise SourceUnavailable(f"{shown} does not respond: {_reason(error)}") from error
+
+    def keep(self) -> None:
+        """The response was read to its end: the next request may use the connection."""
+        self._is_fresh = self._connection.sock is None
+        self._on_idle(self)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._is_fresh = True
+
+    def abort(self) -> None:
+        """Let a read in another thread end."""
+        if (sock := self._connection.sock) is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it has ended by itself
+
+
+class _HttpBody(RangeBody):
+    def __init__(
+        self,
+        response: http.client.HTTPResponse,
+        connection: _Connection,
+        shown: str,
+        num_bytes: int,
+        *,
+        stall_s: float,
+    ) -> None:
+        self._response, self._connection, self._shown = response, connection, shown
+        self._expected, self._received = num_bytes, 0
+        self._stall_s = stall_s
+        self._window_began_s, self._window_bytes = monotonic(), 0
+
+    def read_some(self, view: memoryview) -> int:
+        try:
+            data = self._response.read1(min(len(view), MAX_READ))
+        except (OSError, http.client.HTTPException) as error:
+            raise self._ended(_reason(error)) from error
+        if not data:
+            raise self._ended("connection closed")
+        view[: len(data)] = data
+        self._received += len(data)
+        self._check_rate(len(data))
+        return len(data)
+
+    def _check_rate(self, num_bytes: int) -> None:
+        """A server that sends a byte now and then has stalled too."""
+        self._window_bytes += num_bytes
+        if (now_s := monotonic()) - self._window_began_s < self._stall_s:
+            return
+        if self._window_bytes < MIN_WINDOW_BYTES and self._received < self._expected:
+            raise self._ended(f"{self._window_bytes} bytes in {self._stall_s:g} s")
+        self._window_began_s, self._window_bytes = now_s, 0
+
+    def _ended(self, reason: str) -> SourceUnavailable:
+        return SourceUnavailable(
+            f"{self._shown} ended after {self._received} of {self._expected} bytes: {reason}"
+        )
+
+    def close(self) -> None:
+        if self._received == self._expected and self._response.isclosed():
+            self._connection.keep()
+        else:
+            self._connection.close()
+
+    def abort(self) -> None:
+        self._connection.abort()
+
+
+def _check_status(response: http.client.HTTPResponse, shown: str) -> None:
+    """Raises SourceError for a status other than 2xx."""
+    status = response.status
+    if status in _BUSY:
+        wait_s = _retry_after_s(response.getheader("Retry-After", ""))
+        raise SourceUnavailable(f"{shown} answered {status} {response.reason}", retry_after_s=wait_s)
+    if status in (412, 416):
+        raise SourceChanged(f"{shown} has changed since the model was opened (status {status})")
+    if status in (401, 403):
+        raise SourceRefused(f"{shown} refused access (status {status}): check the credentials on this host")
+    if not 200 <= status < 300:
+        raise SourceRefused(f"{shown} answered {status} {response.reason}")
+
+
+def _check_range(
+    response: http.client.HTTPResponse, shown: str, file: PinnedFile, begin: int, end: int
+) -> None:
+    """Raises SourceChanged, RangesIgnored or SourceRefused unless the body is bytes [begin, end)."""
+    if response.status == 200:
+        if (got := _validator(response)) != file.validator:
+            raise _changed(shown, file, got)
+        raise RangesIgnored(f"{shown} ignores byte ranges: use a server that answers them with status 206")
+    found = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
+    if response.status != 206 or found is None:
+        raise SourceRefused(f"{shown} answered a range with status {response.status} and no Content-Range")
+    if found[3] not in ("*", str(file.size_bytes)):
+        raise SourceChanged(f"{shown} has {found[3]} bytes, had {file.size_bytes} when the model was opened")
+    if (int(found[1]), int(found[2])) != (begin, end - 1):
+        raise SourceUnavailable(f"{shown} answered bytes {found[1]}-{found[2]} for {begin}-{end - 1}")
+
+
+def _changed(shown: str, file: PinnedFile, got: str) -> SourceChanged:
+    return SourceChanged(
+        f"{shown} has changed since the model was opened: it was {file.validator}, now is {got or 'unknown'};"
+        " restart the coordinator to serve the new version"
+    )
+
+
+def _validator(response: http.client.HTTPResponse) -> str:
+    """The strong ETag, or else the time of the last change; "" without either."""
+    tag: str = response.getheader("ETag", "")
+    return tag if tag.startswith('"') else response.getheader("Last-Modified", "")
+
+
+def _retry_after_s(text: str) -> float | None:
+    """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3)."""
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time())
+    except ValueError:
+        return None
+
+
+def _shown(url: str) -> str:
+    """The address without its query, which may be a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no byte in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    return {"Proxy-Authorization": _basic(proxy.username, proxy.password or "")}
+
+
+def _basic(user: str, password: str) -> str:
+    return f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"
+
+
+def netrc_credentials(host: str) -> Headers:
+    """The header for a host in ~/.netrc. Raises SourceRefused for a file that cannot be used."""
+    try:
+        found = netrc.netrc().authenticators(host)
+    except FileNotFoundError:
+        return NO_HEADERS
+    except (netrc.NetrcParseError, OSError) as error:
+        raise SourceRefused(f"~/.netrc cannot be used: {type(error).__name__}") from None
+    return NO_HEADERS if found is None else {"Authorization": _basic(found[0], found[2] or "")}
+
+
+class HttpSource(WeightSource):
+    """A folder, whose files are found by their names since HTTP lists none. Credentials are in ~/.netrc."""
+
+    def __init__(self, location: RemoteModel, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.location = location
+        host = urlsplit(str(location)).hostname or ""
+        self._ranges = HttpRanges(credentials=lambda: netrc_credentials(host), timeout_s=timeout_s)
+
+    def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
+        with ThreadPoolExecutor(NUM_HEADS, thread_name_prefix="weights-head") as pool:
+            found = pool.map(self._find, names)
+            return {file.name: file for file in found if file is not None}
+
+    def open(self, file: PinnedFile, begin: int, end: int) -> RangeBody:
+        return self._ranges.open(self._url(file.name), file, begin, end)
+
+    def close(self) -> None:
+        self._ranges.close()
+
+    def _find(self, name: str) -> PinnedFile | None:
+        head = self._ranges.head(self._url(name))
+        if head is None:
+            return None
+        return PinnedFile(name=name, size_bytes=head.size_bytes, validator=head.validator)
+
+    def _url(self, name: str) -> str:
+        return f"{self.location}/{quote(name)}"

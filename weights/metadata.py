@@ -1,0 +1,146 @@
+"""A remote checkpoint without weights: small files, and files with weights as holes behind their headers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
+from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES
+from checkpoint.headers import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    SINGLE_FILE,
+    parse_weight_map,
+)
+from checkpoint.pins import PinnedFile, Pins
+from weights.errors import SourceUnavailable
+from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
+from weights.source import CONFIG_FILES, WeightSource
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES = 256 * 1024 * 1024
+MAX_FILES = 4096
+NUM_READERS = 8
+FILES_FOLDER = "files"
+"""In the folder of a model: the checkpoint's directory."""
+_LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
+NUM_TRIES = 5
+"""Of a small file; the transfer of weights is more patient."""
+
+
+def pin(source: WeightSource) -> Pins:
+    """Find out which files the checkpoint has, and their versions. Raises SourceError, CheckpointError."""
+    found = source.find((*CONFIG_FILES, *TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE))
+    if CONFIG_FILES[0] not in found:
+        raise CheckpointNotFound(f"{source.location} has no {CONFIG_FILES[0]}")
+    if SINGLE_FILE in found:
+        found.pop(INDEX_FILE, None)
+    elif INDEX_FILE in found:
+        found |= _shards(source, found[INDEX_FILE])
+    else:
+        raise CheckpointNotFound(f"{source.location} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    files = tuple(sorted(found.values(), key=lambda file: file.name))
+    return Pins(source=str(source.location), files=files)
+
+
+def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
+    weight_map = parse_weight_map(_read_small(source, index), f"{source.location}/{INDEX_FILE}")
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_FILES:
+        raise BadHeader(f"{source.location} has {len(names)} files with weights, the limit is {MAX_FILES}")
+    shards = source.find(names)
+    if missing := [name for name in names if name not in shards]:
+        raise CheckpointNotFound(f"{source.location} lacks {', '.join(missing[:5])}, named in {INDEX_FILE}")
+    return shards
+
+
+def fetch_metadata(source: WeightSource, pins: Pins, folder: Path, *, has_text: bool) -> Path:
+    """Fetch what `folder` lacks of config, headers and, with `has_text`, tokenizer. Return the directory.
+
+    Files appear whole or not at all, so processes may do this at the same time. Raises SourceError and
+    CheckpointError.
+    """
+    directory = folder / FILES_FOLDER
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    wanted = [file for file in pins.files if has_text or file.name not in TOKENIZER_FILES]
+    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
+
+    def fetch(file: PinnedFile) -> None:
+        _fetch_file(source, file, directory)
+
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights-metadata") as pool:
+        for _ in pool.map(fetch, missing):
+            pass
+    return directory
+
+
+def fetch_file(source: WeightSource, pins: Pins, name: str, directory: Path) -> None:
+    """Fetch one more small file, if the checkpoint has it. Raises like `fetch_metadata`."""
+    for file in pins.files:
+        if file.name == name and not _is_complete(directory / name, file):
+            _fetch_file(source, file, directory)
+
+
+def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path) -> None:
+    is_sparse = file.name.endswith(".safetensors")
+    content = _read_header(source, file) if is_sparse else _read_small(source, file)
+    _write(directory / file.name, content, size_bytes=file.size_bytes)
+
+
+def _is_complete(path: Path, file: PinnedFile) -> bool:
+    """A file of the right size: it was renamed after it was written."""
+    return path.is_file() and path.stat().st_size == file.size_bytes
+
+
+def _read_small(source: WeightSource, file: PinnedFile) -> bytes:
+    limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
+    if file.size_bytes > limit:
+        raise FileTooLarge(f"{source.location}/{file.name} has {file.size_bytes} bytes, the limit is {limit}")
+    return _patiently(lambda: source.read(file, 0, file.size_bytes))
+
+
+def _read_header(source: WeightSource, file: PinnedFile) -> bytes:
+    """The length of the header and the header of a safetensors file."""
+    where = f"{source.location}/{file.name}"
+    if file.size_bytes < 8:
+        raise BadHeader(f"{where} has {file.size_bytes} bytes, too few for a safetensors header")
+    prefix = _patiently(lambda: source.read(file, 0, 8))
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, file.size_bytes - 8):
+        raise BadHeader(f"{where} claims a header of {length} bytes in a file of {file.size_bytes} bytes")
+    return prefix + _patiently(lambda: source.read(file, 8, 8 + length))
+
+
+def _patiently(read: Callable[[], bytes], policy: TransferPolicy = DEFAULT_TRANSFER) -> bytes:
+    """Try again while the source is unavailable. Raises its last error."""
+    for num_failures in range(1, NUM_TRIES):
+        try:
+            return read()
+        except SourceUnavailable as error:
+            wait_s = min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s)
+            log.info("%s: trying again in %.1f s", error, wait_s)
+            time.sleep(wait_s)
+    return read()
+
+
+def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
+    """Write a file of `size_bytes`, with a hole after `content`. It has its name when it is on the device."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.truncate(size_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

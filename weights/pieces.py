@@ -1,0 +1,103 @@
+"""Which ranges of a file to request: tensors are cut into pieces, neighbouring pieces joined to ranges.
+
+`TransferPolicy` has every size, wait and limit of the transfer of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from checkpoint.headers import TensorEntry
+
+MiB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPolicy:
+    """Sizes in bytes, times in seconds."""
+
+    num_connections: int = 12
+    """One stream of an object store gives some 50 MB/s; more than 16 gain nothing there."""
+    range_bytes: int = 16 * MiB
+    """Maximum range of one request: amortises its round trip, and is small enough to balance connections."""
+    gap_bytes: int = MiB
+    """Unwanted bytes that are fetched rather than making two requests."""
+    max_waste: float = 0.005
+    """Maximum share of such bytes in a request."""
+    piece_bytes: int = MiB
+    """Bytes that are written, hashed and recorded at once; a kill loses less than this per connection."""
+    give_up_s: float = 300.0
+    """A transfer without a byte on any connection for this time fails."""
+    first_wait_s: float = 0.5
+    """Before the second try of a range; doubles with each further one."""
+    max_wait_s: float = 30.0
+    max_damaged: int = 3
+    """Fetches of a tensor whose bytes do not match the manifest, before its source counts as damaged."""
+
+    def wait_s(self, num_failures: int) -> float:
+        """Wait after a range has failed this often in a row."""
+        return min(self.max_wait_s, self.first_wait_s * 2.0 ** min(num_failures - 1, 16))
+
+
+DEFAULT_TRANSFER = TransferPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """Bytes [begin, end) of `file`, all of one tensor: what is written, hashed and recorded at once."""
+
+    file: str
+    begin: int
+    end: int
+    tensor: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+def pieces_of(tensor: str, entry: TensorEntry, piece_bytes: int) -> Iterator[TensorPiece]:
+    """Cut a tensor; an empty one has no pieces."""
+    for begin in range(entry.begin, entry.end, piece_bytes):
+        yield TensorPiece(entry.file, begin, min(begin + piece_bytes, entry.end), tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """One request: pieces of one file in order, which do not overlap, and the gaps between them."""
+
+    pieces: tuple[TensorPiece, ...]
+
+    @property
+    def file(self) -> str:
+        return self.pieces[0].file
+
+    @property
+    def begin(self) -> int:
+        return self.pieces[0].begin
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+
+def ranges_of(pieces: Iterable[TensorPiece], policy: TransferPolicy) -> list[FileRange]:
+    """Join pieces to requests, within the policy's limits of size and of bytes that nobody wants."""
+    ranges: list[FileRange] = []
+    joined: list[TensorPiece] = []
+    wasted = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin)):
+        if joined:
+            gap = piece.begin - joined[-1].end
+            size = piece.end - joined[0].begin
+            is_near = piece.file == joined[0].file and 0 <= gap <= policy.gap_bytes
+            if is_near and size <= policy.range_bytes and wasted + gap <= size * policy.max_waste:
+                joined.append(piece)
+                wasted += gap
+                continue
+            ranges.append(FileRange(tuple(joined)))
+        joined, wasted = [piece], 0
+    if joined:
+        ranges.append(FileRange(tuple(joined)))
+    return ranges

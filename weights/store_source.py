@@ -1,0 +1,114 @@
+"""Weights in an object store: S3 and compatible ones, Google Cloud Storage. Needs the library obstore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from checkpoint.pins import PinnedFile
+from weights.errors import LibraryMissing, SourceChanged, SourceError, SourceRefused, SourceUnavailable
+from weights.location import RemoteModel
+from weights.source import TIMEOUT_S, RangeBody, WeightSource
+
+if TYPE_CHECKING:
+    import obstore
+    from obstore.store import ObjectStore
+
+_CHUNK_BYTES = 1024 * 1024
+
+
+class StoreSource(WeightSource):
+    """A prefix of a bucket. Credentials, region and endpoint are those of the environment, such as AWS_*."""
+
+    def __init__(self, location: RemoteModel, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises LibraryMissing, and SourceRefused for an environment that is no configuration."""
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise LibraryMissing(
+                f"{location} needs the library obstore: pip install 'stageline[object-stores]'"
+            ) from None
+        self.location = location
+        self._library = obstore
+        timeout = f"{timeout_s:g}s"
+        try:
+            self._store: ObjectStore = from_url(
+                str(location),
+                client_options={"connect_timeout": timeout, "timeout": f"{10 * timeout_s:g}s"},
+                retry_config={"max_retries": 0},  # the transfer retries, and counts
+            )
+        except Exception as error:
+            raise SourceRefused(f"{location} cannot be opened: {_kind(error)}") from error
+
+    def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
+        found: dict[str, PinnedFile] = {}
+        for name in names:
+            try:
+                meta = self._library.head(self._store, name)
+            except FileNotFoundError:
+                continue
+            except Exception as error:
+                raise self._explained(name, error) from error
+            if not (tag := meta["e_tag"]):
+                raise SourceRefused(f"{self.location}/{name} has no ETag, so a change would not be noticed")
+            found[name] = PinnedFile(name=name, size_bytes=meta["size"], validator=tag)
+        return found
+
+    def open(self, file: PinnedFile, begin: int, end: int) -> RangeBody:
+        try:
+            result = self._library.get(
+                self._store, file.name, options={"range": (begin, end), "if_match": file.validator}
+            )
+            chunks: Iterator[bytes] = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+        except Exception as error:
+            raise self._explained(file.name, error) from error
+        if result.range != (begin, end):
+            raise SourceUnavailable(f"{self.location}/{file.name} answered bytes {result.range}")
+        return _StoreBody(chunks, f"{self.location}/{file.name}")
+
+    def close(self) -> None:
+        """The library owns the connections."""
+
+    def _explained(self, name: str, error: Exception) -> SourceError:
+        """Texts of the library have addresses and responses, so only its kinds of errors are passed on."""
+        where, errors = f"{self.location}/{name}", self._library.exceptions
+        if isinstance(error, errors.PreconditionError):
+            return SourceChanged(f"{where} has changed since the model was opened")
+        if isinstance(error, FileNotFoundError):
+            return SourceRefused(f"{where} does not exist any more")
+        if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
+            return SourceRefused(f"{where} refused access: check the credentials in the environment")
+        return SourceUnavailable(f"{where} does not respond: {_kind(error)}")
+
+
+class _StoreBody(RangeBody):
+    def __init__(self, chunks: Iterator[bytes | obstore.Bytes], shown: str) -> None:
+        self._chunks, self._shown = chunks, shown
+        self._rest = memoryview(b"")
+
+    def read_some(self, view: memoryview) -> int:
+        if not self._rest:
+            self._rest = self._next()
+        taken = self._rest[: len(view)]
+        view[: len(taken)] = taken
+        self._rest = self._rest[len(taken) :]
+        return len(taken)
+
+    def _next(self) -> memoryview:
+        try:
+            return memoryview(next(self._chunks))
+        except StopIteration:
+            raise SourceUnavailable(f"{self._shown} ended early") from None
+        except Exception as error:
+            raise SourceUnavailable(f"{self._shown} broke off: {_kind(error)}") from error
+
+    def close(self) -> None:
+        self._chunks = iter(())
+
+    def abort(self) -> None:
+        """The library cannot: a read ends with its timeout."""
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__

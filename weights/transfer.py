@@ -1,0 +1,202 @@
+"""Moves ranges of files from a source into a cache, over several connections, in spite of failures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+from checkpoint.pins import Pins
+from weights.cached_model import CachedModel
+from weights.errors import SourceUnavailable
+from weights.pieces import FileRange, TensorPiece, TransferPolicy
+from weights.source import RangeBody, WeightSource
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 0.2
+"""Time between two looks at progress and cancellation."""
+
+
+class Transfer:
+    """One fetch of ranges. `run` starts the connections, and returns or raises when all have ended."""
+
+    def __init__(self, source: WeightSource, pins: Pins, target: CachedModel, policy: TransferPolicy) -> None:
+        self._source, self._pins, self._target, self._policy = source, pins, target, policy
+        self._ranges: deque[FileRange] = deque()
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._fatal: BaseException | None = None
+        self._last_failure = ""
+        self._resume_at_s = 0.0
+        self._last_byte_s = 0.0
+        self._num_busy = 0
+        self._bodies: set[RangeBody] = set()
+        self._done_bytes = self._received_bytes = 0
+
+    @property
+    def done_bytes(self) -> int:
+        """Wanted bytes that arrived."""
+        return self._done_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """All bytes that arrived, also those of gaps."""
+        return self._received_bytes
+
+    def run(self, ranges: Iterable[FileRange], check: Callable[[], None]) -> None:
+        """Fetch all ranges. `check` is called every 0.2 s by this thread; its exceptions end the transfer.
+
+        Raises:
+            SourceUnavailable: No byte has arrived for `give_up_s`.
+            SourceError: The source refuses, ignores ranges or has changed.
+            CacheFull: The disk is full.
+        """
+        self._ranges.extend(ranges)
+        self._last_byte_s = monotonic()
+        num_threads = min(self._policy.num_connections, len(self._ranges))
+        threads = [
+            threading.Thread(target=self._work, name=f"weights-{number}") for number in range(num_threads)
+        ]
+        self._num_busy = num_threads
+        for thread in threads:
+            thread.start()
+        try:
+            self._wait(check)
+        finally:
+            self._stop()
+            for thread in threads:
+                thread.join()
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _wait(self, check: Callable[[], None]) -> None:
+        while True:
+            with self._changed:
+                if self._num_busy == 0 or self._fatal is not None:
+                    break
+                self._changed.wait(CHECK_S)
+            check()
+            silent_s = monotonic() - self._last_byte_s
+            if silent_s > self._policy.give_up_s:
+                reason = self._last_failure or "no answer"
+                raise SourceUnavailable(f"no byte from {self._pins.source} for {silent_s:.0f} s: {reason}")
+        check()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+            bodies = list(self._bodies)
+        for body in bodies:
+            body.abort()
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(self._policy.piece_bytes))
+        try:
+            while (wanted := self._take()) is not None:
+                self._fetch(wanted, buffer)
+                self._target.sync(wanted.file)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._fatal = self._fatal or error
+                self._is_stopping = True
+        finally:
+            with self._changed:
+                self._num_busy -= 1
+                self._changed.notify_all()
+
+    def _take(self) -> FileRange | None:
+        with self._changed:
+            return None if self._is_stopping or not self._ranges else self._ranges.popleft()
+
+    def _fetch(self, wanted: FileRange, buffer: memoryview) -> None:
+        """Fetch one range, beginning again at the first missing byte after each failure."""
+        progress = _RangeProgress(wanted)
+        num_failures = 0
+        while progress.pieces:
+            before = progress.position
+            try:
+                self._pause()
+                self._stream(progress, buffer)
+            except SourceUnavailable as error:
+                num_failures = 1 if progress.position > before else num_failures + 1
+                self._note_failure(error, num_failures)
+
+    def _stream(self, progress: _RangeProgress, buffer: memoryview) -> None:
+        file = self._pins.file(progress.range.file)
+        with self._source.open(file, progress.position, progress.range.end) as body:
+            self._watch(body)
+            try:
+                while progress.pieces:
+                    self._read_on(body, progress, buffer)
+            finally:
+                with self._changed:
+                    self._bodies.discard(body)
+
+    def _watch(self, body: RangeBody) -> None:
+        with self._changed:
+            if self._is_stopping:
+                raise _Stopped
+            self._bodies.add(body)
+
+    def _read_on(self, body: RangeBody, progress: _RangeProgress, buffer: memoryview) -> None:
+        """Read some bytes: of the gap before the next piece, or of the piece, which is written when whole."""
+        piece = progress.pieces[0]
+        gap = piece.begin - progress.position
+        if gap > 0:
+            num_read = body.read_some(buffer[: min(gap, len(buffer))])
+        else:
+            num_read = body.read_some(buffer[progress.position - piece.begin : piece.num_bytes])
+        progress.position += num_read
+        self._count(num_read, is_wanted=gap <= 0)
+        if progress.position == piece.end:
+            self._target.write(piece, buffer[: piece.num_bytes])
+            progress.pieces.popleft()
+
+    def _count(self, num_bytes: int, *, is_wanted: bool) -> None:
+        with self._changed:
+            if self._is_stopping:
+                raise _Stopped
+            self._last_byte_s = monotonic()
+            self._received_bytes += num_bytes
+            self._done_bytes += num_bytes if is_wanted else 0
+
+    def _note_failure(self, error: SourceUnavailable, num_failures: int) -> None:
+        """Let this connection wait; a source that names a time lets all of them wait."""
+        wait_s = self._policy.wait_s(num_failures)
+        with self._changed:
+            self._last_failure = str(error)
+            if error.retry_after_s is not None:
+                self._resume_at_s = max(self._resume_at_s, monotonic() + error.retry_after_s)
+                wait_s = 0.0
+        level = logging.WARNING if num_failures == 3 else logging.INFO
+        log.log(level, "%s: trying again, num_failures=%d", error, num_failures)
+        self._sleep_until(monotonic() + wait_s)
+
+    def _pause(self) -> None:
+        self._sleep_until(self._resume_at_s)
+
+    def _sleep_until(self, at_s: float) -> None:
+        with self._changed:
+            while not self._is_stopping and (left_s := at_s - monotonic()) > 0:
+                self._changed.wait(left_s)
+            if self._is_stopping:
+                raise _Stopped
+
+
+class _RangeProgress:
+    """A range that one thread fetches: its missing pieces, and the next byte to request."""
+
+    def __init__(self, wanted: FileRange) -> None:
+        self.range = wanted
+        self.pieces: deque[TensorPiece] = deque(wanted.pieces)
+        self.position = wanted.begin
+
+
+class _Stopped(Exception):
+    """The transfer ends before this range is complete."""
