@@ -17,7 +17,7 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
-from weights.location import ModelLocation, model_location
+from weights.location import ModelLocation, RemoteModel, model_location
 from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import (
     Flag,
@@ -77,6 +77,16 @@ class CoordinatorConfig:
             "https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH",
             unset="the built-in model",
             parse=model_location,
+        ),
+    ] = None
+    weights_manifest: Annotated[
+        Path | None,
+        _model(
+            "--weights-manifest",
+            "FILE",
+            "Hashes of a remote model's tensors, made by `stageline weights index`",
+            unset="stageline.manifest.json beside the weights, if it is there",
+            parse=existing_file,
         ),
     ] = None
     layers: Annotated[
@@ -459,6 +469,8 @@ class CoordinatorConfig:
                 raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
             if self.kv_dtype is not None:
                 raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
+        if self.weights_manifest is not None and not isinstance(self.model, RemoteModel):
+            raise ValueError("--weights-manifest is for a remote model: it needs --model with an address")
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, WeightFormat
@@ -15,6 +16,9 @@ from text.tokenizer import TextCodec
 from weights.location import RemoteModel
 from wire.sizes import format_size
 from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
+
+if TYPE_CHECKING:
+    from weights.remote import RemoteCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +136,9 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     if config.mock_model is not None:
         return _mock(mock_model.parse_mock_model(config.mock_model), dtype, wire_dtype)
     weights = WeightFormat.from_name(config.quantize) if config.quantize else None
-    checkpoint = _open_checkpoint(config).with_weights(weights)
+    remote = _open_remote(config)
+    checkpoint = Checkpoint.open(_directory(config)) if remote is None else remote.checkpoint
+    checkpoint = checkpoint.with_weights(weights)
     checkpoint = checkpoint.for_length(config.max_sequence_tokens)
     if checkpoint.config.has_long_rope:
         log.info("rotary embeddings by long_factor: sequences may be longer than the original length")
@@ -140,8 +146,9 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         size = format_size(ignored.num_bytes)
         log.info("serving text only: ignored %d tensors of other modalities, %s", ignored.num_tensors, size)
     model = model_of(checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model is None)
-    if isinstance(config.model, RemoteModel):
-        model.name = config.model.name
+    if remote is not None:
+        model.name = remote.source.location.name
+        model.manifest = {} if remote.manifest is None else remote.manifest.sha256s
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
         checkpoint.directory,
@@ -151,14 +158,19 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     return model
 
 
-def _open_checkpoint(config: CoordinatorConfig) -> Checkpoint:
+def _directory(config: CoordinatorConfig) -> Path:
+    return config.model if isinstance(config.model, Path) else MODEL_DIRECTORY
+
+
+def _open_remote(config: CoordinatorConfig) -> "RemoteCheckpoint | None":
+    """None for a model in a directory."""
     if not isinstance(config.model, RemoteModel):
-        return Checkpoint.open(config.model or MODEL_DIRECTORY)
+        return None
     if config.cache_directory is None:
         raise ValueError(f"{config.model} needs a cache directory for its config and headers")
     from weights.remote import open_remote  # other models need no client of sources
 
-    return open_remote(config.model, config.cache_directory).checkpoint
+    return open_remote(config.model, config.cache_directory, manifest=config.weights_manifest)
 
 
 def _mock(shape: Blueprint, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:

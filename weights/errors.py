@@ -13,8 +13,8 @@ class SourceUnavailable(SourceError):
     `retry_after_s` is the source's own wish.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, *message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(*message)
         self.retry_after_s = retry_after_s
 
 

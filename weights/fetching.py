@@ -12,7 +12,7 @@ from weights.cache import TensorCache
 from weights.cached_model import CachedModel
 from weights.errors import BadManifest, TensorDamaged
 from weights.pieces import DEFAULT_TRANSFER, TensorPiece, TransferPolicy, ranges_of
-from weights.progress import FetchProgress, FetchState
+from weights.progress import FetchProgress, progress_text
 from weights.source import WeightSource
 from weights.transfer import Transfer
 from wire.sizes import format_size
@@ -119,15 +119,6 @@ class TensorFetcher:
                 else:
                     wrong.append(tensor)
         return wrong
-
-
-def progress_text(state: FetchState) -> str:
-    """For example "1.2 GiB of 17.5 GiB (6 %), 112.0 MiB/s, 149 s left"."""
-    share = state.done_bytes / state.total_bytes if state.total_bytes else 1.0
-    text = f"{format_size(state.done_bytes)} of {format_size(state.total_bytes)} ({share:.0%})"
-    if state.left_s is None:
-        return f"{text}, no bytes at present"
-    return f"{text}, {format_size(round(state.rate))}/s, {state.left_s:.0f} s left"
 
 
 def _damaged(tensors: list[str], than: str) -> str:

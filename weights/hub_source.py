@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from urllib.parse import quote
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_url
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -46,9 +47,8 @@ class HubSource(WeightSource):
         return {name: _pinned(listed[name]) for name in names if name in listed}
 
     def open(self, file: PinnedFile, begin: int, end: int) -> RangeBody:
-        url = hf_hub_url(
-            self.location.path, file.name, revision=self.location.revision, endpoint=constants.ENDPOINT
-        )
+        location = self.location
+        url = f"{constants.ENDPOINT}/{location.path}/resolve/{location.revision}/{quote(file.name)}"
         return self._ranges.open(url, file, begin, end, pins_url=True)
 
     def close(self) -> None:

@@ -36,14 +36,14 @@ _EXAMPLES = (
 class RemoteModel:
     """Address of a remote checkpoint, without credentials. `path` has no scheme, and no slash at its end."""
 
-    scheme: SourceKind
+    kind: SourceKind
     path: str
     revision: str = ""
     """Of a hub's repository; "" for its main branch, and for other sources."""
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
-        return f"{self.scheme.value}://{self.path}{revision}"
+        return f"{self.kind.value}://{self.path}{revision}"
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ def remote_model(text: str) -> RemoteModel:
 def _hub(rest: str) -> RemoteModel:
     if (found := _HUB.fullmatch(rest)) is None:
         raise ValueError(f"hf://{rest} is not hf://ORG/NAME[@REVISION]")
-    return RemoteModel(scheme=SourceKind.HUB, path=found["path"], revision=found["revision"] or "")
+    return RemoteModel(kind=SourceKind.HUB, path=found["path"], revision=found["revision"] or "")
 
 
 def _with_path(scheme: SourceKind, rest: str) -> RemoteModel:
@@ -100,7 +100,7 @@ def _with_path(scheme: SourceKind, rest: str) -> RemoteModel:
         raise ValueError(
             f"http://{rest} sends weights in plain text, which anyone on the way can change: use https://"
         )
-    return RemoteModel(scheme=scheme, path=path)
+    return RemoteModel(kind=scheme, path=path)
 
 
 def _valid_port(netloc: str, scheme: SourceKind) -> bool:

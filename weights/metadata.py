@@ -52,7 +52,7 @@ def pin(source: WeightSource) -> Pins:
 
 
 def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
-    weight_map = parse_weight_map(_read_small(source, index), f"{source.location}/{INDEX_FILE}")
+    weight_map = parse_weight_map(read_small(source, index), f"{source.location}/{INDEX_FILE}")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise BadHeader(f"{source.location} has {len(names)} files with weights, the limit is {MAX_FILES}")
@@ -91,7 +91,7 @@ def fetch_file(source: WeightSource, pins: Pins, name: str, directory: Path) -> 
 
 def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path) -> None:
     is_sparse = file.name.endswith(".safetensors")
-    content = _read_header(source, file) if is_sparse else _read_small(source, file)
+    content = _read_header(source, file) if is_sparse else read_small(source, file)
     _write(directory / file.name, content, size_bytes=file.size_bytes)
 
 
@@ -100,7 +100,8 @@ def _is_complete(path: Path, file: PinnedFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes
 
 
-def _read_small(source: WeightSource, file: PinnedFile) -> bytes:
+def read_small(source: WeightSource, file: PinnedFile) -> bytes:
+    """All of a file other than weights. Raises FileTooLarge and SourceError."""
     limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
     if file.size_bytes > limit:
         raise FileTooLarge(f"{source.location}/{file.name} has {file.size_bytes} bytes, the limit is {limit}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from wire.sizes import format_size
+
 WINDOW_S = 5.0
 """Time over which the rate is measured."""
 
@@ -51,3 +53,12 @@ class FetchProgress:
 
     def snapshot(self) -> FetchState:
         return self._state
+
+
+def progress_text(state: FetchState) -> str:
+    """For example "1.2 GiB of 17.5 GiB (6 %), 112.0 MiB/s, 149 s left"."""
+    share = state.done_bytes / state.total_bytes if state.total_bytes else 1.0
+    text = f"{format_size(state.done_bytes)} of {format_size(state.total_bytes)} ({share:.0%})"
+    if state.left_s is None:
+        return f"{text}, no bytes at present"
+    return f"{text}, {format_size(round(state.rate))}/s, {state.left_s:.0f} s left"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint
+from checkpoint.headers import Headers, read_headers
 from checkpoint.pins import Pins
 from weights.location import RemoteModel, SourceKind
-from weights.metadata import fetch_metadata, pin
+from weights.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
+from weights.metadata import fetch_metadata, pin, read_small
 from weights.source import WeightSource
 
 SOURCES_FOLDER = "sources"
@@ -18,16 +20,21 @@ SOURCES_FOLDER = "sources"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteCheckpoint:
-    """A checkpoint without weights on this host, and where they are."""
+    """A checkpoint without weights on this host, where they are, and what proves them (None: nothing)."""
 
     checkpoint: Checkpoint
+    headers: Headers
     source: WeightSource
     pins: Pins
+    manifest: Manifest | None
 
 
 def open_source(location: RemoteModel) -> WeightSource:
-    """Open the source of a remote model, without a file of it unless it has to find its revision."""
-    match location.scheme:
+    """Open the source of a remote model, which requests nothing unless it has to find its revision.
+
+    Raises SourceError.
+    """
+    match location.kind:
         case SourceKind.HUB:
             from weights.hub_source import HubSource  # imported late: the library takes a second
 
@@ -42,13 +49,29 @@ def open_source(location: RemoteModel) -> WeightSource:
             return HttpSource(location)
 
 
-def open_remote(location: RemoteModel, cache_directory: Path) -> RemoteCheckpoint:
+def open_remote(
+    location: RemoteModel, cache_directory: Path, *, manifest: Path | None = None
+) -> RemoteCheckpoint:
     """Fetch config, tokenizer and headers of the newest version, unless this host has them.
 
-    Raises SourceError and CheckpointError.
+    The manifest is the file `manifest`, else the one beside the weights, if there is one. Raises SourceError,
+    CheckpointError and BadManifest.
     """
     with closing(open_source(location)) as source:
         pins = pin(source)
+        proof = _source_manifest(source) if manifest is None else read_manifest(manifest)
+        if proof is not None:
+            pins = replace(pins, manifest_sha256=proof.digest)
         folder = cache_directory / SOURCES_FOLDER / pins.key
         directory = fetch_metadata(source, pins, folder, has_text=True)
-        return RemoteCheckpoint(checkpoint=Checkpoint.open(directory, pins=pins), source=source, pins=pins)
+    headers = read_headers(directory)
+    if proof is not None:
+        proof.check(headers, pins.source)
+    checkpoint = Checkpoint.open(directory, pins=pins)
+    return RemoteCheckpoint(checkpoint=checkpoint, headers=headers, source=source, pins=pins, manifest=proof)
+
+
+def _source_manifest(source: WeightSource) -> Manifest | None:
+    if (file := source.find([MANIFEST_FILE]).get(MANIFEST_FILE)) is None:
+        return None
+    return parse_manifest(read_small(source, file), f"{source.location}/{MANIFEST_FILE}")

@@ -26,6 +26,7 @@ _COMMANDS = {
     "doctor": ("stageline.cli.doctor", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
     "models": ("stageline.cli.models", _SERVE),
+    "weights": ("stageline.cli.weights", _SERVE),
     "generate": ("stageline.cli.generate", _USE),
     "chat": ("stageline.cli.chat", _USE),
     "batch": ("stageline.cli.batch", _USE),

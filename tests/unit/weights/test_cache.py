@@ -228,10 +228,10 @@ def test_ten_kills_cost_less_than_a_twentieth(tmp_path: Path) -> None:
         server.bytes_per_s = 4e6
         for kill in range(num_kills + 1):
             sent += _run(server, command, kill_at=total * 0.08 if kill < num_kills else None)
-    assert total <= sent <= total * 1.05
-    policy = replace(SMALL, piece_bytes=8192)
-    with range_server(source) as server, Fetch(server, tmp_path / "cache", policy=policy) as fetch:
-        assert fetch.run(names) == 0 and not fetch.wrong(names)
+        assert total <= sent <= total * 1.05
+        policy = replace(SMALL, piece_bytes=8192)
+        with Fetch(server, tmp_path / "cache", policy=policy) as fetch:
+            assert fetch.run(names) == 0 and not fetch.wrong(names)
 
 
 def _run(server: RangeServer, command: list[str], *, kill_at: float | None) -> int:

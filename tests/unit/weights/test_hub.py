@@ -1,0 +1,155 @@
+"""Models of a hub: revisions, tokens, redirects to signed addresses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from builtin_model import MODEL_DIRECTORY
+from checkpoint import Checkpoint
+from checkpoint.headers import read_headers
+from checkpoint.pins import Pins
+from tests.range_server import Handler, RangeServer, Request, range_server
+from weights.cache import TensorCache
+from weights.cached_model import CachedModel
+from weights.errors import SourceRefused
+from weights.fetching import TensorFetcher
+from weights.location import remote_model
+from weights.progress import FetchProgress
+from weights.remote import open_remote, open_source
+from weights.source import WeightSource
+
+COMMIT = "a" * 40
+TOKEN = "hf_averysecrettoken"
+SIGNATURE = "X-Signature=averysecretsignature"
+
+
+class Hub:
+    """The API of a hub, whose large files are on another server, behind signed addresses."""
+
+    def __init__(self, files: Path, api: RangeServer, store: RangeServer) -> None:
+        self.files, self.api, self.store = files, api, store
+        self.num_expired = 0
+        api.misbehave, store.misbehave = self._answer_api, self._answer_store
+
+    def _answer_api(self, handler: Handler, request: Request) -> bool:
+        if request.headers.get("authorization") != f"Bearer {TOKEN}":
+            handler.answer(401, {"X-Error-Code": "RepoNotFound"})
+        elif "/resolve/" in request.path:
+            name = request.path.split(f"/resolve/{COMMIT}/")[-1]
+            if name.endswith(".safetensors"):
+                handler.answer(302, {"Location": f"{self.store.url}/blobs/{name}?{SIGNATURE}"})
+            else:
+                request.end = (self.files / name).stat().st_size if not request.end else request.end
+                return self._send(handler, request, name)
+        elif request.path in ("/api/models/org/name", "/api/models/org/name/revision/main"):
+            self._send_json(handler, self._model())
+        else:
+            handler.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        return True
+
+    def _send(self, handler: Handler, request: Request, name: str) -> bool:
+        begin, end = request.headers["range"].removeprefix("bytes=").split("-")
+        request.begin, request.end = int(begin), int(end) + 1
+        handler.begin_file(request, self.files / name, status=206)
+        handler.send_range(request, self.files / name)
+        return True
+
+    def _send_json(self, handler: Handler, content: object) -> None:
+        data = json.dumps(content).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _model(self) -> dict[str, object]:
+        siblings = []
+        for path in sorted(self.files.iterdir()):
+            data = path.read_bytes()
+            sibling: dict[str, object] = {
+                "rfilename": path.name,
+                "size": len(data),
+                "blobId": hashlib.sha1(data).hexdigest(),
+            }
+            if path.suffix == ".safetensors":
+                sha256 = hashlib.sha256(data).hexdigest()
+                sibling["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 130}
+            siblings.append(sibling)
+        return {"id": "org/name", "sha": COMMIT, "siblings": siblings, "private": False}
+
+    def _answer_store(self, handler: Handler, request: Request) -> bool:
+        assert "authorization" not in request.headers, "the token went to another host"
+        if SIGNATURE not in handler.path or self.num_expired > 0:
+            self.num_expired -= 1
+            handler.answer(403, {})
+            return True
+        return self._send(handler, request, request.path.rsplit("/", 1)[-1])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with range_server(tmp_path) as api, range_server(tmp_path) as store:
+        monkeypatch.setattr(constants, "ENDPOINT", api.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield Hub(MODEL_DIRECTORY, api, store)
+
+
+def opened(pins: Pins, directory: Path) -> tuple[TensorCache, CachedModel, WeightSource]:
+    """As a worker opens a model."""
+    source = open_source(remote_model(pins.source))
+    cache = TensorCache(directory)
+    return cache, cache.model(source, pins), source
+
+
+def test_a_model_is_fetched_at_its_commit_and_secrets_stay_secret(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.num_expired = 1  # a signed address that has ended is asked for again
+    with caplog.at_level(logging.DEBUG):
+        remote = open_remote(remote_model("hf://org/name@main"), tmp_path / "coordinator")
+        assert remote.pins.source == f"hf://org/name@{COMMIT}"
+        cache, model, source = opened(remote.pins, tmp_path / "cache")
+        names = list(read_headers(MODEL_DIRECTORY).tensors)
+        fetcher = TensorFetcher(cache, source, remote.pins, progress=FetchProgress(), check=lambda: None)
+        fetcher.fetch(model, names)
+        cache.close()
+        source.close()
+    written = Checkpoint.open(model.directory).tensors
+    assert written == Checkpoint.open(MODEL_DIRECTORY).tensors
+    shard = "model.safetensors"
+    assert (model.directory / shard).read_bytes() == (MODEL_DIRECTORY / shard).read_bytes()
+    assert TOKEN not in caplog.text and SIGNATURE not in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN in path.read_text("latin-1")]
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "text"),
+    [
+        ("hf://org/name", "other", "does not exist, or is private: give an HF_TOKEN"),
+        ("hf://org/name@v9", TOKEN, "has no such revision"),
+    ],
+)
+def test_refusals_of_the_hub_say_what_to_do(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, token: str, text: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(SourceRefused, match=text):
+        open_remote(remote_model(address), tmp_path)
+
+
+def test_a_worker_with_a_full_cache_needs_no_hub(hub: Hub, tmp_path: Path) -> None:
+    remote = open_remote(remote_model("hf://org/name"), tmp_path)
+    first, _, source = opened(remote.pins, tmp_path / "cache")
+    first.close()
+    source.close()
+    num_requests = len(hub.api.requests) + len(hub.store.requests)
+    again, _, _ = opened(remote.pins, tmp_path / "cache")
+    again.close()
+    assert len(hub.api.requests) + len(hub.store.requests) == num_requests
