@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -109,6 +110,9 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self.answer(404, {})
             return
+        if headers.get("if-match", self.owner.tag(path)) != self.owner.tag(path):
+            self.answer(412, {})
+            return
         self.begin_file(request, path, status=206 if found and is_same else 200)
         if has_body:
             self.send_range(request, path)
@@ -124,6 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send the head of an answer with the requested range."""
         self.send_response(status)
         self.send_header("ETag", self.owner.tag(path))
+        self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
         self.send_header("Content-Length", str(request.end - request.begin))
         if status == 206:
             place = f"{request.begin}-{request.end - 1}/{path.stat().st_size}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from checkpoint.pins import PinnedFile
 from weights.errors import LibraryMissing, SourceChanged, SourceError, SourceRefused, SourceUnavailable
 from weights.location import RemoteModel
-from weights.source import TIMEOUT_S, RangeBody, WeightSource
+from weights.source import RangeBody, WeightSource
 
 if TYPE_CHECKING:
     import obstore
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1024 * 1024
 class StoreSource(WeightSource):
     """A prefix of a bucket. Credentials, region and endpoint are those of the environment, such as AWS_*."""
 
-    def __init__(self, location: RemoteModel, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, location: RemoteModel) -> None:
         """Raises LibraryMissing, and SourceRefused for an environment that is no configuration."""
         try:
             import obstore
@@ -31,13 +31,10 @@ class StoreSource(WeightSource):
             ) from None
         self.location = location
         self._library = obstore
-        timeout = f"{timeout_s:g}s"
         try:
-            self._store: ObjectStore = from_url(
-                str(location),
-                client_options={"connect_timeout": timeout, "timeout": f"{10 * timeout_s:g}s"},
-                retry_config={"max_retries": 0},  # the transfer retries, and counts
-            )
+            # The transfer retries, and goes on where a range broke off. Client options given here would
+            # replace those of the environment.
+            self._store: ObjectStore = from_url(str(location), retry_config={"max_retries": 0})
         except Exception as error:
             raise SourceRefused(f"{location} cannot be opened: {_kind(error)}") from error
 
