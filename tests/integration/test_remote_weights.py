@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from checkpoint import Checkpoint, stage_tensor_names
+from checkpoint.headers import read_headers
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import Cluster, RequestCase
 from tests.range_server import RangeServer, range_server
 from weights.location import remote_model
+from weights.manifest import MANIFEST_FILE, index_directory, write_manifest
 
 LAYERS = (1, 2, 1)
 SHAPE: dict[str, Any] = {
@@ -95,6 +97,32 @@ async def test_a_remote_model_gives_the_same_tokens_and_each_worker_fetches_only
         again = [request for request in server.requests if request.method == "GET" and request.sent_bytes]
         index = [request for request in again if request.path.endswith("index.json")]
         assert server.sent_bytes - before == index[-1].sent_bytes, "the coordinator reads the index"
+
+
+async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
+    model: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    headers = read_headers(copy)
+    manifest = index_directory(copy, headers, lambda num_bytes: None)
+    write_manifest(copy / MANIFEST_FILE, manifest)
+    with range_server(copy) as server:
+        async with remote_cluster(server, tmp_path / "proven") as cluster:
+            status = await cluster.client.status()
+            assert [worker.weights for worker in status.workers] == [cluster_pb2.WEIGHTS_CHECK_FULL] * 3
+            tokens = await tokens_of(cluster)
+        entry = headers.tensors["model.layers.1.mlp.up_proj.weight"]
+        server.flip[entry.file] = entry.begin + 1000
+        async with remote_cluster(server, tmp_path / "damaged", waits=False) as cluster:
+            status = await cluster.wait_status(
+                lambda status: any("differs from the manifest" in worker.detail for worker in status.workers)
+            )
+            detail = next(worker.detail for worker in status.workers if "manifest" in worker.detail)
+            assert "tensor model.layers.1.mlp.up_proj.weight" in detail and server.url in detail
+            assert status.state != cluster_pb2.CLUSTER_STATE_SERVING
+        # Caches of proven weights serve although the source is damaged by now.
+        async with remote_cluster(server, tmp_path / "proven") as cluster:
+            assert await tokens_of(cluster) == tokens
 
 
 async def test_a_source_that_changes_is_one_clear_error(model: Path, tmp_path: Path) -> None:

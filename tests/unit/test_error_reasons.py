@@ -14,6 +14,7 @@ from stageline.cli.options import USAGE
 from stageline.client.errors import StagelineError
 from stageline.load.driver import WarmupFailed
 from text.tokenizer import UnreadableTokenizer
+from weights.errors import SourceError
 from wire.errors import STATUS_OF_ERROR, reason_of
 from wire.interceptors import sent_reason
 
@@ -27,6 +28,7 @@ WRITTEN_IN_COMMANDS = {
     "NO_TOKEN",
     "NOT_READY",
     "NOT_SERVING",
+    "NO_CACHE",
     "GATEWAY_UNREACHABLE",
 }
 OF_PROCESSES = (
@@ -37,6 +39,7 @@ OF_PROCESSES = (
     JoinRefused,
     WarmupFailed,
     DeviceError,
+    SourceError,
 )
 
 

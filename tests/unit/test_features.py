@@ -38,6 +38,7 @@ _TOKENS = "unit/stageline/test_cli_token.py"
 _UP = "e2e/test_up.py"
 _UP_FLAGS = "unit/stageline/test_cli_local.py"
 _USAGE = "unit/stageline/test_cli_usage.py"
+_WEIGHTS = "unit/stageline/test_cli_weights.py"
 
 Row = tuple[str, ...]
 COMMANDS: dict[str, Row] = {
@@ -52,6 +53,11 @@ COMMANDS: dict[str, Row] = {
     "deploy stop": (_UP_FLAGS, 'main(["deploy", "stop"'),
     "plan": (_UP, 'run_stageline("plan"'),
     "models": ("unit/checkpoint/test_catalog.py", 'main(["models"'),
+    "weights index": (_WEIGHTS, 'main(["weights", "index"'),
+    "weights pull": (_WEIGHTS, 'main(["weights", "pull"'),
+    "weights ls": (_WEIGHTS, 'main(["weights", "ls"'),
+    "weights verify": (_WEIGHTS, 'main(["weights", "verify"'),
+    "weights rm": (_WEIGHTS, 'main(["weights", "rm"'),
     "generate": (_UP, 'run_stageline("generate"'),
     "chat": (_UP, 'Terminal("chat"'),
     "batch": ("unit/stageline/test_cli_batch.py", '"batch"'),
@@ -101,6 +107,7 @@ FLAG_GROUPS: dict[str, Row] = {
     f"coordinator: {_FILE}": (_CONFIG, "--config"),
     "worker: Cluster and addresses": (_BY_HAND, "--advertise"),
     "worker: Compute": (_BY_HAND, "--memory"),
+    "worker: Weights of remote models": (_USAGE, "--cache-size"),
     "worker: Certificates": (_TLS, "--tls-dir"),
     "worker: Logs": (_USAGE, "--log-format"),
     f"worker: {_FILE}": (_CONFIG, "--print-config"),

@@ -86,10 +86,11 @@ def _process_errors() -> Iterator[tuple[type[Exception], str]]:
     from stage_worker.coordinator_client import JoinRefused
     from stageline.load.driver import WarmupFailed
     from text.tokenizer import UnreadableTokenizer
+    from weights.errors import SourceError
 
     commands: list[type[Exception]] = [WarmupFailed, ClusterFailed, PlanImpossible]
-    processes: list[type[Exception]] = [*CheckpointError.__subclasses__(), UnreadableTokenizer]
-    processes += [JournalUnusable, DeviceError, JoinRefused]
+    processes: list[type[Exception]] = [*CheckpointError.__subclasses__(), *SourceError.__subclasses__()]
+    processes += [UnreadableTokenizer, JournalUnusable, DeviceError, JoinRefused]
     yield from ((kind, "command") for kind in commands)
     yield from ((kind, "process") for kind in processes)
 

@@ -339,6 +339,28 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+def test_the_cache_of_a_worker_is_its_own_unless_it_has_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = _catch_config(monkeypatch, "stage_worker.server")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["worker", "--cache-dir", str(tmp_path / "c"), "--cache-size", "3GiB"]) == 3
+    assert (seen[0].weights_cache, seen[0].weights_limit_bytes) == (tmp_path / "c", 3 * 2**30)
+    assert main(["worker", "--name", "gpu-a"]) == main(["worker", "--device", "cuda:1"]) == 3
+    home = tmp_path / "stageline" / "weights-of-workers"
+    assert [config.weights_cache for config in seen[1:]] == [home / "gpu-a", home / "cuda-1"]
+    for others in (["--model", str(tmp_path)], ["--mock", "step=1ms"]):
+        assert main(["worker", "--cache-size", "1GiB", *others]) == 2
+        assert "cannot be used with --cache-size" in capsys.readouterr().err
+
+
+def test_a_manifest_is_for_a_remote_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest").write_text("")
+    flags = ["--stages", "1", "--weights-manifest", str(tmp_path / "manifest")]
+    assert main(["coordinator", "--model", str(tmp_path), *flags]) == 2
+    assert "it needs --model with an address" in capsys.readouterr().err
+
+
 def test_a_cpu_set_reaches_the_config_and_missing_cpus_are_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
