@@ -189,6 +189,7 @@ PAGES: dict[str, Row] = {
     "status": ("unit/stageline/test_cli_client.py", '"--json"', "status"),
     "structured-output": ("integration/test_structured_output.py", "json_schema", "regex"),
     "telemetry": ("integration/test_metrics.py", "openmetrics-text"),
+    "weights": ("integration/test_remote_weights.py", "range_server(", "NOT_VERIFIED"),
     "weight-formats": ("integration/test_quantized_parity.py", "pipeline.generate("),
 }
 """Pages of docs/ about features; limitations.md has none."""
