@@ -192,7 +192,7 @@ def parse_weight_map(text: bytes, source: str) -> dict[str, str]:
 
 def is_beside(file: str) -> bool:
     """Whether a file of this name is in the checkpoint's directory, and in no other."""
-    return Path(file).name == file and "\0" not in file
+    return Path(file).name == file and file != ".." and "\0" not in file
 
 
 def _nothing_to_read(directory: Path) -> CheckpointNotFound | UnsupportedFormat:

@@ -247,7 +247,8 @@ class _HttpBody(RangeBody):
         )
 
     def close(self) -> None:
-        if self._received == self._expected and self._response.isclosed():
+        if self._received == self._expected:
+            self._response.read()  # nothing is left, which read1() does not notice by itself
             self._connection.keep()
         else:
             self._connection.close()

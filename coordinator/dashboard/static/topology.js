@@ -76,6 +76,10 @@ export class Topology {
 }
 
 function times(load, worker) {
+  if (worker.fetch) {
+    const { done_bytes: done, total_bytes: total, bytes_per_second: rate } = worker.fetch;
+    return [element("span", {}, `fetches ${bytes(done)} of ${bytes(total)}, ${bytes(rate)}/s`)];
+  }
   if (worker.state === "loading") return [element("span", {}, `loading, ${percent(worker.load_progress)} read`)];
   if (!load || !load.num_steps) return [element("span", {}, "no steps in the last 10 s")];
   return [["compute", load.compute_us / 1e6], ["wait", load.wait_us / 1e6], ["hop", load.hop_us / 1e6]].map(([name, value]) =>

@@ -201,3 +201,16 @@ def test_the_status_shows_missing_stages_and_the_retry_hint() -> None:
     assert describe_cluster(status).endswith("\ndegraded, loading: worker b is lost")
     status.health = cluster_pb2.HEALTH_SERVING
     assert describe_cluster(status).endswith("\nloading: worker b is lost")
+
+
+def test_a_fetch_shows_bytes_rate_and_time_left() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    for worker, rate in zip(status.workers[1:], (64 * 2**20, 0), strict=True):
+        worker.state = cluster_pb2.WORKER_STATE_LOADING
+        worker.fetch.done_bytes, worker.fetch.total_bytes = 2**30, 3 * 2**30
+        worker.fetch.bytes_per_second = rate
+    lines = _render(status_view(status), width=200)
+    assert "Worker worker-1 fetches 1.0 GiB of 3.0 GiB, 64.0 MiB/s, 32 s left" in lines
+    assert "Worker worker-0 fetches 1.0 GiB of 3.0 GiB, no bytes at present" in lines
+    assert "worker-1 fetches 1.0 GiB of 3.0 GiB, 64.0 MiB/s, 32 s left" in describe_start(status)

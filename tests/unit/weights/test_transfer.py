@@ -220,3 +220,17 @@ def test_a_kept_connection_that_the_server_has_closed_is_replaced(
         server.misbehave = close_after
         fetch.run(layer_names(0, 1))
         assert len(closed) > 2 and not fetch.wrong(layer_names(0, 1))
+
+
+def test_a_connection_serves_one_range_after_the_other(server: RangeServer, tmp_path: Path) -> None:
+    connections: set[tuple[str, int]] = set()
+
+    def note(handler: Handler, request: Request) -> bool:
+        connections.add(handler.client_address)
+        return False
+
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, num_connections=1)) as fetch:
+        fetch.source.close()
+        server.misbehave = note
+        fetch.run(layer_names(0, 1, 2))
+        assert len(connections) == 1
