@@ -30,14 +30,14 @@ _STAGELINE = (sys.executable, "-P", "-m", "stageline")
 
 def worker_configs(config: WorkerConfig, gpus: Sequence[ListedGpu]) -> dict[str, WorkerConfig]:
     """The config of each GPU's worker by its name. Given ports are the first worker's; the next have the
-    ports after them. A directory of certificates has one directory per name.
+    ports after them. A directory of certificates, and one of fetched weights, has one directory per name.
     """
     name = config.name or socket.gethostname()
     return {f"{name}-{gpu.index}": _of_gpu(config, gpu, f"{name}-{gpu.index}") for gpu in gpus}
 
 
 def _of_gpu(config: WorkerConfig, gpu: ListedGpu, name: str) -> WorkerConfig:
-    transport, audit_log = config.transport, config.logs.audit_log
+    transport, audit_log, cache = config.transport, config.logs.audit_log, config.weights_directory
     if transport.tls_directory is not None:
         transport = replace(transport, tls_directory=transport.tls_directory / name)
     return replace(
@@ -49,6 +49,7 @@ def _of_gpu(config: WorkerConfig, gpu: ListedGpu, name: str) -> WorkerConfig:
         health_listen=_later_port(config.health_listen, gpu.index),
         payload_listen=_later_port(config.payload_listen, gpu.index),
         payload_advertise=_later_port(config.payload_advertise, gpu.index),
+        weights_directory=None if cache is None else cache / name,
         transport=transport,
         logs=replace(config.logs, audit_log=None if audit_log is None else _of_name(audit_log, name)),
     )

@@ -290,7 +290,7 @@ class WorkerConfig:
         _weights(
             "--cache-dir",
             "DIR",
-            "Cache of fetched weights, for one worker; created if missing",
+            "Cache of fetched weights, for one worker; with cuda:all, of a folder per worker",
             unset="a folder of the user's cache directory for --name, or else for the device",
             parse=directory_path,
         ),
@@ -346,12 +346,11 @@ class WorkerConfig:
         given = {"--cache-dir": self.weights_directory, "--cache-size": self.weights_limit_bytes}
         return [flag for flag, value in given.items() if value is not None]
 
-    @property
-    def weights_cache(self) -> Path | None:
-        """Directory of fetched weights; None without the user's cache directory."""
+    def weights_cache(self, device: str) -> Path | None:
+        """Directory of fetched weights of a worker on `device`; None without the user's cache directory."""
         if self.weights_directory is not None or self.cache_directory is None:
             return self.weights_directory
-        return self.cache_directory / WEIGHTS_FOLDER / (self.name or self.device.replace(":", "-"))
+        return self.cache_directory / WEIGHTS_FOLDER / (self.name or device.replace(":", "-"))
 
     @property
     def compute_threads(self) -> int | None:

@@ -59,7 +59,9 @@ class TorchBackend(StageBackend):
         prepare_thread(device)
         self.device = str(device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
-        self._remote = RemoteWeights(config.weights_cache, limit_bytes=config.weights_limit_bytes)
+        self._remote = RemoteWeights(
+            config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes
+        )
         self._resources = WorkerResources(
             device=device,
             memory_bytes=self.memory_bytes,

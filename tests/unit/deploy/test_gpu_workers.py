@@ -45,6 +45,7 @@ def test_every_gpu_has_a_worker_with_ports_and_certificates_of_its_own() -> None
         health_listen="0.0.0.0:7600",
         payload_listen="off",
         memory_bytes=20 << 30,
+        weights_directory=Path("/data/weights"),
         transport=TransportSettings(tls_directory=Path("/tls")),
         logs=LogSettings(audit_log=Path("/logs/audit.jsonl")),
     )
@@ -57,6 +58,7 @@ def test_every_gpu_has_a_worker_with_ports_and_certificates_of_its_own() -> None
             device=f"cuda:{name[-1]}",
             listen=f"10.0.0.2:{port}",
             health_listen=f"0.0.0.0:{port + 100}",
+            weights_directory=Path("/data/weights") / name,
             transport=TransportSettings(tls_directory=Path("/tls") / name),
             logs=LogSettings(audit_log=Path(f"/logs/audit-{name}.jsonl")),
         )

@@ -345,10 +345,10 @@ def test_the_cache_of_a_worker_is_its_own_unless_it_has_a_directory(
     seen = _catch_config(monkeypatch, "stage_worker.server")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["worker", "--cache-dir", str(tmp_path / "c"), "--cache-size", "3GiB"]) == 3
-    assert (seen[0].weights_cache, seen[0].weights_limit_bytes) == (tmp_path / "c", 3 * 2**30)
+    assert (seen[0].weights_cache("cpu"), seen[0].weights_limit_bytes) == (tmp_path / "c", 3 * 2**30)
     assert main(["worker", "--name", "gpu-a"]) == main(["worker", "--device", "cuda:1"]) == 3
     home = tmp_path / "stageline" / "weights-of-workers"
-    assert [config.weights_cache for config in seen[1:]] == [home / "gpu-a", home / "cuda-1"]
+    assert [config.weights_cache(config.device) for config in seen[1:]] == [home / "gpu-a", home / "cuda-1"]
     for others in (["--model", str(tmp_path)], ["--mock", "step=1ms"]):
         assert main(["worker", "--cache-size", "1GiB", *others]) == 2
         assert "cannot be used with --cache-size" in capsys.readouterr().err
