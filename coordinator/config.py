@@ -17,7 +17,7 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
-from weights.location import ModelLocation, RemoteModel, model_location
+from weights.location import ModelLocation, model_location
 from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import (
     Flag,
@@ -465,12 +465,12 @@ class CoordinatorConfig:
                 raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
             if self.model is not None:
                 raise ValueError("--mock-model replaces the model: it cannot be used with --model")
+            if self.weights_manifest is not None:
+                raise ValueError("--weights-manifest needs weights: it cannot be used with --mock-model")
             if self.quantize is not None:
                 raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
             if self.kv_dtype is not None:
                 raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
-        if self.weights_manifest is not None and not isinstance(self.model, RemoteModel):
-            raise ValueError("--weights-manifest is for a remote model: it needs --model with an address")
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()

@@ -165,6 +165,8 @@ def _directory(config: CoordinatorConfig) -> Path:
 def _open_remote(config: CoordinatorConfig) -> "RemoteCheckpoint | None":
     """None for a model in a directory."""
     if not isinstance(config.model, RemoteModel):
+        if config.weights_manifest is not None:
+            raise ValueError("--weights-manifest is for a remote model: it needs --model with an address")
         return None
     if config.cache_directory is None:
         raise ValueError(f"{config.model} needs a cache directory for its config and headers")

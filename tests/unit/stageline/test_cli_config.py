@@ -46,6 +46,7 @@ SAMPLES = {
     "FORMAT": "none",
     "NAME,NAME,...": "mine,org/mine",
     "URL": "http://head:7481/",
+    "DIR|URL": "hf://org/name@v1",
     "DEVICE": "cuda:1",
     "LIST": str(min(os.sched_getaffinity(0))),
     "TIMES": "step=0.02s,token=0.00005s,oom_at=7",

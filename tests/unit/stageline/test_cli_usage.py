@@ -7,6 +7,7 @@ import pytest
 
 from checkpoint.dtypes import ScaledDType
 from coordinator.config import CoordinatorConfig
+from coordinator.model import open_model
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
 from stageline.cli.config_flags import flags_of
@@ -354,11 +355,11 @@ def test_the_cache_of_a_worker_is_its_own_unless_it_has_a_directory(
         assert "cannot be used with --cache-size" in capsys.readouterr().err
 
 
-def test_a_manifest_is_for_a_remote_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "manifest").write_text("")
-    flags = ["--stages", "1", "--weights-manifest", str(tmp_path / "manifest")]
-    assert main(["coordinator", "--model", str(tmp_path), *flags]) == 2
-    assert "it needs --model with an address" in capsys.readouterr().err
+def test_a_manifest_is_for_a_remote_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it needs --model with an address"):
+        open_model(CoordinatorConfig(num_stages=1, weights_manifest=tmp_path))
+    with pytest.raises(ValueError, match="it cannot be used with --mock-model"):
+        CoordinatorConfig(num_stages=1, weights_manifest=tmp_path, mock_model="layers=4")
 
 
 def test_a_cpu_set_reaches_the_config_and_missing_cpus_are_a_usage_error(
