@@ -43,6 +43,7 @@ _HEAD = """\
 # another file, such as tolerations: helm install NAME DIR -f site.yaml
 """
 _STATE = Path("/var/lib/stageline")
+_CACHE = Path("/var/cache/stageline")
 _WRITTEN_FILES = ("--journal", "--audit-log")
 # Stand for names that only Kubernetes knows, while the command lines are made and checked.
 _COORDINATOR_HOST, _POD_HOST = "coordinator.invalid", "pod.invalid"
@@ -87,7 +88,7 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
         name=spec.name,
         image=spec.engine.image,
         environment={name: _escaped(value) for name, value in coordinator.environment.items()},
-        model=None if spec.model is None else _model(spec.model),
+        model=_model(spec.model) if isinstance(spec.model, Path) else None,
         drain_timeout=round(drain_timeout_s(spec) - END_S),
         coordinator=Coordinator(**_process(spec, coordinator)),
         gateways={
@@ -268,6 +269,8 @@ def _relocated(flag: str, value: Any) -> Any:
         return value
     if flag in _WRITTEN_FILES:
         return _STATE / value.name
+    if flag == "--cache-dir":
+        return _CACHE / "weights"
     return Path(_directory(flag)) / value.name
 
 

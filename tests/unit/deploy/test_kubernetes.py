@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,14 @@ def test_the_wheel_has_the_chart() -> None:
     build.manifest_files = {}
     packed = {Path(name).resolve() for name in build.find_data_files("deploy", str(REPOSITORY / "deploy"))}
     assert {path for path in CHART.rglob("*") if path.is_file()} <= packed
+
+
+def test_a_remote_model_is_an_address_without_a_volume(tmp_path: Path) -> None:
+    text = "model: hf://org/name@v1\nsecurity: {tls-dir: /etc/tls}\nworkers:\n"
+    text += "  - {name: a, memory: 1GiB, flags: {cache-dir: /data/weights, cache-size: 1GiB}}\n"
+    values = chart_values(read_cluster_spec(write(tmp_path, text)))
+    assert values.model is None
+    assert ("--model", "hf://org/name@v1") in pairwise(values.coordinator.args)
+    (worker,) = values.workers.values()
+    assert "--model" not in worker.args and worker.files == ()
+    assert ("--cache-dir", "/var/cache/stageline/weights") in pairwise(worker.args)
