@@ -1,6 +1,17 @@
 """Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
-from checkpoint.blueprint import Attention, Blueprint, BoundaryTensor, Dense, Experts, LayerPlan, Norm
+from checkpoint.blueprint import (
+    EXPANDED_ELEMENTS,
+    Attention,
+    Blueprint,
+    BoundaryTensor,
+    Dense,
+    Experts,
+    Latent,
+    LayerPlan,
+    Mixer,
+    Norm,
+)
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
 from checkpoint.dtypes import DType, ScaledDType, WeightFormat
@@ -33,6 +44,7 @@ from checkpoint.tensors import (
 )
 
 __all__ = [
+    "EXPANDED_ELEMENTS",
     "Attention",
     "BadConfig",
     "BadHeader",
@@ -45,8 +57,10 @@ __all__ = [
     "Dense",
     "Experts",
     "FileTooLarge",
+    "Latent",
     "LayerPlan",
     "MissingTensor",
+    "Mixer",
     "Norm",
     "NotRegularFile",
     "RopeConfig",

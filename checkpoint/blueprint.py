@@ -72,6 +72,23 @@ class QueryGrowth:
     original_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What a layer keeps of a token: in each of `parts` a row of `width` elements for each of `heads`.
+
+    Parts are keys and values, or one part for both.
+    """
+
+    parts: int
+    heads: int
+    width: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of one token."""
+        return self.parts * self.heads * self.width
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Grouped-query attention over paged keys and values. Widths are in elements.
@@ -111,6 +128,75 @@ class Attention:
         """Width of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def page_shape(self) -> PageShape:
+        """A key and a value of each KV head."""
+        return PageShape(2, self.num_kv_heads, self.head_dim)
+
+
+EXPANDED_ELEMENTS = 1 << 22
+"""Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: keys and values of all heads are projections of one latent per token.
+
+    A token has a normed latent of `kv_rank` elements, and a rotated key of `rope_dim` elements which all
+    heads share; only these are kept. A head's key is a projection of the latent to `nope_dim` elements, then
+    the shared key; its value is another projection, to `value_dim` elements. Queries have
+    `nope_dim + rope_dim` elements, of which the last `rope_dim` are rotated; with `query_rank` they are
+    projected through a normed latent of their own. `norm` is that of both latents. Scores are multiplied by
+    `scale`. `has_bias`: the projections to latents, and the one of the output, have biases.
+
+    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeConfig | None
+    scale: float
+    norm: Norm
+    query_growth: QueryGrowth | None = None
+    has_bias: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query, and of a key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.query_dim
+
+    @property
+    def o_size(self) -> int:
+        """Width of the values of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def window(self) -> None:
+        """There is no sliding window."""
+        return None
+
+    @property
+    def softcap(self) -> None:
+        """There is no limit of scores."""
+        return None
+
+    @property
+    def page_shape(self) -> PageShape:
+        """A latent and the shared key after it."""
+        return PageShape(1, 1, self.kv_rank + self.rope_dim)
+
+
+Mixer = Attention | Latent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiGlu:
@@ -140,15 +226,22 @@ class RouterScore(Enum):
     SIGMOID = "sigmoid"
 
 
+class GroupScore(Enum):
+    """Score of a group of experts."""
+
+    BEST_TWO = "sum of its two best experts"
+    BEST = "its best expert"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """Choice of the experts of each token, and their weights.
 
     Experts with the highest scores are chosen; with `has_choice_bias`, the experts with the highest sums
     of score and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best groups are
-    chosen; the score of a group is the sum of its two best experts. Weights are the scores of the chosen
-    experts: divided by their sum if `is_normalised`, then times `scaling`, and with `has_expert_scale` times
-    a learned number for each expert. Logits are computed in float32 if `is_wide`.
+    chosen, by `group_score`. Weights are the scores of the chosen experts: divided by their sum if
+    `is_normalised`, then times `scaling`, and with `has_expert_scale` times a learned number for each expert.
+    Logits are computed in float32 if `is_wide`.
     """
 
     score: RouterScore = RouterScore.SOFTMAX
@@ -156,6 +249,7 @@ class Router:
     scaling: float = 1.0
     num_groups: int = 1
     num_kept_groups: int = 1
+    group_score: GroupScore = GroupScore.BEST_TWO
     has_choice_bias: bool = False
     has_expert_scale: bool = False
     is_wide: bool = False
@@ -203,7 +297,7 @@ class LayerPlan:
     output is multiplied by a number among its weights.
     """
 
-    mixer: Attention
+    mixer: Mixer
     feed_forward: Dense | Experts
     norm: Norm
     placement: Placement = Placement.BEFORE
@@ -322,15 +416,15 @@ class Blueprint:
         ropes = (layer.mixer.rope for layer in self.kinds)
         return tuple(rope for rope in ropes if rope is not None)
 
-    def page_shape(self, window: int | None) -> tuple[int, int]:
-        """KV heads and their width in the layers with `window`, which share blocks.
+    def page_shape(self, window: int | None) -> PageShape:
+        """What the layers with `window`, which share blocks, keep of a token.
 
         Raises ValueError for layers of several shapes, or none.
         """
-        mixers = [layer.mixer for layer in self.kinds if layer.mixer.window == window]
-        shapes = {(mixer.num_kv_heads, mixer.head_dim) for mixer in mixers}
+        shapes = {layer.mixer.page_shape for layer in self.kinds if layer.mixer.window == window}
         if len(shapes) != 1:
-            found = " and ".join(f"{heads} heads of {width}" for heads, width in sorted(shapes))
+            sizes = sorted((shape.heads, shape.width) for shape in shapes)
+            found = " and ".join(f"{heads} heads of {width}" for heads, width in sizes)
             raise ValueError(
                 f"layers with window {window} have keys of {found or 'no shape'}, need one shape"
             )
@@ -338,7 +432,7 @@ class Blueprint:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """`Attention.window` of each layer."""
+        """Sliding window of each layer, see `Attention`."""
         return tuple(layer.mixer.window for layer in self.layers)
 
 

@@ -160,6 +160,7 @@ def _experts(row: Architecture) -> list[str]:
     if rule is None:
         return []
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
+    words += [f"groups of experts by {rule.group_score.value}"] if rule.has_groups else []
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
     words += ["clamped SwiGLU"] if rule.has_clamp else []
     words += ["biases of experts and router"] if rule.has_bias else []
@@ -190,6 +191,8 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "has_sinks": lambda row: ["attention sinks"],
     "scales": _scales,
     "experts": _experts,
+    "latent": lambda row: ["latent attention"],
+    "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],
     "global_head_dim": lambda row: [
         "other KV heads and head width with full attention",
         "values projected like keys if attention_k_eq_v",

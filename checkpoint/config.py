@@ -14,6 +14,7 @@ from checkpoint.blueprint import (
     Dense,
     Experts,
     LayerPlan,
+    Mixer,
     Norm,
     QkNorm,
     QueryGrowth,
@@ -34,6 +35,7 @@ from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
 from checkpoint.expert_config import parse_experts, parse_sparse_layers
 from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
+from checkpoint.latent_config import parse_latent
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.quantization_config import parse_quantization
 from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
@@ -109,7 +111,7 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
     for parse in (
         lambda: [positive_int(known, key) for key in ("hidden_size", "vocab_size")],
         lambda: positive_int(known, "max_position_embeddings"),
-        lambda: _parse_attention(known, row),
+        lambda: _parse_mixer(known, row),
         lambda: _parse_norm(known, row),
         lambda: _parse_feed_forwards(known, row, positive_int(known, "num_hidden_layers")),
         lambda: parse_quantization(known),
@@ -124,36 +126,49 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
 
 
 def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
-    windows = parse_layer_windows(
-        raw, positive_int(raw, "num_hidden_layers"), row.windows, row.window_pattern
-    )
-    mixer = _parse_attention(raw, row)
-    heads = parse_layer_heads(raw, row, LayerHeads(mixer.num_kv_heads, mixer.head_dim), windows)
-    ropes = parse_ropes(raw, row.rope, {name: own.head_dim for name, own in heads.items()})
-    feed_forwards = _parse_feed_forwards(raw, row, len(windows))
+    num_layers = positive_int(raw, "num_hidden_layers")
+    mixers = _parse_mixers(raw, row, num_layers)
+    feed_forwards = _parse_feed_forwards(raw, row, num_layers)
     plan = LayerPlan(
-        mixer=mixer,
+        mixer=mixers[0],
         feed_forward=feed_forwards[0],
         norm=_parse_norm(raw, row),
         placement=row.norms.placement,
         residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
         has_scale=row.has_layer_scale,
     )
-    layers = []
-    rotated = _rotated_layers(raw, row, windows)
-    for window, is_rotated, feed_forward in zip(windows, rotated, feed_forwards, strict=True):
+    return tuple(
+        replace(plan, mixer=mixer, feed_forward=feed_forward)
+        for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
+    )
+
+
+def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
+    windows = parse_layer_windows(raw, num_layers, row.windows, row.window_pattern)
+    mixer = _parse_mixer(raw, row)
+    if not isinstance(mixer, Attention):
+        return [mixer] * num_layers
+    heads = parse_layer_heads(raw, row, LayerHeads(mixer.num_kv_heads, mixer.head_dim), windows)
+    ropes = parse_ropes(raw, row.rope, {name: own.head_dim for name, own in heads.items()})
+    mixers: list[Mixer] = []
+    for window, is_rotated in zip(windows, _rotated_layers(raw, row, windows), strict=True):
         layer_type = FULL if window is None else SLIDING
-        rope, own = ropes[layer_type] if is_rotated else None, heads[layer_type]
+        own = heads[layer_type]
         own_mixer = replace(
             mixer,
             window=window,
-            rope=rope,
+            rope=ropes[layer_type] if is_rotated else None,
             num_kv_heads=own.num_kv_heads,
             head_dim=own.head_dim,
             value_is_key=own.value_is_key,
         )
-        layers.append(replace(plan, mixer=own_mixer, feed_forward=feed_forward))
-    return tuple(layers)
+        mixers.append(own_mixer)
+    return mixers
+
+
+def _parse_mixer(raw: RawConfig, row: Architecture) -> Mixer:
+    """The mixer of any layer; attention lacks its window and rotation."""
+    return _parse_attention(raw, row) if row.latent is None else parse_latent(raw, row, row.latent)
 
 
 def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> list[Dense | Experts]:

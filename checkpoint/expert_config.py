@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, Norm, Router
-from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
-from checkpoint.errors import BadConfig
+from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, GroupScore, Norm, Router
+from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int, text
+from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import ExpertRule, SparseLayers
 
 _MOST_EXPERTS = 1 << 17
@@ -25,6 +25,8 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
         case SparseLayers.AFTER_FIRST:
             first = natural_int(raw, "first_k_dense_replace", 1)
             return tuple(layer >= first for layer in layers)
+        case SparseLayers.LISTED:
+            return _listed_layers(raw, num_layers)
         case SparseLayers.INTERVAL:
             step, first = (
                 positive_int(raw, "moe_layer_interval", 1),
@@ -33,6 +35,19 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
             is_open = raw.get("moe_layer_end_index", -1) == -1
             last = num_layers - 1 if is_open else natural_int(raw, "moe_layer_end_index", 0)
             return tuple(first <= layer <= last and (layer + 1) % step == 0 for layer in layers)
+
+
+def _listed_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+    listed = raw.get("mlp_layer_types")
+    if listed is None:
+        return (False,) + (True,) * (num_layers - 1)
+    words = {"dense": False, "sparse": True}
+    if not isinstance(listed, list) or len(listed) != num_layers or any(x not in words for x in listed):
+        raise BadConfig(
+            f"config field 'mlp_layer_types' must list 'dense' or 'sparse' for {num_layers} layers, is"
+            f" {listed!r}"
+        )
+    return tuple(words[name] for name in listed)
 
 
 def _dense_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
@@ -101,17 +116,29 @@ def _parse_router(raw: RawConfig, rule: ExpertRule) -> Router:
     is_normalised = rule.is_normalised
     if rule.norm_key is not None:
         is_normalised = flag(raw, rule.norm_key, default=is_normalised)
+    has_groups = rule.has_groups and _limits_groups(raw, rule)
     return Router(
         score=rule.score,
         is_normalised=is_normalised,
         scaling=positive_float(raw, "routed_scaling_factor", 1.0) if rule.has_scaling else 1.0,
-        num_groups=positive_int(raw, "n_group", 1) if rule.has_groups else 1,
-        num_kept_groups=positive_int(raw, "topk_group", 1) if rule.has_groups else 1,
+        num_groups=positive_int(raw, "n_group", 1) if has_groups else 1,
+        num_kept_groups=positive_int(raw, "topk_group", 1) if has_groups else 1,
+        group_score=rule.group_score if has_groups else GroupScore.BEST_TWO,
         has_choice_bias=rule.has_choice_bias,
         has_expert_scale=rule.has_branches,
         is_wide=rule.is_wide,
         has_bias=rule.has_bias,
     )
+
+
+def _limits_groups(raw: RawConfig, rule: ExpertRule) -> bool:
+    """Whether experts are chosen within the best groups only."""
+    if not rule.has_group_method:
+        return True
+    method = text(raw, "topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"config field 'topk_method' = {method!r} is not supported")
+    return method == "group_limited_greedy"
 
 
 def _shared_width(raw: RawConfig, rule: ExpertRule, width: int) -> int:

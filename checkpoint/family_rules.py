@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
+from checkpoint.blueprint import GroupScore, NormKind, NormSpan, Placement, RouterScore
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.rope_config import RopeRule
 
@@ -101,6 +101,7 @@ class SparseLayers(Enum):
     SWITCHED = "all, if enable_moe_block"
     STEP = "every decoder_sparse_step-th, except mlp_only_layers"
     AFTER_FIRST = "from first_k_dense_replace on"
+    LISTED = "by mlp_layer_types, or all but the first"
     INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
 
 
@@ -111,7 +112,8 @@ class ExpertRule:
     `count_keys` are the fields for the number of experts; at least one is given. The weights of the chosen
     experts are divided by their sum if field `norm_key` is true (`is_normalised` is its default). The width
     of the shared expert is field `shared_width_key`, or the width of `shared_count_key` experts
-    (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read;
+    (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read,
+    with `has_group_method` only if topk_method is "group_limited_greedy"; `group_score` ranks groups.
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
     experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
     swiglu_limit are read.
@@ -126,6 +128,8 @@ class ExpertRule:
     is_normalised: bool = True
     has_choice_bias: bool = False
     has_groups: bool = False
+    has_group_method: bool = False
+    group_score: GroupScore = GroupScore.BEST_TWO
     has_scaling: bool = False
     is_wide: bool = False
     shared_width_key: str | None = None
@@ -135,6 +139,15 @@ class ExpertRule:
     has_branches: bool = False
     has_bias: bool = False
     has_clamp: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRule:
+    """How a family reads its latent attention. `is_head_whole`: head_dim is the width of a whole query, of
+    which partial_rotary_factor is rotated, and not the width of the rotated part.
+    """
+
+    is_head_whole: bool = False
 
 
 _USUAL_ROPE = RopeRule()
@@ -151,6 +164,7 @@ class Architecture:
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
+    `latent`: the mixer is latent attention. `aliases` are further model types of the same computation.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class.
     """
@@ -159,6 +173,7 @@ class Architecture:
     class_name: str
     keys: frozenset[str]
     title: str | None = None
+    aliases: frozenset[str] = frozenset()
     names: NameTable = LLAMA_NAMES
     windows: Windows = Windows.NONE
     window_pattern: int = 0
@@ -178,6 +193,7 @@ class Architecture:
     is_tied: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     experts: ExpertRule | None = None
+    latent: LatentRule | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

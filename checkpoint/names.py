@@ -15,6 +15,12 @@ class TensorRole(Enum):
     O = "attention output"  # noqa: E741  # the field's name
     Q_NORM = "norm of queries"
     K_NORM = "norm of keys"
+    Q_DOWN = "latents of queries"
+    Q_LATENT_NORM = "norm of latents of queries"
+    Q_UP = "queries of latents"
+    KV_DOWN = "latents and shared keys"
+    KV_LATENT_NORM = "norm of latents"
+    KV_UP = "keys and values of latents"
     SINKS = "attention sinks"
     MIXER_NORM = "norm of the mixer's input"
     MIXER_OUT_NORM = "norm of the mixer's output"
@@ -47,6 +53,12 @@ _USUAL_MODULES = {
     TensorRole.O: "self_attn.o_proj",
     TensorRole.Q_NORM: "self_attn.q_norm",
     TensorRole.K_NORM: "self_attn.k_norm",
+    TensorRole.Q_DOWN: "self_attn.q_a_proj",
+    TensorRole.Q_LATENT_NORM: "self_attn.q_a_layernorm",
+    TensorRole.Q_UP: "self_attn.q_b_proj",
+    TensorRole.KV_DOWN: "self_attn.kv_a_proj_with_mqa",
+    TensorRole.KV_LATENT_NORM: "self_attn.kv_a_layernorm",
+    TensorRole.KV_UP: "self_attn.kv_b_proj",
     TensorRole.SINKS: "self_attn",
     TensorRole.MIXER_NORM: "input_layernorm",
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",

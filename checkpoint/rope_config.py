@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from checkpoint.config_fields import (
@@ -77,7 +77,7 @@ class RopeRule:
     `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.
     `has_proportional`: "proportional" is served, by default in layers with full attention, which rotate a
     quarter of each head. `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in
-    elements, is the default instead of `partial`.
+    elements, is the default instead of `partial`. `default` is the object of a config without any.
     """
 
     theta: float = 10_000.0
@@ -90,7 +90,7 @@ class RopeRule:
     has_proportional: bool = False
     has_query_growth: bool = False
     has_rotary_dim: bool = False
-    is_yarn_by_default: bool = False
+    default: Mapping[str, object] | None = field(default=None, hash=False)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -130,26 +130,15 @@ _PROPORTIONAL_DEFAULT = {FULL: {"rope_type": "proportional", "partial_rotary_fac
 """Source: transformers' Gemma4TextConfig."""
 
 
-_YARN_DEFAULT: dict[str, object] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
-"""Of transformers' GptOssConfig."""
-
-
 def parse_ropes(raw: RawConfig, rule: RopeRule, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
     """Parse the RopeConfig of each layer type from a whole config.json, for heads of `head_dims` elements.
 
     Raises UnsupportedModel for an unsupported kind or parameter, BadConfig for impossible or contradictory
     values.
     """
-    field, given = _rope_object(raw)
+    field, given = _rope_object(raw, rule)
     if rule.has_proportional and not given:
         given = _PROPORTIONAL_DEFAULT
-    if rule.is_yarn_by_default and not given:
-        given = _YARN_DEFAULT
     if not rule.is_per_type:
         rope = _RopeReader(raw, rule, head_dims[FULL], field, given).read(rule.theta)
         return {FULL: rope, SLIDING: rope}
@@ -181,21 +170,21 @@ def parse_query_growth(raw: RawConfig, rule: RopeRule) -> tuple[float, int] | No
     """Parse beta and original length of Ministral 3's attention temperature; None without it."""
     if not rule.has_query_growth:
         return None
-    _, given = _rope_object(raw)
+    _, given = _rope_object(raw, rule)
     if (beta := optional_float(given, "llama_4_scaling_beta")) is None:
         return None
     return beta, positive_int(given, "original_max_position_embeddings")
 
 
-def _rope_object(raw: RawConfig) -> tuple[str, RawConfig]:
+def _rope_object(raw: RawConfig, rule: RopeRule) -> tuple[str, RawConfig]:
     given = {key: raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)}
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
         raise BadConfig("config fields 'rope_scaling' and 'rope_parameters' contradict each other")
-    for field, value in given.items():
+    for name, value in given.items():
         if not isinstance(value, dict):
-            raise BadConfig(f"config field {field!r} must be an object, is {value!r}")
-        return field, value
-    return "rope_scaling", {}
+            raise BadConfig(f"config field {name!r} must be an object, is {value!r}")
+        return name, value
+    return "rope_scaling", rule.default or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +356,11 @@ def _parse_longrope(parameters: RawConfig, max_positions: int, raw: RawConfig) -
 
 def _original_length(parameters: RawConfig, max_positions: int) -> int:
     return positive_int(parameters, "original_max_position_embeddings", max_positions)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Temperature of yarn: 0.1 * mscale * ln(factor) + 1. Source: Peng et al. 2023, section 3.4."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _mscale(parameters: RawConfig, key: str) -> float | None:

@@ -6,7 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from checkpoint.blueprint import Attention, Blueprint, Dense, Experts, LayerPlan, Norm, NormSpan, Placement
+from checkpoint.blueprint import (
+    Attention,
+    Blueprint,
+    Dense,
+    Experts,
+    Latent,
+    LayerPlan,
+    Mixer,
+    Norm,
+    NormSpan,
+    Placement,
+)
 from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredDType, WeightFormat
 from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
@@ -20,9 +31,10 @@ RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
 """
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
+_LATENT = (TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
-).union(_MLP, _SHARED_MLP, EXPERT_ROLES)
+).union(_LATENT, _MLP, _SHARED_MLP, EXPERT_ROLES)
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 SINKS_KIND = "sinks"
@@ -37,12 +49,22 @@ BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole
 
 def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     """Return the shape of each tensor of a layer."""
-    attention = plan.mixer
     shapes: RoleShapes = {}
     for role in norm_roles(plan):
         shapes |= _norm(role, (hidden_size,), plan.norm)
     if plan.has_scale:
         shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
+    if isinstance(plan.mixer, Latent):
+        shapes |= _latent(plan.mixer, hidden_size)
+    else:
+        shapes |= _attention(plan.mixer, hidden_size)
+    if isinstance(plan.feed_forward, Experts):
+        return shapes | _experts(plan.feed_forward, hidden_size)
+    return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)
+
+
+def _attention(attention: Attention, hidden_size: int) -> RoleShapes:
+    shapes: RoleShapes = {}
     projections = {TensorRole.Q: attention.q_size, TensorRole.K: attention.kv_size}
     if not attention.value_is_key:
         projections[TensorRole.V] = attention.kv_size
@@ -57,9 +79,22 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     shapes |= _projection(TensorRole.O, hidden_size, attention.q_size, bias=attention.o_bias)
     if attention.has_sinks:
         shapes[TensorRole.SINKS, SINKS_KIND] = (attention.num_heads,)
-    if isinstance(plan.feed_forward, Experts):
-        return shapes | _experts(plan.feed_forward, hidden_size)
-    return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)
+    return shapes
+
+
+def _latent(latent: Latent, hidden_size: int) -> RoleShapes:
+    rank, bias = latent.query_rank, latent.has_bias
+    if rank is None:
+        shapes = _projection(TensorRole.Q, latent.q_size, hidden_size, bias=False)
+    else:
+        shapes = _projection(TensorRole.Q_DOWN, rank, hidden_size, bias=bias)
+        shapes |= _norm(TensorRole.Q_LATENT_NORM, (rank,), latent.norm)
+        shapes |= _projection(TensorRole.Q_UP, latent.q_size, rank, bias=False)
+    shapes |= _projection(TensorRole.KV_DOWN, latent.page_shape.width, hidden_size, bias=bias)
+    shapes |= _norm(TensorRole.KV_LATENT_NORM, (latent.kv_rank,), latent.norm)
+    expanded = latent.num_heads * (latent.nope_dim + latent.value_dim)
+    shapes |= _projection(TensorRole.KV_UP, expanded, latent.kv_rank, bias=False)
+    return shapes | _projection(TensorRole.O, hidden_size, latent.o_size, bias=bias)
 
 
 def _mlp(dense: Dense, hidden_size: int, roles: tuple[TensorRole, TensorRole, TensorRole]) -> RoleShapes:
@@ -396,12 +431,18 @@ def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
 
 
 def check_can_hold(config: Blueprint) -> None:
-    """Raise UnsupportedModel for experts, and for a matrix without whole groups of the weight format."""
+    """Raise UnsupportedModel for experts, latent attention, and matrices without whole groups of the weight
+    format.
+    """
     if config.weight_format is not None and any(
         isinstance(kind.feed_forward, Experts) for kind in config.kinds
     ):
         raise UnsupportedModel(
             f"{config.model_type!r} is a mixture of experts, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not None and any(isinstance(kind.mixer, Latent) for kind in config.kinds):
+        raise UnsupportedModel(
+            f"{config.model_type!r} has latent attention, which --quantize does not support: leave it out"
         )
     if config.weight_format is not WeightFormat.INT4:
         return
@@ -450,6 +491,7 @@ def stage_weight_bytes(
     return outside * dtype.size_bytes + sum(sizes[config.layers[layer]] for layer in layers)
 
 
-def kv_bytes_per_token(attention: Attention, dtype: DType | ScaledDType) -> int:
-    """Size of keys and values of one position in one layer: of each head a row of `dtype`."""
-    return 2 * attention.num_kv_heads * dtype.row_bytes(attention.head_dim)
+def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
+    """Size of what one layer keeps of a token: rows of `dtype`, see `PageShape`."""
+    shape = mixer.page_shape
+    return shape.parts * shape.heads * dtype.row_bytes(shape.width)

@@ -15,6 +15,8 @@ from checkpoint.headers import TensorEntry
 class Wrapper:
     """A model of several modalities by its `model_type` and its class in transformers.
 
+    `other_names` are the names of its class in published checkpoints.
+
     `text_types` are the model types of its `text_config`; `keys` are the fields beside it, which do not
     change generated text.
     """
@@ -23,6 +25,7 @@ class Wrapper:
     class_name: str
     text_types: frozenset[str]
     keys: frozenset[str]
+    other_names: frozenset[str] = frozenset()
 
 
 _COMMON_KEYS = frozenset({"text_config", "vision_config", "image_token_index", "image_token_id"})
@@ -57,13 +60,32 @@ WRAPPERS: tuple[Wrapper, ...] = (
     Wrapper(
         model_type="mistral3",
         class_name="Mistral3ForConditionalGeneration",
-        text_types=frozenset({"mistral", "ministral3"}),
+        text_types=frozenset({"mistral", "ministral3", "mistral4"}),
         keys=frozenset(
             {
                 "multimodal_projector_bias",
                 "projector_hidden_act",
                 "spatial_merge_size",
                 "vision_feature_layer",
+            }
+        ),
+    ),
+    Wrapper(
+        model_type="kimi_k25",
+        class_name="Kimi_K25ForConditionalGeneration",
+        other_names=frozenset({"KimiK25ForConditionalGeneration"}),
+        text_types=frozenset({"deepseek_v3", "kimi_k2"}),
+        keys=frozenset(
+            {
+                "auto_map",
+                "ignore_index",
+                "media_placeholder_token_id",
+                "projection_hidden_size",
+                "projection_layer_norm_eps",
+                "use_unified_vision_chunk",
+                "video_placeholder",
+                "video_token_id",
+                "vision_start_token_id",
             }
         ),
     ),
@@ -74,7 +96,10 @@ _PLACES = (
     ("model.language_model.", "lm_head.weight"),
 )
 """Prefix of the text model's tensors, and its head, as transformers 4 and 5 name them."""
-_OTHER_MODULES = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+_OTHER_MODULES = (
+    *("vision_tower", "multi_modal_projector", "mm_projector"),
+    *("embed_vision", "audio_tower", "embed_audio"),
+)
 _OTHERS = tuple(f"{prefix}{module}." for prefix in ("", "model.") for module in _OTHER_MODULES)
 """Prefixes of the tensors of other modalities."""
 _INHERITED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
@@ -110,7 +135,8 @@ def is_wrapper(raw: RawConfig) -> bool:
 def _wrapper_of(raw: RawConfig) -> Wrapper:
     named = raw.get("model_type"), raw.get("architectures") or []
     for wrapper in WRAPPERS:
-        if wrapper.model_type == named[0] and named[1] in ([], [wrapper.class_name]):
+        classes = {wrapper.class_name, *wrapper.other_names}
+        if wrapper.model_type == named[0] and named[1] in ([], *([name] for name in classes)):
             return wrapper
     legal = ", ".join(wrapper.class_name for wrapper in WRAPPERS)
     raise UnsupportedModel(

@@ -39,7 +39,7 @@ def parse_mock_model(text: str) -> Blueprint:
 def mock_fingerprint(config: Blueprint) -> str:
     """The identity of a mock model: its shape."""
     mixer, dense = config.layers[0].mixer, config.layers[0].feed_forward
-    assert isinstance(dense, Dense), "a mock model of experts"
+    assert isinstance(dense, Dense) and isinstance(mixer, Attention), "a mock model of another family"
     sizes = (config.num_layers, config.hidden_size, dense.width, mixer.num_heads)
     others = (mixer.num_kv_heads, mixer.head_dim, config.vocab_size, config.max_position_embeddings)
     return "mock-" + "-".join(map(str, (*sizes, *others)))

@@ -1,7 +1,8 @@
 """Tensors behind the blocks: keys and values of one stage's layers, page by page.
 
 A page is [2, kv_heads, block_size, head_dim] (FlashInfer calls this layout HND): keys and values side by
-side, the tokens of one head together. One `index_select` over whole pages, into a permuted view of the
+side, the tokens of one head together. A page of latents, from which attention computes keys and values, is
+[1, 1, block_size, width]: one row per token. One `index_select` over whole pages, into a permuted view of the
 result, gathers keys and values contiguously by head and sequence, as attention needs them, and reads each
 page in one piece. bench/STUDIES.md compares it with other orders.
 """
@@ -28,6 +29,8 @@ class InvalidWrite(KvCacheError, ValueError):
 class KvPages:
     """Keys and values of all layers of one stage, in `num_blocks` pages of `block_size` tokens.
 
+    They are `num_parts` of a page: 2, or 1 for latents, which are both. The latter have one KV head.
+
     A *slot* is the place of one token: page * block_size + offset. All layers share pages and slots, so a
     step is validated once (`validate_write`), then written layer by layer. Layers count from 0 within the
     stage.
@@ -43,20 +46,23 @@ class KvPages:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        num_parts: int = 2,
     ) -> None:
         """Allocate zeroed pages at once; a CPU commits memory when a page is first written."""
-        sizes = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        sizes = (num_layers, num_blocks, block_size, num_kv_heads, head_dim, num_parts)
         if min(sizes) < 1:
             raise ValueError(
-                f"layers, blocks, block size, heads and head dim must be at least 1, got {sizes}"
+                f"layers, blocks, block size, heads, head dim and parts must be at least 1, got {sizes}"
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
+        self.num_kv_heads, self.head_dim, self.num_parts = num_kv_heads, head_dim, num_parts
+        shape = (num_layers, num_blocks, num_parts, num_kv_heads, block_size, head_dim)
         self._store = zeros(shape, dtype, torch.device(device))
         # Created once, because indexing a tensor costs microseconds.
         self._layers: list[Tensor] = list(self._store)
-        self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
+        self._pages = [
+            layer.flatten(3) for layer in self._layers
+        ]  # [num_blocks, parts, kv_heads, block * dim]
         self._rows = [layer.view(-1, head_dim) for layer in self._layers]  # one token of one head each
         # All layers of a step write the same slots.
         self._placed = (torch.empty(0), torch.empty(0))
@@ -112,8 +118,8 @@ class KvPages:
     def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Store one layer's keys and values at `slots` (int64 [n]) that passed `validate_write`.
 
-        `tokens` is [n, 2 * num_kv_heads, head_dim]: the heads of the keys, then those of the values. With
-        `rows` (int64 [n]) only these of more tokens are stored. Raises InvalidWrite, before anything is
+        `tokens` is [n, num_parts * num_kv_heads, head_dim]: the heads of the keys, then those of the values.
+        With `rows` (int64 [n]) only these of more tokens are stored. Raises InvalidWrite, before anything is
         written, for another shape, dtype or device.
         """
         chosen = tokens if rows is None else tokens.index_select(0, rows)
@@ -121,7 +127,7 @@ class KvPages:
         self._put(self._rows[layer], chosen, slots)
 
     def _check_tokens(self, tokens: Tensor, num_tokens: int) -> None:
-        expected = (num_tokens, 2 * self.num_kv_heads, self.head_dim)
+        expected = (num_tokens, self.num_parts * self.num_kv_heads, self.head_dim)
         if tokens.shape != expected or tokens.dtype is not self.dtype or tokens.device != self.device:
             needed = f"{self.dtype} {expected} on {self.device}"
             got = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
@@ -134,21 +140,21 @@ class KvPages:
         target.index_copy_(0, self._placed[1], tokens.reshape(-1, target.shape[1]))
 
     def store(self, layer: int) -> Tensor:
-        """Return one layer's pages, [num_blocks, 2, num_kv_heads, block_size, head_dim], not a copy."""
+        """Return one layer's pages, [num_blocks, parts, num_kv_heads, block_size, head_dim], not a copy."""
         return self._layers[layer]
 
     def scales(self, layer: int) -> Tensor | None:
-        """Scale of each row of `store(layer)`, [num_blocks, 2, num_kv_heads, block_size]; None without."""
+        """Scale of each row of `store(layer)`, in that shape but for the last dimension; None without."""
         return None
 
     def clear(self, pages: Tensor) -> None:
         """Set whole pages (int64 [num_pages]) to zero in all layers."""
         self._store.index_fill_(1, pages, 0)
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
         """Gather one layer's keys and values of whole pages, for `pages` int64 [batch, num_pages].
 
-        Each result is contiguous, [num_kv_heads, batch, num_pages * block_size, head_dim], and valid until
+        Each part is contiguous, [num_kv_heads, batch, num_pages * block_size, head_dim], and valid until
         the next gather, which may reuse the memory. Raises InvalidWrite for another rank, IndexError (CPU)
         for a page that does not exist.
         """
@@ -156,21 +162,21 @@ class KvPages:
             raise InvalidWrite(f"pages: expected 2 dimensions, got shape {tuple(pages.shape)}")
         batch, num_pages = pages.shape
         store = self._pages[layer]
-        size = (2, self.num_kv_heads, batch * num_pages, store.shape[3])
+        size = (self.num_parts, self.num_kv_heads, batch * num_pages, store.shape[3])
         if self.device.type == "cpu":
             gathered = self._room(size)
             torch.index_select(store, 0, pages.flatten(), out=gathered.permute(2, 0, 1, 3))
         else:
             gathered = store.index_select(0, pages.flatten()).permute(1, 2, 0, 3).contiguous()
-        shape = (2, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
-        keys, values = gathered.view(shape).unbind()
-        return keys, values
+        shape = (self.num_parts, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
+        return gathered.view(shape).unbind()
 
     def _places(self, slots: Tensor) -> Tensor:
         """Return the rows of `_rows` that hold the tokens at `slots`, head by head."""
-        heads = torch.arange(2 * self.num_kv_heads, device=slots.device)
+        num_heads = self.num_parts * self.num_kv_heads
+        heads = torch.arange(num_heads, device=slots.device)
         page, offset = slots // self.block_size, slots % self.block_size
-        first = page * (2 * self.num_kv_heads * self.block_size) + offset
+        first = page * (num_heads * self.block_size) + offset
         return (first[:, None] + heads * self.block_size).flatten()
 
     def _room(self, size: tuple[int, ...]) -> Tensor:

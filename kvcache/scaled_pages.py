@@ -1,4 +1,4 @@
-"""Pages of 8 bits: each key and value is a row of one-byte elements with a float32 scale of its own.
+"""Pages of 8 bits: each key, value or latent is a row of one-byte elements with a float32 scale of its own.
 
 A row with the largest magnitude m has the scale s = max(m / 448, 2 ** -126) in float8_e4m3fn, and
 s = max(m / 127, 2 ** -126) in int8. An element x is read as y with
@@ -62,6 +62,7 @@ class ScaledPages(KvPages):
         dtype: torch.dtype,
         device: torch.device | str,
         element: torch.dtype,
+        num_parts: int = 2,
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -71,9 +72,10 @@ class ScaledPages(KvPages):
             head_dim=head_dim,
             dtype=torch.uint8,
             device=device,
+            num_parts=num_parts,
         )
         self._dtype, self._element = dtype, element
-        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size)
+        shape = (num_layers, num_blocks, num_parts, num_kv_heads, block_size)
         self._scales = zeros(shape, torch.float32, torch.device(device))
         self._layer_scales: list[Tensor] = list(self._scales)
         self._scale_rows = [layer.view(-1, 1) for layer in self._layer_scales]
@@ -111,13 +113,12 @@ class ScaledPages(KvPages):
         super().clear(pages)
         self._scales.index_fill_(1, pages, 0)
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
         found = super().gather(layer, pages)
         batch, num_pages = pages.shape
         scales = self._layer_scales[layer].index_select(0, pages.flatten()).permute(1, 2, 0, 3)
-        shape = (2, self.num_kv_heads, batch, num_pages * self.block_size, 1)
-        keys, values = (
+        shape = (self.num_parts, self.num_kv_heads, batch, num_pages * self.block_size, 1)
+        return tuple(
             unscaled_rows(elements, of_elements, self._element, self._dtype)
             for elements, of_elements in zip(found, scales.reshape(shape), strict=True)
         )
-        return keys, values

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from checkpoint import TensorEntry
 from checkpoint.directory import sampled_ranges
@@ -46,7 +52,7 @@ def make_checkpoint(
     config = make_config(family, num_layers=num_layers, **config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = _new_model(config)
         _perturb(model)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size or "50GB")
     return directory
@@ -60,13 +66,21 @@ def make_config(family: str, *, num_layers: int, **config_overrides: Any) -> Pre
     return config
 
 
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A random model; transformers' auto class knows Mistral 4 within a wrapper only."""
+    if config.model_type == "mistral4":
+        return Mistral4ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
     config = json.loads((directory / "config.json").read_text())
     # Of transformers' implementations, only the eager one limits scores and has sinks.
     is_eager = config.get("attn_logit_softcapping") or config["model_type"] == "gpt_oss"
     attention = "eager" if is_eager else "sdpa"
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention)
+    family = Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
+    model: PreTrainedModel = family.from_pretrained(directory, attn_implementation=attention)
     model.train(mode=False)
     return model
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from checkpoint import Blueprint, Experts, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
-from checkpoint.blueprint import Activation, NormKind, RouterScore
+from checkpoint.blueprint import Activation, Attention, GroupScore, NormKind, RouterScore
 from checkpoint.names import NameTable, Pack, TensorRole
 from checkpoint.tensors import role_shapes
 from tests.checkpoints import make_checkpoint, make_config
@@ -36,6 +36,21 @@ _EPS = {"rms_norm_eps": 0.05}
 _THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 _WINDOW = {"sliding_window": 9}
+_SHORT_YARN = _YARN | {"beta_fast": 0.5, "beta_slow": 0.03125}
+"""For 4 pairs."""
+_MSCALE = {name: value for name, value in _SHORT_YARN.items() if name != "llama_4_scaling_beta"}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 20,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+}
 _LOCAL = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
@@ -81,6 +96,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    },
+    "deepseek_v2": _LATENT
+    | {
+        "q_lora_rank": None,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": _MSCALE,
+    },
+    "deepseek_v3": _LATENT
+    | {
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+        "seed": 8,
+        "rope_parameters": _MSCALE,
+    },
+    "glm4_moe_lite": _LATENT
+    | {
+        "n_routed_experts": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+    }
+    | _THETA,
+    "mistral4": _LATENT
+    | {
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": _SHORT_YARN | {"partial_rotary_factor": 0.4},
+        "head_dim": 20,
     },
     "granitemoe": {
         "num_local_experts": 8,
@@ -284,6 +339,7 @@ _SHAPES = {
     ),
     *("o_bias", "has_bias", "width", "is_gated", "placement", "span", "count", "has_choice_bias"),
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
+    *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
@@ -324,7 +380,8 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
     shapes: dict[tuple[TensorRole, str], tuple[int, ...]] = {}
     for kind in blueprint.kinds:
         shapes |= role_shapes(blueprint.hidden_size, kind)
-    qk_norm = blueprint.layers[0].mixer.qk_norm
+    mixer = blueprint.layers[0].mixer
+    qk_norm = mixer.qk_norm if isinstance(mixer, Attention) else None
     for pair in _ALIKE:
         if pair[0] is TensorRole.Q_NORM and qk_norm is not None and qk_norm.is_after_rotation:
             continue  # only the product of both weights enters the scores
@@ -428,6 +485,8 @@ def _other(value: Any) -> Any:
             return not value
         case NormKind():
             return _KINDS[value]
+        case GroupScore():
+            return GroupScore.BEST if value is GroupScore.BEST_TWO else GroupScore.BEST_TWO
         case RouterScore():
             return RouterScore.SIGMOID if value is RouterScore.SOFTMAX else RouterScore.SOFTMAX
         case Activation():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint import Blueprint, Experts, LayerPlan
+from checkpoint import Blueprint, Experts, Latent, LayerPlan
 from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
 from coordinator.planner.planner import StageMemory
 
@@ -49,7 +49,8 @@ def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
 
 def _name(layer: LayerPlan) -> str:
     mixer, inner = layer.mixer, layer.feed_forward
-    words = ["attention" if mixer.window is None else f"attention window {mixer.window}"]
+    name = "latent attention" if isinstance(mixer, Latent) else "attention"
+    words = [name if mixer.window is None else f"{name} window {mixer.window}"]
     if mixer.rope is None:
         words[0] += " without rotation"
     if isinstance(inner, Experts):

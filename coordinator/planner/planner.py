@@ -10,6 +10,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   A mixture of E experts instead has the router's logits, scores and order (E * 20), and for each expert that
   a token chooses its row, gate, up and their product, its result before and after sorting
   ((3 * hidden + 3 * width) * s), and the latter in float32 with its weight (8 * hidden).
+* Latent attention has instead of q, k, v: latents before and after their norms, queries before and after
+  rotation, in the width of latents, mixed latents, and the attention output twice; and, for a prompt, keys
+  and values of some heads for C tokens, with a float32 copy of the keys.
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
@@ -44,10 +47,13 @@ from operator import mul
 from typing import NoReturn
 
 from checkpoint import (
+    EXPANDED_ELEMENTS,
     Blueprint,
     DType,
     Experts,
+    Latent,
     LayerPlan,
+    Mixer,
     ScaledDType,
     expert_weight_bytes,
     head_bytes,
@@ -195,6 +201,7 @@ class StageMemory:
             limits.max_step_tokens * token_bytes + gathered * kv_bytes
             for token_bytes, kv_bytes in self._kind_bytes
         )
+        size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
         return size + (self._logits_bytes() if role.has_head else 0)
 
     def total_bytes(self, role: StageRole, layer_begin: int, layer_end: int, num_blocks: int) -> int:
@@ -217,11 +224,18 @@ class StageMemory:
             return size
         return size + size // 2 + kv_bytes_per_token(layer.mixer, self.kv_dtype)
 
+    def _expanded_bytes(self, mixer: Mixer, num_keys: int) -> int:
+        """Keys and values that are expanded from latents at once, and their copies for products."""
+        if not isinstance(mixer, Latent):
+            return 0
+        of_a_head = num_keys * (mixer.query_dim + mixer.value_dim)
+        num_elements = max(of_a_head, min(EXPANDED_ELEMENTS, mixer.num_heads * of_a_head))
+        return num_elements * (3 * self.dtype.size_bytes + 4)
+
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
-        mixer = layer.mixer
         residual = hidden_size * (2 * size + 2 * 4)
-        attention = (2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size) * size
+        attention = _mixer_elements(layer.mixer) * size
         return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size
 
     def _inner_bytes(self, layer: LayerPlan) -> int:
@@ -239,6 +253,15 @@ class StageMemory:
     def _logits_bytes(self) -> int:
         rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
         return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
+
+
+def _mixer_elements(mixer: Mixer) -> int:
+    """Elements of one token within a mixer."""
+    if isinstance(mixer, Latent):
+        absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+        down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
+        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size
 
 
 def validate_counts(

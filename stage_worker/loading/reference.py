@@ -22,13 +22,25 @@ from checkpoint import (
     Dense,
     DType,
     Experts,
+    Latent,
     LayerPlan,
+    Mixer,
     Norm,
     RopeKind,
     ScaledDType,
     WeightFormat,
 )
-from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, Placement, QkNorm, RouterScore
+from checkpoint.blueprint import (
+    Activation,
+    Attention,
+    ClampedSwiGlu,
+    GroupScore,
+    NormKind,
+    NormSpan,
+    Placement,
+    QkNorm,
+    RouterScore,
+)
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
@@ -96,14 +108,14 @@ class StreamedModel:
         """
         config = checkpoint.config
         kinds = config.kinds
-        widest = max(max(_inner_size(kind), kind.mixer.q_size) for kind in kinds)
+        widest = max(max(_inner_size(kind), kind.mixer.q_size, _expanded_size(kind.mixer)) for kind in kinds)
         width = max(config.hidden_size, widest)
         shapes = [entry.shape for entry in checkpoint.tensors.values()]
         shapes += [matrix.shape for matrix in checkpoint.packed.values()]
         largest = max(math.prod(shape) for shape in shapes)
         block = min(largest, max(BLOCK_ELEMENTS, width))
         of_a_layer = 6 * config.hidden_size + 3 * max(
-            kind.mixer.q_size + 2 * kind.mixer.kv_size + _inner_size(kind) for kind in kinds
+            kind.mixer.q_size + _expanded_size(kind.mixer) + _inner_size(kind) for kind in kinds
         )
         of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, _num_rows(config.hidden_size))
         of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
@@ -142,7 +154,7 @@ class StreamedModel:
         return hidden
 
     def cached(self, x: Tensor) -> Tensor:
-        """Round the second of keys or values `x` [2, n, kv_heads, head_dim] as the pages of a stage do."""
+        """Round the second of keys or values `x` [2, n, kv_heads, width], or of latents, as pages do."""
         if self._kv_element is not None:
             x[1] = unscaled_rows(*scaled_rows(x[1], self._kv_element), self._kv_element, self._dtype)
         return x
@@ -244,13 +256,12 @@ class _StreamedLayer:
 
     def __init__(self, model: StreamedModel, plan: LayerPlan, places: RolePlaces) -> None:
         self._model, self._plan, self._places = model, plan, places
-        self._mixer = plan.mixer
 
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
         plan = self._plan
         normed = self._normed(hidden, TensorRole.MIXER_NORM)
-        hidden = self._added(hidden, self._attention(normed, lengths), TensorRole.MIXER_OUT_NORM)
+        hidden = self._added(hidden, self._mixed(normed, lengths), TensorRole.MIXER_OUT_NORM)
         if plan.placement is not Placement.SHARED:
             normed = self._normed(hidden, TensorRole.FFN_NORM)
         hidden = self._added(hidden, self._feed_forward(normed, hidden), TensorRole.FFN_OUT_NORM)
@@ -279,7 +290,7 @@ class _StreamedLayer:
         if isinstance(plan, Dense):
             return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
         if plan.branch_norm is None:
-            mixed = self._mixed(x, x, plan)
+            mixed = self._chosen(x, x, plan)
         else:
             mixed = self._branch(residual, plan, plan.branch_norm)
         if plan.shared is None:
@@ -321,10 +332,10 @@ class _StreamedLayer:
         rows = self._model.vector(self._places[TensorRole.ROUTER_NORM, ROUTER_NORM_KIND, None])
         routed = self._model.normed(residual, Norm(kind=NormKind.RMS, eps=norm.eps), rows)
         routed = self._model.rounded(routed * residual.shape[-1] ** -0.5)
-        mixed = self._mixed(self._normed(residual, TensorRole.EXPERTS_NORM, norm), routed, plan)
+        mixed = self._chosen(self._normed(residual, TensorRole.EXPERTS_NORM, norm), routed, plan)
         return self._normed(mixed, TensorRole.EXPERTS_OUT_NORM, norm)
 
-    def _mixed(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
+    def _chosen(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
         """The experts' results, of tokens that one of both copies of `x` gives to them."""
         shares = self._shares(routed, plan)
         mixed = torch.zeros_like(x)
@@ -349,7 +360,8 @@ class _StreamedLayer:
             ranks = scores + self._model.exact(self._places[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND, None])
         if router.num_groups > 1:
             groups = ranks.view(*ranks.shape[:2], router.num_groups, -1)
-            best = groups.sort(dim=-1).values[..., -2:].sum(dim=-1)
+            num_best = 2 if router.group_score is GroupScore.BEST_TWO else 1
+            best = groups.sort(dim=-1).values[..., -num_best:].sum(dim=-1)
             is_kept = _is_among(best, router.num_kept_groups)
             ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
         chosen = scores.masked_fill(~_is_among(ranks, plan.per_token), 0.0)
@@ -361,8 +373,38 @@ class _StreamedLayer:
             )
         return chosen * router.scaling
 
-    def _attention(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        mixer = self._mixer
+    def _mixed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        mixer = self._plan.mixer
+        if isinstance(mixer, Latent):
+            return self._latent_attention(x, lengths, mixer)
+        return self._attention(x, lengths, mixer)
+
+    def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
+        """Expanded: each head has keys and values."""
+        if mixer.query_rank is None:
+            query = self._projected(x, TensorRole.Q)
+        else:
+            down = self._projected(x, TensorRole.Q_DOWN)
+            query = self._projected(self._normed(down, TensorRole.Q_LATENT_NORM, mixer.norm), TensorRole.Q_UP)
+        query = query.view(*query.shape[:2], mixer.num_heads, -1)
+        latent, shared = self._projected(x, TensorRole.KV_DOWN).split_with_sizes(
+            (mixer.kv_rank, mixer.rope_dim), dim=-1
+        )
+        latent = self._normed(latent, TensorRole.KV_LATENT_NORM, mixer.norm)
+        mixed = []
+        split = (rows.split_with_sizes(list(lengths), dim=1) for rows in (query, latent, shared))
+        for q, c, k in zip(*split, strict=True):
+            plain, turning = q.split_with_sizes((mixer.nope_dim, mixer.rope_dim), dim=-1)
+            q = torch.cat((plain, self._rotated(turning, mixer)), dim=-1)
+            kept = torch.cat((c[:, :, None], self._rotated(k[:, :, None], mixer)), dim=-1)
+            c, k = self._model.cached(kept).split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=-1)
+            expanded = self._projected(c[:, :, 0], TensorRole.KV_UP).view(*q.shape[:3], -1)
+            keys, values = expanded.split_with_sizes((mixer.nope_dim, mixer.value_dim), dim=-1)
+            keys = torch.cat((keys, k.expand(-1, -1, mixer.num_heads, -1)), dim=-1)
+            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
+        return self._projected(torch.cat(mixed, 1), TensorRole.O)
+
+    def _attention(self, x: Tensor, lengths: Sequence[int], mixer: Attention) -> Tensor:
         source_of_values = TensorRole.K if mixer.value_is_key else TensorRole.V
         projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, source_of_values))
         query, key, value = (y.view(*y.shape[:2], -1, mixer.head_dim) for y in projected)
@@ -375,10 +417,11 @@ class _StreamedLayer:
         split = (heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value))
         mixed = []
         for q, k, v in zip(*split, strict=True):
-            q, k = self._rotated(q), self._rotated(k)
+            q, k = self._rotated(q, mixer), self._rotated(k, mixer)
             if qk_norm is not None and qk_norm.is_after_rotation:
                 q, k = self._normed_heads(q, k, qk_norm)
-            mixed.append(self._mix(self._grown(q), self._model.cached(k), self._model.cached(v)))
+            keys, values = self._model.cached(k), self._model.cached(v)
+            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
         return self._projected(torch.cat(mixed, 1), TensorRole.O)
 
     def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
@@ -389,19 +432,19 @@ class _StreamedLayer:
             query, key = (self._normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)
         return query, key
 
-    def _grown(self, query: Tensor) -> Tensor:
-        growth = self._mixer.query_growth
+    def _grown(self, query: Tensor, mixer: Mixer) -> Tensor:
+        growth = mixer.query_growth
         if growth is None:
             return query
         turns = torch.arange(query.shape[1]) // growth.original_length
         factors = 1 + growth.beta * torch.log(1 + turns.float())
         return self._model.rounded(query * factors[:, None, None])
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value [2, n, kv_heads,
-        head_dim].
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mixer: Mixer) -> Tensor:
+        """[2, n, heads * width] for query [2, n, heads, head_dim], key [2, n, kv_heads, head_dim] and value
+        [2, n, kv_heads, width].
         """
-        mixer, num_tokens = self._mixer, query.shape[1]
+        num_tokens = query.shape[1]
         queries, keys, values = (
             x.repeat_interleave(mixer.num_heads // x.shape[2], dim=2).transpose(1, 2)
             for x in (query, key, value)
@@ -413,15 +456,15 @@ class _StreamedLayer:
         if mixer.softcap is not None:
             scores = _limited(scores, mixer.softcap)
         scores = scores.masked_fill(is_hidden, -math.inf)
-        if mixer.has_sinks:
+        if isinstance(mixer, Attention) and mixer.has_sinks:
             sinks = self._model.vector(self._places[TensorRole.SINKS, SINKS_KIND, None])
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
         weights = self._model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
         return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
-    def _rotated(self, heads: Tensor) -> Tensor:
-        """Rotate the pairs of `heads` [2, n, heads, head_dim] in the order of the checkpoint."""
-        rope = self._mixer.rope
+    def _rotated(self, heads: Tensor, mixer: Mixer) -> Tensor:
+        """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
+        rope = mixer.rope
         if rope is None:
             return heads
         frequencies = inverse_frequencies(rope, heads.shape[-1])
@@ -452,6 +495,13 @@ def _inner_size(plan: LayerPlan) -> int:
         return inner.width
     shared = 0 if inner.shared is None else inner.shared.width
     return max(inner.width, shared) + 3 * inner.count
+
+
+def _expanded_size(mixer: Mixer) -> int:
+    """Elements of the keys and values of one token."""
+    if isinstance(mixer, Latent):
+        return mixer.num_heads * (mixer.query_dim + mixer.value_dim) + mixer.page_shape.width
+    return 2 * mixer.kv_size
 
 
 def _num_rows(width: int) -> int:

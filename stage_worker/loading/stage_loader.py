@@ -344,13 +344,14 @@ def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -
         new = partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
     groups = []
     for number in numbers:
-        num_kv_heads, head_dim = config.page_shape(windows[number])
+        shape = config.page_shape(windows[number])
         pages = new(
             num_layers=layer_groups.count(number),
             num_blocks=assignment.group_blocks[number],
             block_size=assignment.block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=shape.heads,
+            head_dim=shape.width,
+            num_parts=shape.parts,
             dtype=TORCH_DTYPES[assignment.dtype],
             device=device,
         )

@@ -92,7 +92,7 @@ class DecoderStage:
         self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype, choice)
         self._windows = frozenset(self.windows)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
-        self._most_kv_elements = max(2 * mixer.kv_size for mixer in mixers)
+        self._most_kv_elements = max(mixer.page_shape.num_elements for mixer in mixers)
         self._ropes = {
             rotary: Rope(rotary.rope, rotary.head_dim, self.torch_dtype, self.device)
             for rotary in map(Rotary.of, mixers)

@@ -9,28 +9,33 @@ function does the same; it divides by the sum of the weights after the product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, LayerPlan
+from checkpoint import Attention, Dense, Experts, Latent, LayerPlan, Mixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
-from checkpoint.tensors import BRANCH_NORMS
+from checkpoint.tensors import norm_roles
 from stage_worker.model.branches import Branches
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.kernels import AttentionMethod, Kernels
-from stage_worker.model.layer_weights import DenseWeights, LayerWeights, project
+from stage_worker.model.latent_attention import LatentAttention
+from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, project
 from stage_worker.model.norms import RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     Operations,
     attend_prompt,
-    attention_weights,
-    limited,
     operations,
+    prefill_products,
 )
 from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, Rotary, StepLayout
+
+Mix = Callable[[Tensor, LayerKv], Tensor]
+"""A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""
 
 
 def attend(
@@ -84,7 +89,7 @@ def _prefill(
         assert sinks is None, "no sinks"
         _prefill_sdpa(grouped, keys, values, view, mixer, target)
     else:
-        _prefill_products(grouped, keys, values, view, mixer, target, sinks)
+        prefill_products(grouped, keys, values, view, mixer, target, sinks)
 
 
 def _prefill_sdpa(
@@ -100,38 +105,6 @@ def _prefill_sdpa(
         scale=mixer.scale,
     )
     target.copy_(found)
-
-
-def _prefill_products(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    view: PrefillView,
-    mixer: Attention,
-    target: Tensor,
-    sinks: Tensor | None,
-) -> None:
-    """`query` and `target` [kv_heads, group, n, head_dim], `keys` and `values` [kv_heads, s, head_dim]."""
-    wide_keys = _contiguous(keys, torch.float32).transpose(1, 2)
-    values = _contiguous(values, values.dtype)
-    kv_heads, group, _, head_dim = query.shape
-    by_head = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
-    for block in view.blocks:
-        (first, last), (low, high) = block.queries, block.keys
-        wide = _contiguous(query[:, :, first:last], torch.float32).mul_(mixer.scale)
-        scores = torch.bmm(wide.flatten(1, 2), wide_keys[:, :, low:high])
-        if mixer.softcap is not None:
-            scores = limited(scores, mixer.softcap)
-        by_query = scores.view(kv_heads, group, last - first, high - low)
-        for begin, mask in block.edges:
-            by_query[..., begin : begin + mask.shape[1]].add_(mask)
-        weights = attention_weights(by_query, by_head).to(values.dtype)
-        found = torch.bmm(weights.flatten(1, 2), values[:, low:high])
-        target[:, :, first:last].copy_(found.view(kv_heads, group, last - first, head_dim))
-
-
-def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -157,85 +130,30 @@ class HeadNorms:
             part.copy_(normed)
 
 
-def _feed_forward(
-    plan: LayerPlan, weights: LayerWeights, ffn_norm: RowNorm, operations: Operations, kernels: Kernels
-) -> FeedForward:
-    given, layer_plan = weights.feed_forward, plan.feed_forward
-    if isinstance(given, DenseWeights):
-        assert isinstance(layer_plan, Dense), "weights of another kind"
-        return Mlp(layer_plan, given, operations, kernels)
-    assert isinstance(layer_plan, Experts), "weights of another kind"
-    if layer_plan.branch_norm is not None:
-        return Branches(layer_plan, given, weights.norms, ffn_norm, operations, kernels)
-    return ExpertMixture(layer_plan, given, operations, kernels)
+class GroupedAttention:
+    """See `Attention`."""
 
-
-class DecoderLayer:
-    """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
-
-    def __init__(self, plan: LayerPlan, weights: LayerWeights, kernels: Kernels) -> None:
+    def __init__(
+        self, mixer: Attention, weights: LayerWeights, operations: Operations, kernels: Kernels
+    ) -> None:
         """Packed weights replace the given ones."""
-        self._mixer = mixer = plan.mixer
+        given = weights.mixer
+        assert isinstance(given, AttentionWeights), "weights of another kind"
+        self._mixer = mixer
         self._rotary = Rotary.of(mixer)
-        self._sinks = None if weights.sinks is None else weights.sinks.float()
-        self._operations = operations(kernels)
-        self._residual_scale = plan.residual_scale
-        self._is_shared = plan.placement is Placement.SHARED
-        rms = self._operations.rms_norm
-        norms = {
-            role: row_norm(plan.norm, given, rms)
-            for role, given in weights.norms.items()
-            if role not in (TensorRole.Q_NORM, TensorRole.K_NORM, *BRANCH_NORMS)
-        }
-        self._mixer_norm = norms.get(TensorRole.MIXER_NORM, _unchanged)
-        self._ffn_norm = norms.get(TensorRole.FFN_NORM, _unchanged)
-        self._mixer_out_norm = norms.get(TensorRole.MIXER_OUT_NORM)
-        self._ffn_out_norm = norms.get(TensorRole.FFN_OUT_NORM)
-        self._adds_mixed, self._adds_fed = (
-            norm is None and plan.residual_scale == 1.0 for norm in (self._mixer_out_norm, self._ffn_out_norm)
-        )
+        self._sinks = None if given.sinks is None else given.sinks.float()
+        self._operations = operations
         head_norms = None if mixer.qk_norm is None else HeadNorms(mixer.qk_norm, mixer, weights)
         is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
         self._norm_heads = None if is_late else head_norms
         self._norm_rotated = head_norms if is_late else None
         self._norm_values = None if mixer.value_norm_eps is None else unit_norm(mixer.value_norm_eps)
-        self._scale = weights.scale
-        self._qkv = project(weights.qkv, weights.qkv_bias, kernels.layer_products)
-        self._o = project(weights.o, weights.o_bias, kernels.layer_products)
-        self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
-        if isinstance(self._feed_forward, Branches):
-            self._ffn_norm = _unchanged  # both branches norm the residual themselves
+        self._qkv = project(given.qkv, given.qkv_bias, kernels.layer_products)
 
-    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
-        """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
-
-        `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
-        tokens: further rows are computed without attention.
+    def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
+        """Attention output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
+        tokens.
         """
-        output = self._output(hidden, step, pages, layer)
-        return output if self._scale is None else output.mul_(self._scale)
-
-    def _output(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
-        """`forward` without the scale of the layer, as a new tensor."""
-        normed = self._mixer_norm(hidden)
-        mixed = self._attention(normed, LayerKv(step, pages, layer))
-        if self._adds_mixed:
-            hidden = self._o.added_to(hidden, mixed)
-        else:
-            hidden = self._added(hidden, self._o(mixed), self._mixer_out_norm)
-        if not self._is_shared:
-            normed = self._ffn_norm(hidden)
-        if self._adds_fed:
-            return self._feed_forward.added_to(hidden, normed, step.num_tokens)
-        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm)
-
-    def _added(self, residual: Tensor, x: Tensor, norm: RowNorm | None) -> Tensor:
-        """`residual` plus the normed and scaled `x`, which may be modified."""
-        normed = x if norm is None else norm(x)
-        return normed.mul_(self._residual_scale).add_(residual)
-
-    def _attention(self, normed: Tensor, kv: LayerKv) -> Tensor:
-        """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
         step = kv.step
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
         is_whole = num_rows == num_tokens  # slices of all rows would cost 3 us
@@ -272,3 +190,79 @@ class DecoderLayer:
         if self._mixer.value_is_key:
             return torch.cat((heads, heads[:, self._mixer.num_heads :]), dim=1)
         return heads
+
+
+def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels: Kernels) -> Mix:
+    if isinstance(mixer, Latent):
+        return LatentAttention(mixer, weights, kernels)
+    return GroupedAttention(mixer, weights, operations, kernels)
+
+
+def _feed_forward(
+    plan: LayerPlan, weights: LayerWeights, ffn_norm: RowNorm, operations: Operations, kernels: Kernels
+) -> FeedForward:
+    given, layer_plan = weights.feed_forward, plan.feed_forward
+    if isinstance(given, DenseWeights):
+        assert isinstance(layer_plan, Dense), "weights of another kind"
+        return Mlp(layer_plan, given, operations, kernels)
+    assert isinstance(layer_plan, Experts), "weights of another kind"
+    if layer_plan.branch_norm is not None:
+        return Branches(layer_plan, given, weights.norms, ffn_norm, operations, kernels)
+    return ExpertMixture(layer_plan, given, operations, kernels)
+
+
+class DecoderLayer:
+    """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
+
+    def __init__(self, plan: LayerPlan, weights: LayerWeights, kernels: Kernels) -> None:
+        """Packed weights replace the given ones."""
+        self._operations = operations(kernels)
+        self._residual_scale = plan.residual_scale
+        self._is_shared = plan.placement is Placement.SHARED
+        rms = self._operations.rms_norm
+        norms = {
+            role: row_norm(plan.norm, given, rms)
+            for role, given in weights.norms.items()
+            if role in norm_roles(plan)
+        }
+        self._mixer_norm = norms.get(TensorRole.MIXER_NORM, _unchanged)
+        self._ffn_norm = norms.get(TensorRole.FFN_NORM, _unchanged)
+        self._mixer_out_norm = norms.get(TensorRole.MIXER_OUT_NORM)
+        self._ffn_out_norm = norms.get(TensorRole.FFN_OUT_NORM)
+        self._adds_mixed, self._adds_fed = (
+            norm is None and plan.residual_scale == 1.0 for norm in (self._mixer_out_norm, self._ffn_out_norm)
+        )
+        self._mix = _mixer(plan.mixer, weights, self._operations, kernels)
+        self._scale = weights.scale
+        self._o = project(weights.o, weights.o_bias, kernels.layer_products)
+        self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
+        if isinstance(self._feed_forward, Branches):
+            self._ffn_norm = _unchanged  # both branches norm the residual themselves
+
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+        """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
+
+        `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
+        tokens: further rows are computed without attention.
+        """
+        output = self._output(hidden, step, pages, layer)
+        return output if self._scale is None else output.mul_(self._scale)
+
+    def _output(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+        """`forward` without the scale of the layer, as a new tensor."""
+        normed = self._mixer_norm(hidden)
+        mixed = self._mix(normed, LayerKv(step, pages, layer))
+        if self._adds_mixed:
+            hidden = self._o.added_to(hidden, mixed)
+        else:
+            hidden = self._added(hidden, self._o(mixed), self._mixer_out_norm)
+        if not self._is_shared:
+            normed = self._ffn_norm(hidden)
+        if self._adds_fed:
+            return self._feed_forward.added_to(hidden, normed, step.num_tokens)
+        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm)
+
+    def _added(self, residual: Tensor, x: Tensor, norm: RowNorm | None) -> Tensor:
+        """`residual` plus the normed and scaled `x`, which may be modified."""
+        normed = x if norm is None else norm(x)
+        return normed.mul_(self._residual_scale).add_(residual)

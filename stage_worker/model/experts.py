@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
 from checkpoint import Experts
-from checkpoint.blueprint import Router, RouterScore
+from checkpoint.blueprint import GroupScore, Router, RouterScore
 from stage_worker.model.feed_forward import Mlp, gated
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
@@ -50,7 +50,8 @@ _LEAST_SUM = 1e-20
 def _of_kept_groups(ranks: Tensor, router: Router) -> Tensor:
     """`ranks` [n, experts] with -inf outside of the best groups."""
     by_group = ranks.view(len(ranks), router.num_groups, -1)
-    of_groups = by_group.topk(2, dim=-1).values.sum(dim=-1)
+    num_best = 2 if router.group_score is GroupScore.BEST_TWO else 1
+    of_groups = by_group.topk(num_best, dim=-1).values.sum(dim=-1)
     is_dropped = torch.ones_like(of_groups, dtype=torch.bool)
     is_dropped.scatter_(1, _highest(of_groups, router.num_kept_groups), False)
     return by_group.masked_fill(is_dropped[..., None], -torch.inf).flatten(1)

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from checkpoint import Blueprint, Experts, LayerPlan, WeightFormat
+from checkpoint import Blueprint, Experts, Latent, LayerPlan, WeightFormat
 from checkpoint.blueprint import Activation, NormKind
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
@@ -49,6 +49,8 @@ def unavailable_because(config: Blueprint) -> str | None:
 
 def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
     attention, dense = layer.mixer, layer.feed_forward
+    if isinstance(attention, Latent):
+        return "latent attention is not supported by the kernels"
     if isinstance(dense, Experts):
         return "mixtures of experts are not supported by the kernels"
     if attention.head_dim not in _HEAD_DIMS or attention.q_size > _MOST_ELEMENTS:
@@ -168,10 +170,10 @@ class Kernels:
 
 
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
-"""Supported by every device and dtype, for layers without a limit of scores and without sinks."""
+"""Supported by every device and dtype, for attention over keys without a limit of scores and sinks."""
 
 _PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
-"""scaled_dot_product_attention has no limit of scores and no sinks."""
+"""scaled_dot_product_attention has no limit of scores and no sinks, and no fast kernel for latents."""
 
 
 def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
@@ -181,7 +183,7 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 
 def _needs_products(config: Blueprint) -> bool:
     mixers = (layer.mixer for layer in config.kinds)
-    return any(mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
+    return any(isinstance(mixer, Latent) or mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
 
 
 def _quantized_products(weights: WeightFormat, dtype: torch.dtype, choice: KernelChoice) -> ProductMethod:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import Attention, Blueprint, Dense, DType, Experts, WeightFormat
+from checkpoint import Attention, Blueprint, Dense, DType, Experts, Latent, Mixer, WeightFormat
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
@@ -274,18 +274,40 @@ class ExpertsWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; `qkv` stacks its parts by rows; `sinks` is [heads].
+class AttentionWeights:
+    """Queries, keys and values, stacked by rows in `qkv`; `sinks` is [heads].
 
-    `scale` is [1]. Layers whose values are their keys have no rows of values.
+    Layers whose values are their keys have no rows of values.
     """
 
-    norms: Mapping[TensorRole, NormWeights]
     qkv: Tensor
     qkv_bias: Tensor | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LatentWeights:
+    """Latent attention. `query` is [q_size, query_rank] after `query_down` [query_rank, hidden_size], or
+    [q_size, hidden_size] without; `latent` [kv_rank + rope_dim, hidden_size] has the shared key's rows last;
+    `expansion` is [heads * (nope_dim + value_dim), kv_rank].
+    """
+
+    query_down: Tensor | None
+    query_down_bias: Tensor | None
+    query: Tensor
+    latent: Tensor
+    latent_bias: Tensor | None
+    expansion: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Matrices are [out, in]; `scale` is [1]."""
+
+    norms: Mapping[TensorRole, NormWeights]
+    mixer: AttentionWeights | LatentWeights
     o: Tensor
     o_bias: Tensor | None
-    sinks: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights
     scale: Tensor | None = None
 
@@ -298,7 +320,7 @@ _STACKED = (
 )
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
-    *(TensorRole.Q_NORM, TensorRole.K_NORM),
+    *(TensorRole.Q_NORM, TensorRole.K_NORM, TensorRole.Q_LATENT_NORM, TensorRole.KV_LATENT_NORM),
     *BRANCH_NORMS,
 )
 
@@ -312,15 +334,30 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
             for role in _NORMS
             if tensors.get(role, "weight") is not None
         },
-        qkv=tensors.found(TensorRole.Q, "weight"),
-        qkv_bias=tensors.get(TensorRole.Q, "bias"),
+        mixer=_mixer(config.layers[layer].mixer, tensors),
         o=tensors.found(TensorRole.O, "weight"),
         o_bias=tensors.get(TensorRole.O, "bias"),
-        sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         feed_forward=_feed_forward(config.layers[layer].feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
     )
     return weights, tensors.destinations()
+
+
+def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeights:
+    if isinstance(mixer, Attention):
+        return AttentionWeights(
+            qkv=tensors.found(TensorRole.Q, "weight"),
+            qkv_bias=tensors.get(TensorRole.Q, "bias"),
+            sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
+        )
+    return LatentWeights(
+        query_down=tensors.get(TensorRole.Q_DOWN, "weight"),
+        query_down_bias=tensors.get(TensorRole.Q_DOWN, "bias"),
+        query=tensors.found(TensorRole.Q if mixer.query_rank is None else TensorRole.Q_UP, "weight"),
+        latent=tensors.found(TensorRole.KV_DOWN, "weight"),
+        latent_bias=tensors.get(TensorRole.KV_DOWN, "bias"),
+        expansion=tensors.found(TensorRole.KV_UP, "weight"),
+    )
 
 
 def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights | ExpertsWeights:
@@ -425,18 +462,23 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
             stored.view(-1).copy_(ordered.reshape(-1))
 
 
-def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
+def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
     """Reorder the rows of queries and keys so that the elements of each rotated pair are half a head apart.
 
     Scores do not depend on the order of a head's elements, if queries and keys share it.
     """
+    if isinstance(mixer, Latent):
+        _reorder_latent(mixer, weights)
+        return
     if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
         return
     assert not mixer.value_is_key, "values would be reordered, too"
+    given = weights.mixer
+    assert isinstance(given, AttentionWeights), "weights of another kind"
     num_rows = mixer.q_size + mixer.kv_size
-    rows = [weights.qkv[:num_rows]]
-    if weights.qkv_bias is not None:
-        rows.append(weights.qkv_bias[:num_rows])
+    rows = [given.qkv[:num_rows]]
+    if given.qkv_bias is not None:
+        rows.append(given.qkv_bias[:num_rows])
     rows += [
         weights.norms[role].weight.view(-1)
         for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
@@ -445,3 +487,17 @@ def reorder_heads(mixer: Attention, weights: LayerWeights) -> None:
     for tensor in rows:
         heads = tensor.view(-1, mixer.head_dim, *tensor.shape[1:])
         heads.copy_(heads[:, order])
+
+
+def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
+    """`reorder_heads` for the rotated rows: the last of each query, and the shared key."""
+    if mixer.rope is None or (order := head_order(mixer.rope, mixer.rope_dim)) is None:
+        return
+    given = weights.mixer
+    assert isinstance(given, LatentWeights), "weights of another kind"
+    queries = given.query.view(mixer.num_heads, mixer.query_dim, -1)[:, mixer.nope_dim :]
+    queries.copy_(queries[:, order])
+    for tensor in (given.latent, given.latent_bias):
+        if tensor is not None:
+            shared = tensor[mixer.kv_rank :]
+            shared.copy_(shared[order])

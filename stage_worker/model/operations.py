@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as scaled_to_unit
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention
+from checkpoint import Attention, Mixer
 from stage_worker.model.kernels import AttentionMethod, Kernels, load
 from stage_worker.model.rope import rotate_
 from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, RotaryTable
@@ -71,10 +71,12 @@ def decode_products(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    mixer: Attention,
+    mixer: Mixer,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Like `decode_sdpa`, with a float32 mask, a limit of scores, and `sinks` float32 [heads].
+
+    Values may have another width, which the result has, too.
 
     torch has no bfloat16 product with a float32 result on a CPU. Many keys are multiplied twice: the
     second product is the rounding error of the first (beta=-1 is added to the unrounded sum).
@@ -96,7 +98,42 @@ def decode_products(
             scores = torch.add(scores, part.view(shape), alpha=mixer.scale)
     by_group = None if sinks is None else sinks.view(shape[0], 1, -1, 1)
     weights = attention_weights(scores, by_group).to(values.dtype)
-    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
+    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(*query.shape[:3], -1)
+
+
+def prefill_products(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    view: PrefillView,
+    mixer: Mixer,
+    target: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attention of one slice's `query` [kv_heads, group, n, head_dim], into `target` of that shape.
+
+    `keys` and `values` are [kv_heads, s, head_dim]; values and `target` may have another width.
+    """
+    wide_keys = _contiguous(keys, torch.float32).transpose(1, 2)
+    values = _contiguous(values, values.dtype)
+    kv_heads, group = query.shape[:2]
+    by_head = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
+    for block in view.blocks:
+        (first, last), (low, high) = block.queries, block.keys
+        wide = _contiguous(query[:, :, first:last], torch.float32).mul_(mixer.scale)
+        scores = torch.bmm(wide.flatten(1, 2), wide_keys[:, :, low:high])
+        if mixer.softcap is not None:
+            scores = limited(scores, mixer.softcap)
+        by_query = scores.view(kv_heads, group, last - first, high - low)
+        for begin, mask in block.edges:
+            by_query[..., begin : begin + mask.shape[1]].add_(mask)
+        weights = attention_weights(by_query, by_head).to(values.dtype)
+        found = torch.bmm(weights.flatten(1, 2), values[:, low:high])
+        target[:, :, first:last].copy_(found.view(kv_heads, group, last - first, -1))
+
+
+def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
 _PAGE_FORMATS = {torch.bfloat16: "IN_BF16", torch.int8: "IN_INT8", torch.float8_e4m3fn: "IN_FP8"}

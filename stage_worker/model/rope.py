@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from checkpoint import RopeConfig, RopeKind
+from checkpoint.rope_config import yarn_mscale
 
 _KEPT_POSITIONS = 16_384
 """Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
@@ -144,9 +145,5 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.mscale is not None and rope.mscale_all_dim is not None:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import Attention, RopeConfig
+from checkpoint import Attention, Mixer, RopeConfig
 from checkpoint.blueprint import QueryGrowth
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
@@ -31,28 +31,31 @@ class PagedLayers(Protocol):
 
 
 class PagedKv(Protocol):
-    """Keys and values of a stage's layers, counted from 0, in pages of `block_size` slots."""
+    """Keys and values of a stage's layers, counted from 0, in pages of `block_size` slots.
+
+    They are 2 parts of a page; latents, which are both, are the only part (see `PageShape`).
+    """
 
     @property
     def num_slots(self) -> int: ...
 
     def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
-        """Store `rows` int64 [n] (None: all) of `tokens` [m, 2 * kv_heads, head_dim] (keys, values) in
+        """Store `rows` int64 [n] (None: all) of `tokens` [m, parts * kv_heads, head_dim] (keys, values) in
         `slots` int64 [n]. If the pages are less exact, round all tokens in place to what a gather returns.
         """
 
     def store(self, layer: int) -> Tensor:
-        """All pages, [num_blocks, 2, kv_heads, block_size, head_dim]."""
+        """All pages, [num_blocks, parts, kv_heads, block_size, head_dim]."""
 
     def scales(self, layer: int) -> Tensor | None:
-        """Scale of each row of `store`, [num_blocks, 2, kv_heads, block_size]; None without scales."""
+        """Scale of each row of `store`, [num_blocks, parts, kv_heads, block_size]; None without scales."""
 
     def clear(self, pages: Tensor) -> None:
         """Set `pages` int64 [p] to zero in all layers."""
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each, until the
-        next gather.
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values, or latents, of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each,
+        until the next gather.
         """
 
 
@@ -331,8 +334,9 @@ class Rotary:
         return self._hash
 
     @classmethod
-    def of(cls, mixer: Attention) -> Rotary:
-        return cls(mixer.rope, mixer.head_dim, mixer.query_growth)
+    def of(cls, mixer: Mixer) -> Rotary:
+        width = mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
+        return cls(mixer.rope, width, mixer.query_growth)
 
 
 def _rotary_table(key: Rotary, rope: Rope, positions: Sequence[int]) -> RotaryTable:
@@ -439,15 +443,15 @@ class LayerKv:
         return self.pages.scales(self.layer)
 
     def write(self, fresh: Tensor) -> None:
-        """Store the step's keys and values `fresh` [num_tokens, 2 * kv_heads, head_dim] in its slots.
+        """Store the step's keys and values `fresh` [num_tokens, parts * kv_heads, head_dim] in its slots.
 
         Afterwards `fresh` has what the pages hold.
         """
         writes = self.writes
         self.pages.write(self.layer, fresh, writes.slots, writes.rows)
 
-    def gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages`, see `PagedKv.gather`."""
+    def gather(self, pages: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values, or latents, of `pages`, see `PagedKv.gather`."""
         return self.pages.gather(self.layer, pages)
 
 

@@ -83,13 +83,13 @@ def _logits(
         device=device,
     )
     stage.load(checkpoint)
-    num_kv_heads, head_dim = config.page_shape(config.layer_windows[0])
+    shape = config.page_shape(config.layer_windows[0])
     pages = KvPages(
         num_layers=NUM_LAYERS,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=shape.heads,
+        head_dim=shape.width,
         dtype=TORCH_DTYPES[dtype],
         device=device,
     )

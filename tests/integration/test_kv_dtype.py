@@ -100,13 +100,13 @@ def _logprobs(tokens: list[int], dtype: DType, kv_dtype: ScaledDType | None) -> 
         dtype=dtype,
     )
     stage.load(checkpoint)
-    num_kv_heads, head_dim = checkpoint.config.page_shape(None)
+    shape = checkpoint.config.page_shape(None)
     sizes = {
         "num_layers": num_layers,
         "num_blocks": 1 + len(tokens) // 16,
         "block_size": 16,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "num_kv_heads": shape.heads,
+        "head_dim": shape.width,
     }
     if kv_dtype is None:
         pages = KvPages(**sizes, dtype=stage.torch_dtype, device="cpu")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import Blueprint, DType
-from checkpoint.blueprint import BoundaryTensor
+from checkpoint.blueprint import BoundaryTensor, PageShape
 from tests.unit.coordinator.planner.small_models import llama
 
 
@@ -31,7 +31,7 @@ def test_layers_of_one_window_have_keys_of_one_shape() -> None:
     blueprint = with_windows(None, 8, None)
     layers = [replace(layer, mixer=replace(layer.mixer, head_dim=8)) for layer in blueprint.layers]
     mixed = replace(blueprint, layers=(blueprint.layers[0], layers[1], blueprint.layers[2]))
-    assert (mixed.page_shape(None), mixed.page_shape(8)) == ((2, 4), (2, 8))
+    assert (mixed.page_shape(None), mixed.page_shape(8)) == (PageShape(2, 2, 4), PageShape(2, 2, 8))
     both = replace(blueprint, layers=(*blueprint.layers[:2], layers[2]))
     with pytest.raises(
         ValueError, match="layers with window None have keys of 2 heads of 4 and 2 heads of 8"

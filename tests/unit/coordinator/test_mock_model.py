@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint import DType
+from checkpoint.blueprint import PageShape
 from coordinator.mock_model import mock_fingerprint, parse_mock_model
 
 
@@ -18,7 +19,7 @@ def test_only_the_number_of_layers_has_to_be_given() -> None:
 def test_every_size_can_be_given_and_is_part_of_the_identity() -> None:
     text = "layers=3,hidden=32,ffn=64,heads=4,kv_heads=2,head_dim=8,vocab=99,max_len=512"
     config = parse_mock_model(text)
-    assert (*config.page_shape(None), config.max_position_embeddings) == (2, 8, 512)
+    assert (config.page_shape(None), config.max_position_embeddings) == (PageShape(2, 2, 8), 512)
     others = [parse_mock_model(text.replace("=3,", "=4,")), parse_mock_model(text.replace("=99", "=98"))]
     assert len({mock_fingerprint(other_config) for other_config in (config, *others)}) == 3
 

@@ -151,7 +151,7 @@ def test_sizes_follow_the_formula(dtype: torch.dtype) -> None:
 
 
 def test_impossible_sizes_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1, 2\)"):
         KvPages(
             num_layers=1,
             num_blocks=0,

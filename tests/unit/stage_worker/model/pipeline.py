@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
+from checkpoint.blueprint import PageShape
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import Kernels
@@ -29,6 +30,7 @@ class NanPages(KvPages):
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype = torch.float32,
+        num_parts: int = 2,
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -38,8 +40,15 @@ class NanPages(KvPages):
             head_dim=head_dim,
             dtype=dtype,
             device="cpu",
+            num_parts=num_parts,
         )
         self.fill(float("nan"))
+
+    @classmethod
+    def of(
+        cls, shape: PageShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> NanPages:
+        return cls(num_layers, num_blocks, block_size, shape.heads, shape.width, dtype, shape.parts)
 
     def fill(self, value: float, blocks: slice = slice(None)) -> None:
         """Overwrite these blocks in all layers."""
@@ -118,7 +127,7 @@ class Pipeline:
         shapes = _shapes(stage)
         of_layers = [shapes.index(stage.config.page_shape(window)) for window in stage.windows]
         pages = [
-            NanPages(of_layers.count(group), 96, block_size, *shape, stage.torch_dtype)
+            NanPages.of(shape, of_layers.count(group), 96, block_size, stage.torch_dtype)
             for group, shape in enumerate(shapes)
         ]
         self._sets += pages
@@ -157,7 +166,7 @@ class Pipeline:
             sequence.first_block += 1
 
 
-def _shapes(stage: DecoderStage) -> list[tuple[int, int]]:
+def _shapes(stage: DecoderStage) -> list[PageShape]:
     """The distinct shapes of a stage's pages."""
     return list(dict.fromkeys(map(stage.config.page_shape, stage.windows)))
 

@@ -100,7 +100,7 @@ def outputs(stage: DecoderStage) -> list[Tensor]:
     """Hidden states, and logits of LAST, for a prompt in two chunks and four decodes."""
     config, size = stage.config, stage.config.hidden_size
     shape = config.page_shape(stage.windows[0])
-    pages = NanPages(len(stage.layers), NUM_BLOCKS, BLOCK, *shape, stage.torch_dtype)
+    pages = NanPages.of(shape, len(stage.layers), NUM_BLOCKS, BLOCK, stage.torch_dtype)
     generator = torch.Generator().manual_seed(3)
     found, done = [], 0
     for count in (21, 8, 1, 1, 1, 1):

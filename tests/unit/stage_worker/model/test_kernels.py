@@ -78,8 +78,8 @@ class Runner:
             kernels=kernels,
         )
         self._stage.load(checkpoint)
-        self.pages = NanPages(
-            LAYERS, NUM_BLOCKS, BLOCK, *config.page_shape(config.layer_windows[0]), self._stage.torch_dtype
+        self.pages = NanPages.of(
+            config.page_shape(config.layer_windows[0]), LAYERS, NUM_BLOCKS, BLOCK, self._stage.torch_dtype
         )
         self._generator = torch.Generator().manual_seed(5)
         self._done: dict[int, int] = {}

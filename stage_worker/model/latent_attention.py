@@ -1,0 +1,149 @@
+"""Multi-head latent attention: pages hold latents, from which attention takes keys and values in two ways.
+
+* Absorbed: queries are projected to the width of a latent, attend to the latents themselves, and the mixed
+  latents are projected to values. No key or value of a head exists. One-token slices are computed so: the
+  step reads `kv_rank + rope_dim` elements of each token, whatever the number of heads.
+* Expanded: keys and values of each head are computed from the latents, a few heads at a time, then attention
+  is as usual. It has more than three times fewer multiplications for each query and key, but expands every
+  key; slices of several tokens choose by `is_expanded`.
+
+Both compute the same sums in another order. In float32 they differ by rounding only (1e-5 of the spread). In
+bfloat16, absorbed queries and mixed latents are rounded where expanded keys and values are; scores and
+softmax are float32 in both, weights are rounded to the run dtype, as in `operations.decode_products`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from checkpoint import EXPANDED_ELEMENTS, Latent
+from checkpoint.names import TensorRole
+from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import LatentWeights, LayerWeights, project
+from stage_worker.model.norms import row_norm
+from stage_worker.model.operations import decode_products, prefill_products
+from stage_worker.model.rope import rotate_
+from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, Rotary
+
+
+def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
+    """Whether a slice needs fewer multiplications if keys and values are expanded.
+
+    Expanding the keys that are older than the slice is the additional work. Projecting the slice's own keys
+    costs what projecting its queries and mixed latents does. Each visible pair of query and key saves twice
+    the latent's width less the widths of a key and a value.
+    """
+    older = num_keys - num_queries
+    pairs = num_queries * (2 * older + num_queries)
+    widths = mixer.nope_dim + mixer.value_dim
+    return 2 * older * mixer.kv_rank * widths < pairs * (2 * mixer.kv_rank - widths)
+
+
+class LatentAttention:
+    """See `Latent`."""
+
+    def __init__(self, mixer: Latent, weights: LayerWeights, kernels: Kernels) -> None:
+        """Packed weights replace the given ones, but those of keys and values, which are used in parts."""
+        given, products = weights.mixer, kernels.layer_products
+        assert isinstance(given, LatentWeights), "weights of another kind"
+        self._mixer = mixer
+        self._rotary = Rotary.of(mixer)
+        self._query_down = None
+        if given.query_down is not None:
+            self._query_down = project(given.query_down, given.query_down_bias, products)
+            self._query_norm = row_norm(mixer.norm, weights.norms[TensorRole.Q_LATENT_NORM])
+        self._query = project(given.query, None, products)
+        self._latent = project(given.latent, given.latent_bias, products)
+        self._latent_norm = row_norm(mixer.norm, weights.norms[TensorRole.KV_LATENT_NORM])
+        # [heads, nope_dim + value_dim, kv_rank], and the rows of each head's keys and values
+        self._expansion = given.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
+        self._to_keys = self._expansion[:, : mixer.nope_dim]
+        self._to_values = self._expansion[:, mixer.nope_dim :]
+
+    def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
+        """Mixed values [m, heads * value_dim] of `normed` [m, hidden_size], with zeros after the step's
+        tokens.
+        """
+        step, mixer = kv.step, self._mixer
+        num_rows, num_tokens = len(normed), step.num_tokens
+        query = self._queries(normed)[:num_tokens]
+        fresh = self._latent(normed)[:num_tokens, None]
+        latents = fresh[..., : mixer.kv_rank]
+        latents.copy_(self._latent_norm(latents))
+        rotary = step.rotary[self._rotary]
+        rotate_(query[..., mixer.nope_dim :], rotary.cos, rotary.sin)
+        rotate_(fresh[..., mixer.kv_rank :], rotary.cos, rotary.sin)
+        if rotary.query_scale is not None:
+            query.mul_(rotary.query_scale)
+        # All slices are written before any attends, since slices may share pages.
+        kv.write(fresh)
+        new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
+        mixed = new(num_rows, mixer.num_heads, mixer.value_dim)
+        views = step.views[None]
+        for view in views.decodes:
+            self._decode(query, mixed, view, kv)
+        for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
+            self._prefill(query[begin:end], fresh[begin:end, 0], mixed[begin:end], prefill, kv)
+        return mixed.view(num_rows, -1)
+
+    def _queries(self, normed: Tensor) -> Tensor:
+        """[m, heads, query_dim], before the rotation."""
+        if self._query_down is not None:
+            normed = self._query_norm(self._query_down(normed))
+        return self._query(normed).view(len(normed), self._mixer.num_heads, -1)
+
+    def _decode(self, query: Tensor, mixed: Tensor, view: DecodeView, kv: LayerKv) -> None:
+        """Fill the rows of `view` in `mixed`, absorbed."""
+        chosen = query if view.rows is None else query.index_select(0, view.rows)
+        (rows,) = kv.gather(view.pages)
+        absorbed = self._absorbed(chosen)[None]
+        found = decode_products(absorbed, rows, rows[..., : self._mixer.kv_rank], view.mask, self._mixer)
+        values = self._values(found[0])
+        if view.rows is None:
+            mixed[: len(values)].copy_(values)
+        else:
+            mixed.index_copy_(0, view.rows, values)
+
+    def _prefill(self, query: Tensor, fresh: Tensor, mixed: Tensor, view: PrefillView, kv: LayerKv) -> None:
+        """Fill `mixed` [n, heads, value_dim] for the n queries of one sequence.
+
+        `fresh` [n, kv_rank + rope_dim] are their own rows of the pages.
+        """
+        rows = fresh if view.pages is None else kv.gather(view.pages)[0][0, 0, : view.num_keys]
+        if is_expanded(self._mixer, len(query), view.num_keys):
+            self._prefill_expanded(query, rows, mixed, view)
+        else:
+            self._prefill_absorbed(query, rows, mixed, view)
+
+    def _prefill_absorbed(self, query: Tensor, rows: Tensor, mixed: Tensor, view: PrefillView) -> None:
+        rank = self._mixer.kv_rank
+        absorbed = self._absorbed(query).transpose(0, 1)[None]
+        found = query.new_empty(1, self._mixer.num_heads, len(query), rank)
+        prefill_products(absorbed, rows[None], rows[None, :, :rank], view, self._mixer, found)
+        mixed.copy_(self._values(found[0].transpose(0, 1)))
+
+    def _prefill_expanded(self, query: Tensor, rows: Tensor, mixed: Tensor, view: PrefillView) -> None:
+        mixer = self._mixer
+        latents, shared = rows.split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=1)
+        of_a_head = len(rows) * (mixer.query_dim + mixer.value_dim)
+        step = max(1, EXPANDED_ELEMENTS // of_a_head)
+        for first in range(0, mixer.num_heads, step):
+            heads = slice(first, first + step)
+            expanded = linear(latents, self._expansion[heads].flatten(0, 1))
+            by_head = expanded.view(len(rows), -1, mixer.nope_dim + mixer.value_dim).transpose(0, 1)
+            keys, values = by_head.split_with_sizes((mixer.nope_dim, mixer.value_dim), dim=2)
+            keys = torch.cat((keys, shared.expand(len(keys), -1, -1)), dim=2)
+            by_query, target = (x[:, heads].transpose(0, 1)[:, None] for x in (query, mixed))
+            prefill_products(by_query, keys, values, view, mixer, target)
+
+    def _absorbed(self, query: Tensor) -> Tensor:
+        """Queries for latents and shared keys, [n, heads, kv_rank + rope_dim]."""
+        plain, rotated = query.split_with_sizes((self._mixer.nope_dim, self._mixer.rope_dim), dim=2)
+        of_latents = torch.bmm(plain.transpose(0, 1), self._to_keys).transpose(0, 1)
+        return torch.cat((of_latents, rotated), dim=2)
+
+    def _values(self, latents: Tensor) -> Tensor:
+        """Values [n, heads, value_dim] of mixed `latents` [n, heads, kv_rank]."""
+        return torch.bmm(latents.transpose(0, 1), self._to_values.transpose(1, 2)).transpose(0, 1)
