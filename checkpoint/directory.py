@@ -23,6 +23,7 @@ from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
 from checkpoint.tensors import (
     check_can_hold,
+    draft_prefixes,
     packed_tensors,
     stage_tensor_names,
     stage_tensor_shapes,
@@ -219,7 +220,14 @@ class Checkpoint:
     @property
     def ignored(self) -> IgnoredTensors:
         """Tensors of other modalities."""
-        prefixes = self.config.names.ignored
+        return self._with_prefixes(self.config.names.ignored)
+
+    @property
+    def drafts(self) -> IgnoredTensors:
+        """Tensors of layers for speculation, see `Blueprint.num_draft_layers`."""
+        return self._with_prefixes(draft_prefixes(self.config))
+
+    def _with_prefixes(self, prefixes: tuple[str, ...]) -> IgnoredTensors:
         sizes = [entry.num_bytes for name, entry in self.tensors.items() if name.startswith(prefixes)]
         return IgnoredTensors(num_tensors=len(sizes), num_bytes=sum(sizes))
 

@@ -73,7 +73,7 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
     group_size = count // router.num_groups
     if per_token > (choice := group_size * router.num_kept_groups):
         raise BadConfig(f"config field {rule.per_token_key!r} is {per_token}, the limit is {choice} experts")
-    if router.num_groups > 1 and group_size < 2:
+    if router.num_groups > 1 and group_size < 2 and router.group_score is GroupScore.BEST_TWO:
         raise BadConfig(
             f"config field 'n_group' is {router.num_groups}: groups have {group_size} of {count} experts, the"
             " minimum is 2"

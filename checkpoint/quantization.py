@@ -301,12 +301,14 @@ class Quantization:
     """Which matrices of a checkpoint are quantised, and how.
 
     The first of `targets` that matches a module gives its format; modules that match `ignore` are plain. The
-    output head is plain unless `includes_head`, the embeddings always.
+    output head is plain unless `includes_head`, the embeddings always, routers of experts unless
+    `includes_routers`.
     """
 
     targets: tuple[PackedModules, ...]
     ignore: tuple[str, ...] = ()
     includes_head: bool = False
+    includes_routers: bool = True
 
     @property
     def label(self) -> str:

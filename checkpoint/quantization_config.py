@@ -108,7 +108,10 @@ _EVERYTHING = "*"
 
 
 def _parse_fp8(found: RawConfig) -> Quantization:
-    """fp8 of DeepSeek, transformers and AutoFP8. `activation_scheme` is about activations only."""
+    """fp8 of DeepSeek, transformers and AutoFP8. `activation_scheme` is about activations only.
+
+    DeepSeek's configs do not say that routers are plain.
+    """
     _refuse_unknown(
         found,
         "quant_method weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
@@ -122,6 +125,7 @@ def _parse_fp8(found: RawConfig) -> Quantization:
     return Quantization(
         targets=(PackedModules(_EVERYTHING, scheme),),
         ignore=_patterns(found, "modules_to_not_convert", "ignored_layers"),
+        includes_routers=False,
     )
 
 

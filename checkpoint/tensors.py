@@ -309,9 +309,14 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Return the quantised tensors among `shapes`, see `stage_tensor_shapes`."""
     if config.quantization is None:
         return {}
-    layers = range(config.num_layers)
-    vectors = {one.name for layer in layers for one in layer_tensors(config, layer) if not one.is_matrix}
-    matrices = {name: shape for name, shape in shapes.items() if name not in vectors}
+    plain = {
+        one.name
+        for layer in range(config.num_layers)
+        for one in layer_tensors(config, layer)
+        if not one.is_matrix
+        or (one.roles == (TensorRole.ROUTER,) and not config.quantization.includes_routers)
+    }
+    matrices = {name: shape for name, shape in shapes.items() if name not in plain}
     embeddings = config.names.embeddings
     return packed_matrices(config.quantization, matrices, embeddings=embeddings, head=head_tensor(config))
 
@@ -410,8 +415,13 @@ def _is_harmless(config: Blueprint, name: str) -> bool:
     is_scale = config.quantization is not None and is_unused(name)
     if name.endswith("rotary_emb.inv_freq") or is_scale or name.startswith(config.names.ignored):
         return True
+    return name.startswith(draft_prefixes(config))
+
+
+def draft_prefixes(config: Blueprint) -> tuple[str, ...]:
+    """Prefixes of the tensors of draft layers."""
     drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    return any(name.startswith(f"{config.names.prefix}layers.{layer}.") for layer in drafts)
+    return tuple(config.names.in_layer(layer, "") for layer in drafts)
 
 
 def _listed(names: list[str]) -> str:

@@ -142,9 +142,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     checkpoint = checkpoint.for_length(config.max_sequence_tokens)
     if checkpoint.config.has_long_rope:
         log.info("rotary embeddings by long_factor: sequences may be longer than the original length")
-    if (ignored := checkpoint.ignored).num_tensors:
-        size = format_size(ignored.num_bytes)
-        log.info("serving text only: ignored %d tensors of other modalities, %s", ignored.num_tensors, size)
+    _log_unread(checkpoint)
     model = model_of(checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model is None)
     if remote is not None:
         model.name = remote.source.location.name
@@ -173,6 +171,15 @@ def _open_remote(config: CoordinatorConfig) -> "RemoteCheckpoint | None":
     from weights.remote import open_remote  # other models need no client of sources
 
     return open_remote(config.model, config.cache_directory, manifest=config.weights_manifest)
+
+
+def _log_unread(checkpoint: Checkpoint) -> None:
+    for unread, what in (
+        (checkpoint.ignored, "serving text only: ignored %d tensors of other modalities, %s"),
+        (checkpoint.drafts, "serving without speculation: ignored %d tensors of draft layers, %s"),
+    ):
+        if unread.num_tensors:
+            log.info(what, unread.num_tensors, format_size(unread.num_bytes))
 
 
 def _mock(shape: Blueprint, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:

@@ -197,7 +197,9 @@ def test_defaults_are_those_of_transformers(row: Any) -> None:
 
     full = json.loads(json.dumps(AutoConfig.for_model(row.model_type).to_dict()))
     has_odd_heads = full["hidden_size"] % full["num_attention_heads"] != 0
-    if has_odd_heads and row.latent is None:  # transformers rounds down; every published config names the width
+    if (
+        has_odd_heads and row.latent is None
+    ):  # transformers rounds down; every published config names the width
         full.setdefault("head_dim", 128)
     given = full | {"architectures": [row.class_name], "dtype": "bfloat16"}
     if row.model_type == "glm4_moe":  # transformers' default of 96 heads does not divide its hidden_size
