@@ -85,6 +85,7 @@ WRAPPERS: tuple[Wrapper, ...] = (
                 "use_unified_vision_chunk",
                 "video_placeholder",
                 "video_token_id",
+                "vision_end_token_id",
                 "vision_start_token_id",
             }
         ),

@@ -486,7 +486,59 @@ MOE_CONFIG: dict[str, Any] = CONFIG | {
 """A mixture of experts in the second of two layers."""
 
 
+LATENT_CONFIG: dict[str, Any] = CONFIG | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 80,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""DeepSeek V3 in small: latent attention, and experts in the second layer."""
+
+
+def _latent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    query, width = config["q_lora_rank"], config["moe_intermediate_size"]
+    nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    mlp = "model.layers.1.mlp"
+    shapes = {
+        name: shape
+        for name, shape in _dense_shapes().items()
+        if "self_attn" not in name and not name.startswith(mlp)
+    }
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn"
+        shapes |= {
+            f"{name}.q_a_proj.weight": (query, hidden),
+            f"{name}.q_a_layernorm.weight": (query,),
+            f"{name}.q_b_proj.weight": (heads * (nope + rope), query),
+            f"{name}.kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+            f"{name}.kv_a_layernorm.weight": (rank,),
+            f"{name}.kv_b_proj.weight": (heads * (nope + value), rank),
+            f"{name}.o_proj.weight": (hidden, heads * value),
+        }
+    experts = config["n_routed_experts"]
+    shapes |= {f"{mlp}.gate.weight": (experts, hidden), f"{mlp}.gate.e_score_correction_bias": (experts,)}
+    for module in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+        for part, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+            shapes[f"{mlp}.{module}.{part}_proj.weight"] = shape
+    return shapes
+
+
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    if "kv_lora_rank" in config:
+        return _latent_shapes(config)
     shapes = _dense_shapes()
     if "num_experts" not in config:
         return shapes
@@ -521,7 +573,9 @@ def _dense_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def is_packed(form: QuantizedFormat, name: str) -> bool:
-    return name.endswith("_proj.weight") and not any(part in name for part in form.plain)
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not any(
+        part in name for part in form.plain
+    )
 
 
 def write_quantized(

@@ -17,6 +17,7 @@ from stage_worker.model.decoder import DecoderStage
 from stage_worker.validation import SliceLayout
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
+from tests.families import make_family
 from tests.integration.cluster import Cluster, RequestCase
 from tests.integration.test_sliding_window import prompt_of
 from tests.local_pipeline import LocalPipeline, Request
@@ -27,9 +28,11 @@ LIMITS = {ScaledDType.I8: (3e-5, 3e-4), ScaledDType.F8_E4M3: (1e-3, 1e-3)}
 NUMBERS = {ScaledDType.I8: cluster_pb2.DTYPE_I8, ScaledDType.F8_E4M3: cluster_pb2.DTYPE_F8_E4M3}
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers 1 and 4 have full attention, so there are two block groups."""
+@pytest.fixture(scope="module", params=["windows", "latents"])
+def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers 1 and 4 have full attention, so there are two block groups; or pages of latents."""
+    if request.param == "latents":
+        return make_family(tmp_path_factory.mktemp("latents") / "model", "deepseek_v3")
     return make_checkpoint(
         tmp_path_factory.mktemp("mixed") / "model",
         "qwen2",

@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import WeightFormat
+from checkpoint import Checkpoint, DType, WeightFormat, stage_weight_bytes
 from stage_worker.model.quantize import rounded_to
 from tests.checkpoints import load_reference
 from tests.local_pipeline import LocalPipeline
-from tests.quantized import CONFIG, FORMATS, MOE_CONFIG, is_packed, write_plain, write_quantized
+from tests.quantized import (
+    CONFIG,
+    FORMATS,
+    LATENT_CONFIG,
+    MOE_CONFIG,
+    is_packed,
+    write_plain,
+    write_quantized,
+)
 
 NUM_NEW_TOKENS = 24
 PROMPTS = [[5, 17, 60, 2, 90], [44], list(range(3, 60, 2))]
@@ -55,6 +63,26 @@ def test_quantised_experts_generate_the_tokens_of_their_unpacked_weights(form: s
     for layers in ((CONFIG["num_hidden_layers"],), (1, 1)):
         pipeline = LocalPipeline(tmp_path / "quantized", layers, block_size=16, max_step_tokens=16)
         assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
+
+
+def test_native_fp8_of_deepseek_v3_generates_the_tokens_of_its_unpacked_weights(tmp_path: Path) -> None:
+    """Its config names no module that is plain; the projections of latents are unpacked before use."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    native = replace(FORMATS["fp8-block"], config=config | {"weight_block_size": [48, 40]}, plain=())
+    weights = write_quantized(tmp_path / "quantized", native, seed=3, config=LATENT_CONFIG)
+    assert is_packed(native, "model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
+    write_plain(tmp_path / "plain", weights, config=LATENT_CONFIG)
+    expected = [_reference_tokens(tmp_path / "plain", prompt) for prompt in PROMPTS]
+    assert len({token for tokens in expected for token in tokens}) > 12, "a degenerate model proves nothing"
+    for layers in ((2,), (1, 1)):
+        pipeline = LocalPipeline(tmp_path / "quantized", layers, block_size=16, max_step_tokens=16)
+        assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
+    unpacked, plain = (Checkpoint.open(tmp_path / name).config for name in ("quantized", "plain"))
+    sizes = [
+        stage_weight_bytes(one, DType.F32, 0, 2, has_embeddings=True, has_head=True)
+        for one in (unpacked, plain)
+    ]
+    assert sizes[0] == sizes[1] == sum(array.nbytes for array in weights.values())
 
 
 @pytest.mark.parametrize("form", WeightFormat)

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config, Mistral3Config
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma4Config,
+    Kimi_K25Config,
+    Mistral3Config,
+)
 
 from checkpoint import (
     BadConfig,
@@ -55,6 +61,20 @@ YARN = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 20,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 2,
+}
 CONFIGS = {
     "gemma3": lambda: Gemma3Config(text_config={"model_type": "gemma3_text", **TEXT}, vision_config=VISION),
     "gemma4": lambda: Gemma4Config(
@@ -78,6 +98,20 @@ CONFIGS = {
         text_config={"model_type": "ministral3", "rope_parameters": dict(YARN), **TEXT},
         vision_config={"model_type": "pixtral", "head_dim": 8, **VISION},
     ),
+    "mistral3 of mistral4": lambda: Mistral3Config(
+        text_config={
+            "model_type": "mistral4",
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.4},
+            **TEXT,
+            **LATENT,
+        },
+        vision_config={"model_type": "pixtral", "head_dim": 8, **VISION},
+    ),
+    "kimi_k25": lambda: Kimi_K25Config(
+        text_config={"model_type": "deepseek_v3", "topk_group": 1, **TEXT, **LATENT, "head_dim": 8},
+        vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=32,
+    ),
 }
 TOKENS = [5, 99, 17, 64, 3, 3, 120, 8] * 4
 
@@ -87,6 +121,8 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIGS[request.param]())
     model.save_pretrained(tmp_path)
+    if request.param == "kimi_k25":  # transformers renames the text's layers like those of images
+        rename(tmp_path, "language_model.model.blocks.", "language_model.model.layers.")
     return tmp_path
 
 

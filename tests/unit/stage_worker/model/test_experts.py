@@ -1,11 +1,12 @@
-"""Products of experts: the grouped kernel of GPUs and one product per expert give the same rows."""
+"""Choice of experts; products by the grouped kernel of GPUs and by one product per expert are the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stage_worker.model.experts import grouped_products, separate_products
+from checkpoint.blueprint import GroupScore, Router, RouterScore
+from stage_worker.model.experts import choose, grouped_products, separate_products
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [2, 2, 2, 3]]
 
@@ -29,3 +30,25 @@ def test_grouped_products_equal_separate_ones(
         assert found.dtype is dtype
         error = (found.double() - exact).abs().max() / exact.std()
         assert error < tolerance
+
+
+@pytest.mark.parametrize(("group_score", "kept"), [(GroupScore.BEST_TWO, [2, 3]), (GroupScore.BEST, [0, 1])])
+def test_groups_are_kept_by_their_score(group_score: GroupScore, kept: list[int]) -> None:
+    """Group 0 has one good expert, group 1 has two fair ones, group 2 has none."""
+    logits = torch.tensor([[2.0, -3.0, 1.5, 1.4, -1.0, -1.0]])
+    router = Router(
+        score=RouterScore.SIGMOID, num_groups=3, num_kept_groups=1, group_score=group_score, scaling=2.0
+    )
+    two = choose(logits, router, 2, None)
+    assert two.experts.tolist() == [kept]
+    assert float(two.weights.sum()) == pytest.approx(2.0)
+    wide = Router(score=RouterScore.SIGMOID, num_groups=3, num_kept_groups=2, group_score=group_score)
+    assert choose(logits, wide, 2, None).experts.tolist() == [[0, 2]]
+
+
+def test_a_choice_bias_chooses_but_does_not_weigh() -> None:
+    logits = torch.tensor([[1.0, 0.5, 0.0, -0.5]])
+    router = Router(score=RouterScore.SIGMOID, num_groups=2, num_kept_groups=1, is_normalised=False)
+    choice = choose(logits, router, 1, torch.tensor([0.0, 0.0, 0.0, 3.0]))
+    assert choice.experts.tolist() == [[3]]
+    torch.testing.assert_close(choice.weights, torch.tensor([[-0.5]]).sigmoid())

@@ -1,0 +1,327 @@
+"""Latent attention in config.json: published configs, and what is refused with its name."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from checkpoint import BadConfig, Blueprint, Dense, Experts, Latent, UnsupportedModel, parse_config
+from checkpoint.blueprint import GroupScore, PageShape, QueryGrowth, RouterScore
+from checkpoint.rope_config import RopeKind
+
+_REMOTE_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
+V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": _REMOTE_CODE,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+V2_LITE: dict[str, Any] = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "quantization_config": None,
+    "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+del V2_LITE["num_nextn_predict_layers"]
+KIMI_K2: dict[str, Any] = V3 | {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": V3["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+GLM_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+MISTRAL_4: dict[str, Any] = {
+    "model_type": "mistral4",
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 1048576,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 128.0,
+        "llama_4_scaling_beta": 0.1,
+        "max_position_embeddings": 1048576,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "type": "yarn",
+    },
+    "vocab_size": 131072,
+}
+
+
+def mixer_of(config: Blueprint) -> Latent:
+    (mixer,) = {layer.mixer for layer in config.layers}
+    assert isinstance(mixer, Latent)
+    return mixer
+
+
+def experts_of(config: Blueprint) -> Experts:
+    experts = config.layers[-1].feed_forward
+    assert isinstance(experts, Experts)
+    return experts
+
+
+def num_dense(config: Blueprint) -> int:
+    return sum(isinstance(layer.feed_forward, Dense) for layer in config.layers)
+
+
+def test_deepseek_v3() -> None:
+    config = parse_config(V3)
+    mixer, experts = mixer_of(config), experts_of(config)
+    assert (mixer.num_heads, mixer.query_rank, mixer.kv_rank) == (128, 1536, 512)
+    assert (mixer.nope_dim, mixer.rope_dim, mixer.value_dim) == (128, 64, 128)
+    assert config.page_shape(None) == PageShape(1, 1, 576)
+    assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert mixer.rope is not None and mixer.rope.kind is RopeKind.YARN and mixer.rope.is_interleaved
+    assert (experts.count, experts.per_token, experts.shared) == (256, 8, Dense(width=2048))
+    router = experts.router
+    assert (router.score, router.num_groups, router.num_kept_groups) == (RouterScore.SIGMOID, 8, 4)
+    assert (router.group_score, router.scaling, router.is_normalised) == (GroupScore.BEST_TWO, 2.5, True)
+    assert router.has_choice_bias and router.is_wide
+    assert (num_dense(config), config.num_draft_layers) == (3, 1)
+    assert config.quantization is not None and config.quantization.label == "fp8"
+
+
+def test_deepseek_v2_lite_projects_queries_at_once_and_chooses_of_all_experts() -> None:
+    config = parse_config(V2_LITE)
+    mixer, router = mixer_of(config), experts_of(config).router
+    assert (mixer.query_rank, mixer.num_heads) == (None, 16)
+    assert mixer.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert experts_of(config).shared == Dense(width=2816)
+    assert (router.score, router.num_groups, router.has_choice_bias) == (RouterScore.SOFTMAX, 1, False)
+    assert not router.is_normalised
+
+
+def test_deepseek_v2_keeps_the_groups_with_the_best_expert() -> None:
+    whole = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}
+    router = experts_of(parse_config(V2_LITE | whole | {"topk_method": "group_limited_greedy"})).router
+    assert (router.num_groups, router.num_kept_groups, router.scaling) == (8, 3, 16.0)
+    assert router.group_score is GroupScore.BEST
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    config = parse_config(KIMI_K2)
+    assert config.model_type == "deepseek_v3"
+    assert (mixer_of(config).num_heads, experts_of(config).count) == (64, 384)
+    assert (num_dense(config), config.num_draft_layers) == (1, 0)
+
+
+def test_kimi_k25_wraps_it() -> None:
+    wrapped = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+        "ignore_index": -100,
+        "media_placeholder_token_id": 163605,
+        "model_type": "kimi_k25",
+        "text_config": KIMI_K2,
+        "tie_word_embeddings": False,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "vision_config": {"model_type": "kimi_k25"},
+    }
+    assert parse_config(wrapped) == parse_config(KIMI_K2)
+    as_in_transformers = wrapped | {
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
+        "text_config": KIMI_K2 | {"model_type": "deepseek_v3"},
+    }
+    assert parse_config(as_in_transformers) == parse_config(KIMI_K2)
+
+
+def test_glm_4_7_flash() -> None:
+    config = parse_config(GLM_FLASH)
+    mixer = mixer_of(config)
+    assert (mixer.num_heads, mixer.query_rank, mixer.value_dim) == (20, 768, 256)
+    assert mixer.scale == 256**-0.5
+    assert (num_dense(config), config.num_draft_layers) == (1, 1)
+    listed = GLM_FLASH | {"mlp_layer_types": ["sparse"] * 46 + ["dense"]}
+    assert isinstance(parse_config(listed).layers[0].feed_forward, Experts)
+    assert isinstance(parse_config(listed).layers[46].feed_forward, Dense)
+
+
+def test_mistral_4_inside_its_wrapper() -> None:
+    config = parse_config({"model_type": "mistral3", "text_config": MISTRAL_4, "vision_config": {}})
+    mixer, router = mixer_of(config), experts_of(config).router
+    assert (mixer.kv_rank, mixer.nope_dim, mixer.rope_dim, mixer.query_rank) == (256, 64, 64, 1024)
+    assert mixer.query_growth == QueryGrowth(beta=0.1, original_length=8192)
+    assert mixer.scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    assert mixer.rope is not None and mixer.rope.width is None
+    assert (router.score, router.has_choice_bias, router.is_wide) == (RouterScore.SOFTMAX, False, False)
+    assert num_dense(config) == 0
+
+
+def test_pairs_may_lie_half_a_head_apart() -> None:
+    rope = mixer_of(parse_config(V3 | {"rope_interleave": False})).rope
+    assert rope is not None and not rope.is_interleaved
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (V3 | {"head_dim": 192}, "'head_dim' = 192 contradicts qk_nope_head_dim 128 and qk_rope_head_dim 64"),
+        (V3 | {"qk_head_dim": 128}, "'qk_head_dim' = 128 contradicts"),
+        (MISTRAL_4 | {"head_dim": 64}, "'head_dim' = 64 contradicts"),
+        (V3 | {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
+        (V3 | {"kv_lora_rank": 0}, "kv_lora_rank"),
+        (
+            MISTRAL_4 | {"rope_parameters": MISTRAL_4["rope_parameters"] | {"partial_rotary_factor": 0.25}},
+            "'partial_rotary_factor' rotates 32 elements of a head, expected qk_rope_head_dim 64",
+        ),
+        (GLM_FLASH | {"mlp_layer_types": ["sparse"] * 46}, "'mlp_layer_types' must list"),
+        (GLM_FLASH | {"mlp_layer_types": ["moe"] * 47}, "'mlp_layer_types' must list"),
+    ],
+)
+def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(message)):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (V3 | {"num_key_value_heads": 64}, "'num_key_value_heads' = 64 is not supported with latent"),
+        (V3 | {"scoring_func": "softmax"}, "'scoring_func' = 'softmax'"),
+        (V3 | {"topk_method": "greedy"}, "'topk_method' = 'greedy'"),
+        (V3 | {"moe_layer_freq": 2}, "'moe_layer_freq' = 2"),
+        (V3 | {"index_topk": 2048}, "'index_topk' = 2048"),
+        (V2_LITE | {"topk_method": "noaux_tc"}, "'topk_method' = 'noaux_tc'"),
+        (V2_LITE | {"norm_topk_prob": True}, "'norm_topk_prob' = True"),
+        (V2_LITE | {"rope_interleave": True}, "'rope_interleave' = True"),
+        (GLM_FLASH | {"first_k_dense_replace": 2}, "'first_k_dense_replace' = 2"),
+        (V3 | {"model_type": "deepseek_v32"}, "model type 'deepseek_v32'"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        parse_config(config)
