@@ -15,6 +15,7 @@ def layer_kinds(config: Blueprint, plan: Plan) -> LayerKinds:
         limits=plan.limits,
         block_size=plan.block_size,
         num_stages=len(plan.stages),
+        kv_dtype=plan.kv_dtype,
     )
     return LayerKinds(
         step_sequences=memory.step_sequences, legal_cuts=config.legal_cuts, kinds=_kinds(memory, plan)

@@ -19,6 +19,7 @@ A `model_type` after a plus sign has images, too: its text model is served, the 
 are not read.
 
 A field of config.json that is not known for a family is refused by name, unless it cannot change a logit.
+Code beside the weights, which published DeepSeek and Kimi checkpoints name in `auto_map`, is never run.
 
 ## Weight formats
 

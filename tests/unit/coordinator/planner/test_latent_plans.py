@@ -1,0 +1,69 @@
+"""Plans of latent attention: one latent per token and layer, whatever the number of heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from checkpoint import Blueprint, DType, Latent, ScaledDType, parse_config
+from checkpoint.blueprint import EXPANDED_ELEMENTS
+from coordinator.planner.layer_kinds import layer_kinds
+from coordinator.planner.plan import format_ranges
+from coordinator.planner.planner import StageMemory, make_plan
+from tests.unit.checkpoint.test_latent_config import V3
+from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, workers
+from wire.ids import StageRole
+
+
+@pytest.fixture(scope="module")
+def config() -> Blueprint:
+    return parse_config(V3)
+
+
+def test_deepseek_v3_has_two_kinds_of_layers_with_576_numbers_a_token(config: Blueprint) -> None:
+    plan = make_plan(config, DType.BF16, workers(*[256 * GIB] * 8), limits=USUAL_STEPS, block_size=16)
+    found = layer_kinds(config, plan)
+    assert [(kind.name, format_ranges(kind.layers)) for kind in found.kinds] == [
+        ("latent attention + dense", "0-2"),
+        ("latent attention + 8 of 256 experts + shared expert", "3-60"),
+    ]
+    assert [kind.kv_bytes_per_token for kind in found.kinds] == [576 * 2] * 2
+    dense, sparse = found.kinds
+    assert sparse.weight_bytes / dense.weight_bytes == pytest.approx(20, abs=1)
+    assert sum(stage.weight_bytes for stage in plan.stages) / 2 == pytest.approx(671e9, rel=1e-3)
+    num_tokens = plan.num_blocks * 16
+    assert [stage.kv_bytes for stage in plan.stages] == [
+        stage.num_layers * num_tokens * 576 * 2 for stage in plan.stages
+    ]
+
+
+@pytest.mark.parametrize("kv_dtype", ScaledDType)
+def test_a_row_of_8_bits_has_one_scale(config: Blueprint, kv_dtype: ScaledDType) -> None:
+    plan = make_plan(
+        config,
+        DType.BF16,
+        workers(*[256 * GIB] * 8),
+        limits=USUAL_STEPS,
+        block_size=16,
+        kv_dtype=kv_dtype,
+    )
+    assert plan.stages[1].kv_bytes == plan.stages[1].num_layers * plan.num_blocks * 16 * (576 + 4)
+    assert {kind.kv_bytes_per_token for kind in layer_kinds(config, plan).kinds} == {576 + 4}
+
+
+def test_keys_that_are_expanded_at_once_are_counted(config: Blueprint) -> None:
+    """A prompt of 64 k tokens expands one head at a time: keys of 192 and values of 128 elements."""
+    memory = StageMemory(
+        config=config, dtype=DType.BF16, limits=USUAL_STEPS, block_size=16, num_stages=8, kv_dtype=None
+    )
+    one_head = 65_536 * (192 + 128)
+    assert one_head > EXPANDED_ELEMENTS
+    limits = replace(USUAL_STEPS, max_sequence_tokens=65_536)
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, Latent)
+    few_heads = replace(mixer, num_heads=2)
+    small = replace(config, layers=tuple(replace(layer, mixer=few_heads) for layer in config.layers))
+    for some in (config, small):
+        long = replace(memory, config=some, limits=limits).activation_bytes(StageRole.MIDDLE, 4096)
+        assert long >= one_head * 2
