@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoint.blueprint import GroupScore, NormKind, NormSpan, Placement, RouterScore
+from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
 from checkpoint.config_fields import RawConfig, text
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import (
@@ -12,13 +12,13 @@ from checkpoint.family_rules import (
     BiasKeys,
     EmbeddingScale,
     ExpertRule,
-    LatentRule,
     NormRule,
     Rotation,
     ScaleRule,
     SparseLayers,
     Windows,
 )
+from checkpoint.latent_architectures import GROUPED_EXPERTS, LATENT_ARCHITECTURES, ROUTED_KEYS
 from checkpoint.names import Pack, TensorRole, renamed
 from checkpoint.rope_config import RopeRule
 
@@ -45,10 +45,6 @@ _GPT_OSS_EXPERTS = (
     replace(_PARAMETER, module="mlp.experts.gate_up_proj", roles=_GATE_UP_ROLES, is_alternating=True),
     replace(_PARAMETER, module="mlp.experts.down_proj", roles=(TensorRole.EXPERT_DOWN,)),
 )
-_STACKED_EXPERTS = (
-    Pack(module="mlp.experts.gate_up_proj", roles=_GATE_UP_ROLES, has_kind=False),
-    Pack(module="mlp.experts.down_proj", roles=(TensorRole.EXPERT_DOWN,), has_kind=False),
-)
 _ORIGINAL_LENGTH = tuple(f"rope_{key}.original_max_position_embeddings" for key in ("scaling", "parameters"))
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
@@ -56,38 +52,7 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
-_MISTRAL_4_YARN = {
-    "rope_type": "yarn",
-    "factor": 128.0,
-    "original_max_position_embeddings": 8192,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-"""Defaults of transformers' config classes."""
-_LATENT_KEYS = (
-    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim attention_bias"
-)
-_ROUTED_KEYS = (
-    "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
-    " n_group topk_group norm_topk_prob routed_scaling_factor num_nextn_predict_layers"
-)
-_DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq ep_size seq_aux aux_loss_alpha auto_map"
-"""Of published configs beside transformers'. The last four change no token: parallelism and losses of the
-training, and the names of code beside the checkpoint, which is not run.
-"""
-_GROUPED_EXPERTS = ExpertRule(
-    layers=SparseLayers.AFTER_FIRST,
-    count_keys=("n_routed_experts",),
-    score=RouterScore.SIGMOID,
-    norm_key="norm_topk_prob",
-    has_choice_bias=True,
-    has_groups=True,
-    has_scaling=True,
-    is_wide=True,
-    shared_count_key="n_shared_experts",
-    shared_count=1,
-)
+"""Default of transformers' config class."""
 _AROUND = {
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "pre_feedforward_layernorm",
@@ -205,112 +170,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",
         title="GLM-4.5, 4.6, 4.7",
-        keys=_keys(f"{_ROUTED_KEYS} attention_bias partial_rotary_factor use_qk_norm"),
+        keys=_keys(f"{ROUTED_KEYS} attention_bias partial_rotary_factor use_qk_norm"),
         rope=RopeRule(partial=0.5),
         has_kv_heads_default=False,
         biases=BiasKeys(o=None),
         norms=NormRule(qk_span=NormSpan.HEAD, qk_key="use_qk_norm"),
-        experts=_GROUPED_EXPERTS,
+        experts=GROUPED_EXPERTS,
         defaults={"num_nextn_predict_layers": 1},
     ),
-    Architecture(
-        model_type="deepseek_v2",
-        class_name="DeepseekV2ForCausalLM",
-        title="DeepSeek V2, V2.5",
-        keys=_keys(f"{_LATENT_KEYS} {_ROUTED_KEYS} {_DEEPSEEK_KEYS}"),
-        rope=RopeRule(is_interleaved=True),
-        latent=LatentRule(),
-        experts=replace(
-            _GROUPED_EXPERTS,
-            score=RouterScore.SOFTMAX,
-            norm_key=None,
-            is_normalised=False,
-            has_choice_bias=False,
-            has_group_method=True,
-            group_score=GroupScore.BEST,
-            shared_count=2,
-        ),
-        defaults={
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "moe_intermediate_size": 1407,
-            "first_k_dense_replace": 0,
-        },
-        fixed={"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
-        reasons={"norm_topk_prob": ", as in transformers"},
-    ),
-    Architecture(
-        model_type="deepseek_v3",
-        class_name="DeepseekV3ForCausalLM",
-        title="DeepSeek V3, V3.1, R1; Kimi K2",
-        aliases=frozenset({"kimi_k2"}),
-        keys=_keys(f"{_LATENT_KEYS} {_ROUTED_KEYS} {_DEEPSEEK_KEYS} rope_interleave"),
-        rope=RopeRule(is_interleaved=True),
-        latent=LatentRule(),
-        experts=_GROUPED_EXPERTS,
-        defaults={
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1,
-        },
-        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    ),
-    Architecture(
-        model_type="glm4_moe_lite",
-        class_name="Glm4MoeLiteForCausalLM",
-        title="GLM-4.7-Flash",
-        keys=_keys(f"{_LATENT_KEYS} {_ROUTED_KEYS} topk_method rope_interleave mlp_layer_types"),
-        rope=RopeRule(is_interleaved=True),
-        latent=LatentRule(),
-        experts=replace(_GROUPED_EXPERTS, layers=SparseLayers.LISTED),
-        defaults={
-            "q_lora_rank": 768,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 192,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1536,
-            "routed_scaling_factor": 1.8,
-        },
-        fixed={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
-    ),
-    Architecture(
-        model_type="mistral4",
-        class_name="Mistral4ForCausalLM",
-        title="Mistral Small 4",
-        keys=_keys(f"{_LATENT_KEYS} {_ROUTED_KEYS} rope_interleave"),
-        names=renamed({}, *_STACKED_EXPERTS),
-        rope=RopeRule(is_interleaved=True, has_query_growth=True, default=_MISTRAL_4_YARN),
-        latent=LatentRule(is_head_whole=True),
-        experts=replace(_GROUPED_EXPERTS, score=RouterScore.SOFTMAX, has_choice_bias=False, is_wide=False),
-        defaults={
-            "q_lora_rank": 1024,
-            "kv_lora_rank": 256,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 0,
-        },
-    ),
+    *LATENT_ARCHITECTURES,
     Architecture(
         model_type="granitemoe",
         class_name="GraniteMoeForCausalLM",

@@ -45,7 +45,7 @@ class LatentAttention:
     """See `Latent`."""
 
     def __init__(self, mixer: Latent, weights: LayerWeights, kernels: Kernels) -> None:
-        """Packed weights replace the given ones, but those of keys and values, which are used in parts."""
+        """Packed weights replace the given ones; those of keys and values are not packed, but separated."""
         given, products = weights.mixer, kernels.layer_products
         assert isinstance(given, LatentWeights), "weights of another kind"
         self._mixer = mixer
@@ -57,10 +57,10 @@ class LatentAttention:
         self._query = project(given.query, None, products)
         self._latent = project(given.latent, given.latent_bias, products)
         self._latent_norm = row_norm(mixer.norm, weights.norms[TensorRole.KV_LATENT_NORM])
-        # [heads, nope_dim + value_dim, kv_rank], and the rows of each head's keys and values
-        self._expansion = given.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
-        self._to_keys = self._expansion[:, : mixer.nope_dim]
-        self._to_values = self._expansion[:, mixer.nope_dim :]
+        by_head = given.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
+        # [heads, nope_dim, kv_rank], [heads, value_dim, kv_rank]; products by parts of one tensor are slow.
+        self._to_keys = by_head[:, : mixer.nope_dim].contiguous()
+        self._to_values = by_head[:, mixer.nope_dim :].contiguous()
 
     def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
         """Mixed values [m, heads * value_dim] of `normed` [m, hidden_size], with zeros after the step's
@@ -98,9 +98,9 @@ class LatentAttention:
         """Fill the rows of `view` in `mixed`, absorbed."""
         chosen = query if view.rows is None else query.index_select(0, view.rows)
         (rows,) = kv.gather(view.pages)
-        absorbed = self._absorbed(chosen)[None]
-        found = decode_products(absorbed, rows, rows[..., : self._mixer.kv_rank], view.mask, self._mixer)
-        values = self._values(found[0])
+        # Shared keys are mixed, too: bfloat16 products on a CPU would copy rows without them.
+        found = decode_products(self._absorbed(chosen)[None], rows, rows, view.mask, self._mixer)
+        values = self._values(found[0, ..., : self._mixer.kv_rank])
         if view.rows is None:
             mixed[: len(values)].copy_(values)
         else:
@@ -131,12 +131,13 @@ class LatentAttention:
         step = max(1, EXPANDED_ELEMENTS // of_a_head)
         for first in range(0, mixer.num_heads, step):
             heads = slice(first, first + step)
-            expanded = linear(latents, self._expansion[heads].flatten(0, 1))
-            by_head = expanded.view(len(rows), -1, mixer.nope_dim + mixer.value_dim).transpose(0, 1)
-            keys, values = by_head.split_with_sizes((mixer.nope_dim, mixer.value_dim), dim=2)
-            keys = torch.cat((keys, shared.expand(len(keys), -1, -1)), dim=2)
+            keys, values = (
+                linear(latents, matrix[heads].flatten(0, 1)).view(len(rows), -1, matrix.shape[1])
+                for matrix in (self._to_keys, self._to_values)
+            )
+            keys = torch.cat((keys, shared[:, None].expand(-1, keys.shape[1], -1)), dim=2)
             by_query, target = (x[:, heads].transpose(0, 1)[:, None] for x in (query, mixed))
-            prefill_products(by_query, keys, values, view, mixer, target)
+            prefill_products(by_query, keys.transpose(0, 1), values.transpose(0, 1), view, mixer, target)
 
     def _absorbed(self, query: Tensor) -> Tensor:
         """Queries for latents and shared keys, [n, heads, kv_rank + rope_dim]."""
