@@ -130,6 +130,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1536,
             "routed_scaling_factor": 1.8,
+            "num_nextn_predict_layers": 1,
         },
         fixed={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     ),

@@ -419,6 +419,8 @@ def _reshaped(value: Any) -> Iterator[tuple[str, Any]]:
 def _others(value: Any) -> list[Any]:
     if isinstance(value, Enum):
         return [other for other in type(value) if other is not value]
+    if value is None:
+        return [16]
     return [not value if isinstance(value, bool) else 2 * value]
 
 
