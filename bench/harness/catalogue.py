@@ -91,6 +91,14 @@ GROUPS = (
         timeout_s=900.0,
     ),
     Group(
+        name="latent",
+        about="latent attention of one layer, decoding : products alone, reading its bytes",
+        module="bench.figures.latent",
+        about_s=30,
+        is_default=False,
+        is_apart=True,
+    ),
+    Group(
         name="burst",
         about="bursts of 8, 16 and 32 requests : prefill, then steady decode",
         module="bench.figures.burst",

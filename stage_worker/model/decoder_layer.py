@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, Latent, LayerPlan, Mixer
+from checkpoint import Attention, Dense, Experts, LayerPlan, Mixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
@@ -24,7 +24,13 @@ from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.latent_attention import LatentAttention
-from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, project
+from stage_worker.model.layer_weights import (
+    AttentionWeights,
+    DenseWeights,
+    LatentWeights,
+    LayerWeights,
+    project,
+)
 from stage_worker.model.norms import RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     Operations,
@@ -193,9 +199,10 @@ class GroupedAttention:
 
 
 def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels: Kernels) -> Mix:
-    if isinstance(mixer, Latent):
-        return LatentAttention(mixer, weights, kernels)
-    return GroupedAttention(mixer, weights, operations, kernels)
+    if isinstance(mixer, Attention):
+        return GroupedAttention(mixer, weights, operations, kernels)
+    assert isinstance(weights.mixer, LatentWeights), "weights of another kind"
+    return LatentAttention(mixer, weights.mixer, weights.norms, kernels)
 
 
 def _feed_forward(

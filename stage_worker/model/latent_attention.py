@@ -14,6 +14,8 @@ softmax are float32 in both, weights are rounded to the run dtype, as in `operat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -21,8 +23,8 @@ from torch.nn.functional import linear
 from checkpoint import EXPANDED_ELEMENTS, Latent
 from checkpoint.names import TensorRole
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import LatentWeights, LayerWeights, project
-from stage_worker.model.norms import row_norm
+from stage_worker.model.layer_weights import LatentWeights, project
+from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.operations import decode_products, prefill_products
 from stage_worker.model.rope import rotate_
 from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, Rotary
@@ -44,20 +46,28 @@ def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
 class LatentAttention:
     """See `Latent`."""
 
-    def __init__(self, mixer: Latent, weights: LayerWeights, kernels: Kernels) -> None:
-        """Packed weights replace the given ones; those of keys and values are not packed, but separated."""
-        given, products = weights.mixer, kernels.layer_products
-        assert isinstance(given, LatentWeights), "weights of another kind"
+    def __init__(
+        self,
+        mixer: Latent,
+        weights: LatentWeights,
+        norms: Mapping[TensorRole, NormWeights],
+        kernels: Kernels,
+    ) -> None:
+        """`norms` has those of latents.
+
+        Packed weights replace the given ones; those of keys and values are not packed, but separated.
+        """
+        products = kernels.layer_products
         self._mixer = mixer
         self._rotary = Rotary.of(mixer)
         self._query_down = None
-        if given.query_down is not None:
-            self._query_down = project(given.query_down, given.query_down_bias, products)
-            self._query_norm = row_norm(mixer.norm, weights.norms[TensorRole.Q_LATENT_NORM])
-        self._query = project(given.query, None, products)
-        self._latent = project(given.latent, given.latent_bias, products)
-        self._latent_norm = row_norm(mixer.norm, weights.norms[TensorRole.KV_LATENT_NORM])
-        by_head = given.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
+        if weights.query_down is not None:
+            self._query_down = project(weights.query_down, weights.query_down_bias, products)
+            self._query_norm = row_norm(mixer.norm, norms[TensorRole.Q_LATENT_NORM])
+        self._query = project(weights.query, None, products)
+        self._latent = project(weights.latent, weights.latent_bias, products)
+        self._latent_norm = row_norm(mixer.norm, norms[TensorRole.KV_LATENT_NORM])
+        by_head = weights.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
         # [heads, nope_dim, kv_rank], [heads, value_dim, kv_rank]; products by parts of one tensor are slow.
         self._to_keys = by_head[:, : mixer.nope_dim].contiguous()
         self._to_values = by_head[:, mixer.nope_dim :].contiguous()
