@@ -256,7 +256,7 @@ QUICK_FAMILIES = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text", "deep
 BLOCK_KINDS = (
     *QUICK_FAMILIES,
     *("gpt_oss", "glm4_moe", "gemma4_text+experts", "ministral3", "qwen2_moe", "ernie4_5_moe"),
-    *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text"),
+    *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 6
