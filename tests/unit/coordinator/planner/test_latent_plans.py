@@ -52,18 +52,24 @@ def test_a_row_of_8_bits_has_one_scale(config: Blueprint, kv_dtype: ScaledDType)
     assert {kind.kv_bytes_per_token for kind in layer_kinds(config, plan).kinds} == {576 + 4}
 
 
-def test_keys_that_are_expanded_at_once_are_counted(config: Blueprint) -> None:
-    """A prompt of 64 k tokens expands one head at a time: keys of 192 and values of 128 elements."""
+def test_keys_and_values_that_are_expanded_at_once_are_counted(config: Blueprint) -> None:
+    """A prompt of 64 k tokens expands one head at a time, which a wider value makes larger."""
+    num_keys, more = 65_536, 128
+    assert num_keys * (192 + 128) > EXPANDED_ELEMENTS
     memory = StageMemory(
-        config=config, dtype=DType.BF16, limits=USUAL_STEPS, block_size=16, num_stages=8, kv_dtype=None
+        config=config,
+        dtype=DType.BF16,
+        limits=replace(USUAL_STEPS, max_sequence_tokens=num_keys),
+        block_size=16,
+        num_stages=8,
     )
-    one_head = 65_536 * (192 + 128)
-    assert one_head > EXPANDED_ELEMENTS
-    limits = replace(USUAL_STEPS, max_sequence_tokens=65_536)
     mixer = config.layers[0].mixer
     assert isinstance(mixer, Latent)
-    few_heads = replace(mixer, num_heads=2)
-    small = replace(config, layers=tuple(replace(layer, mixer=few_heads) for layer in config.layers))
-    for some in (config, small):
-        long = replace(memory, config=some, limits=limits).activation_bytes(StageRole.MIDDLE, 4096)
-        assert long >= one_head * 2
+    wider = replace(mixer, value_dim=mixer.value_dim + more)
+    layers = tuple(replace(layer, mixer=wider) for layer in config.layers)
+    sizes = [
+        one.activation_bytes(StageRole.MIDDLE, num_keys // 16)
+        for one in (memory, replace(memory, config=replace(config, layers=layers)))
+    ]
+    of_tokens = USUAL_STEPS.max_step_tokens * 2 * mixer.num_heads * more * 2
+    assert sizes[1] - sizes[0] == of_tokens + num_keys * more * (3 * 2 + 4)
