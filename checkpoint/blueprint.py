@@ -229,8 +229,8 @@ class RouterScore(Enum):
 class GroupScore(Enum):
     """Score of a group of experts."""
 
-    BEST_TWO = "sum of its two best experts"
-    BEST = "its best expert"
+    BEST_TWO = "sum of the two best experts"
+    BEST = "the best expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,7 +160,7 @@ def _experts(row: Architecture) -> list[str]:
     if rule is None:
         return []
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
-    words += [f"groups of experts by {rule.group_score.value}"] if rule.has_groups else []
+    words += [f"groups ranked by {rule.group_score.value}"] if rule.has_groups else []
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
     words += ["clamped SwiGLU"] if rule.has_clamp else []
     words += ["biases of experts and router"] if rule.has_bias else []
