@@ -349,6 +349,11 @@ def packed_matrices(
         is_outside = name == embeddings or (name == head and not quantization.includes_head)
         if len(shape) < 2 or is_outside or (scheme := quantization.scheme_of(name)) is None:
             continue
+        if len(shape) > 2 and not isinstance(scheme, Fp4):
+            raise UnsupportedModel(
+                f"tensor {name} has the matrices of all {shape[0]} experts, which is not supported in"
+                f" {scheme.label}: use a checkpoint with one matrix per tensor, or a plain one"
+            )
         found[name] = PackedMatrix(name, shape, scheme, scheme.parts(name, shape))
     return found
 

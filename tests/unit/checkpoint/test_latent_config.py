@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
-from checkpoint import BadConfig, Blueprint, Dense, Experts, Latent, UnsupportedModel, parse_config
+from checkpoint import (
+    BadConfig,
+    Blueprint,
+    Dense,
+    Experts,
+    Latent,
+    UnsupportedModel,
+    parse_config,
+    stage_tensor_shapes,
+)
 from checkpoint.blueprint import GroupScore, PageShape, QueryGrowth, RouterScore
 from checkpoint.rope_config import RopeKind
+from checkpoint.tensors import stored_tensors
 
 _REMOTE_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -325,3 +335,13 @@ def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -
 def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=re.escape(message)):
         parse_config(config)
+
+
+def test_quantised_stacks_of_experts_are_refused_by_name() -> None:
+    """Mistral 4 has the experts of a layer in one tensor."""
+    config = parse_config(MISTRAL_4 | {"quantization_config": V3["quantization_config"]})
+    shapes = stage_tensor_shapes(config, 0, 1, has_embeddings=False, has_head=False)
+    with pytest.raises(
+        UnsupportedModel, match=r"mlp\.experts\.gate_up_proj has the matrices of all 128 ex.* fp8"
+    ):
+        stored_tensors(config, shapes)
