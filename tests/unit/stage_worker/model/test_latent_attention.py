@@ -13,6 +13,7 @@ from checkpoint import Checkpoint, DType, Latent, ScaledDType, UnsupportedModel,
 from checkpoint import kv_bytes_per_token as bytes_per_token
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
+from stage_worker.loading.reference import StreamedModel
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model import latent_attention
 from stage_worker.model.decoder import DecoderStage
@@ -137,7 +138,7 @@ def test_a_slice_takes_the_way_with_fewer_multiplications(checkpoint: Checkpoint
     assert chosen == {True} if num_keys == 2 else {True, False}
 
 
-def assignment(checkpoint: Checkpoint, kv_dtype: ScaledDType | None) -> Assignment:
+def assignment(checkpoint: Checkpoint, kv_dtype: ScaledDType | None, dtype: DType = DType.BF16) -> Assignment:
     return Assignment(
         plan_id=1,
         stage=0,
@@ -147,7 +148,7 @@ def assignment(checkpoint: Checkpoint, kv_dtype: ScaledDType | None) -> Assignme
         layer_end=checkpoint.config.num_layers,
         model_directory=str(checkpoint.directory),
         fingerprint=checkpoint.fingerprint,
-        dtype=DType.BF16,
+        dtype=dtype,
         kv_dtype=kv_dtype,
         block_size=16,
         num_blocks=3,
@@ -173,6 +174,30 @@ def test_pages_have_576_numbers_a_token(
     assert isinstance(pages, KvPages)
     assert pages.size_bytes == config.num_layers * 3 * 16 * token_bytes
     assert pages.store(0).shape == (3, 1, 1, 16, 576)
+
+
+@pytest.mark.parametrize("kv_dtype", ScaledDType)
+def test_rows_of_8_bits_are_rounded_as_in_the_reference_of_self_checks(
+    kv_dtype: ScaledDType, checkpoint: Checkpoint
+) -> None:
+    config, tokens = checkpoint.config, list(range(3, 36))
+    stage = DecoderStage(
+        config,
+        layer_begin=0,
+        layer_end=config.num_layers,
+        has_embeddings=True,
+        has_head=True,
+        dtype=DType.F32,
+    )
+    stage.load(checkpoint)
+    pages = new_pages(assignment(checkpoint, kv_dtype, DType.F32), config, torch.device("cpu"))
+    layout = stage.layout([SliceLayout(first_position=0, num_tokens=33, pages=(2, 0, 1))], block_size=16)
+    found = stage.logits(stage.forward(stage.embed(torch.tensor(tokens)), layout, pages))
+    model = StreamedModel(checkpoint, DType.F32, kv_dtype=kv_dtype)
+    with torch.inference_mode():
+        *_, hidden = model.hidden_states([tokens])
+        exact, rounded = torch.cat([block for _, block in model.logits(hidden)], dim=-1)
+    assert float((found - rounded).norm()) < 0.1 * float((exact - rounded).norm())
 
 
 @pytest.mark.parametrize("weights", WeightFormat)
