@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, stage_tensor_names
 from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.decoder_layer import HeadNorms
+from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import PlainProjection
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
+from tests.families import make_family
 from tests.zero_checkpoint import write_zero_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +116,17 @@ def test_a_weight_beyond_the_range_of_float16_is_rejected_by_name(tmp_path: Path
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen3", True)])
 def test_weight_bytes_equals_the_allocated_memory(family: str, tied: bool, tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, family, num_layers=3, tie_word_embeddings=tied)
+    check_weight_bytes(make_checkpoint(tmp_path, family, num_layers=3, tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("query_rank", [40, None])
+def test_weights_of_latent_attention_are_in_memory_once(query_rank: int | None, tmp_path: Path) -> None:
+    """In layers without experts; their matrices of keys and values are separated."""
+    sizes: dict[str, Any] = {"num_layers": 3, "first_k_dense_replace": 3, "q_lora_rank": query_rank}
+    check_weight_bytes(make_family(tmp_path, "deepseek_v3", **sizes))
+
+
+def check_weight_bytes(directory: Path) -> None:
     checkpoint = Checkpoint.open(directory)
     for begin, end in [(0, 3), (0, 1), (1, 2), (2, 3)]:
         stage = make_stage(checkpoint, begin, end)
@@ -122,11 +136,12 @@ def test_weight_bytes_equals_the_allocated_memory(family: str, tied: bool, tmp_p
 
 def _allocated_bytes(stage: DecoderStage) -> int:
     weights = stage._loaded()
-    owners = [owner for layer in weights.layers for owner in (layer, layer._feed_forward)]
+    owners = [owner for layer in weights.layers for owner in (layer, layer._mix, layer._feed_forward)]
     held = [part for owner in owners for part in vars(owner).values()]
     norms = [layer._mixer_norm for layer in weights.layers] + [layer._ffn_norm for layer in weights.layers]
-    head_norms = (layer._norm_heads for layer in weights.layers if layer._norm_heads is not None)
-    norms += [norm for head_norm in head_norms for _, norm in head_norm._parts]
+    norms += [norm for part in held if isinstance(part, HeadNorms) for _, norm in part._parts]
+    mixers = [layer._mix for layer in weights.layers if isinstance(layer._mix, LatentAttention)]
+    norms += [norm for mixer in mixers for norm in (mixer._latent_norm, getattr(mixer, "_query_norm", None))]
     held += [getattr(norm, "_weight", None) for norm in (*norms, weights.final_norm)]
     held += [weights.embeddings, weights.head]
     projections = [part for part in held if isinstance(part, PlainProjection)]
