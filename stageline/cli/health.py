@@ -130,7 +130,7 @@ async def _ask_gateway(
     except ssl.SSLError as error:
         raise OSError(f"TLS: {error.reason}") from None
     finally:
-        writer.close()
+        writer.transport.abort()  # the loop ends before a peer would confirm a close
     return status == 200, _state_in(body) or f"HTTP {status}"
 
 

@@ -87,8 +87,8 @@ def hidden_states(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     encode, send = next_stage_stream.encode_hidden_states, hop_payloads.OutgoingPayloads.send
 
     def note(hidden: Any) -> None:
-        if hidden is not None and hidden.size_bytes >= NEEDLE_BYTES:
-            seen.append(bytes(hidden.data)[:NEEDLE_BYTES])
+        large = (tensor for tensor in hidden or () if tensor.size_bytes >= NEEDLE_BYTES)
+        seen.extend(bytes(tensor.data)[:NEEDLE_BYTES] for tensor in large)
 
     def encoding(step_id: int, checksum: int, hidden: Any, *more: Any, **others: Any) -> Any:
         note(hidden)

@@ -17,6 +17,8 @@ from wire.ids import new_request_id
 from wire.payloads import PayloadKey, PayloadOffer
 
 NAME = re.compile(r"(^|_)(secret|token|password|ticket|key_pem|attach_digest)$")
+NAMES_OF_SECRETS = {"SecretFiles.secret", "SecretKey.secret"}
+"""Names of Secrets of Kubernetes, not their contents."""
 TEXT = re.compile(r"\b(str|bytes)\b")
 
 
@@ -47,7 +49,8 @@ def test_no_record_shows_a_secret() -> None:
     roots = PROJECT["tool"]["importlinter"]["root_packages"]
     files = [file for root in roots for file in Path(REPOSITORY / root).rglob("*.py")]
     assert len(files) > 200
-    assert {str(file): found for file in files if (found := [*shown_secrets(file.read_text())])} == {}
+    shown = {found for file in files for found in shown_secrets(file.read_text())}
+    assert shown - NAMES_OF_SECRETS == set()
 
 
 @pytest.mark.parametrize(

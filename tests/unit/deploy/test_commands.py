@@ -104,7 +104,11 @@ def _seen(spec: ClusterSpec) -> list[Any]:
     anywhere = replace(spec, coordinator=coordinator, gateways=gateways)
     return [
         commands(spec),
-        *(render(anywhere if engine == "slurm" else spec) for engine, render in RENDERERS.items()),
+        *(
+            render(anywhere if engine == "slurm" else spec)
+            for engine, render in RENDERERS.items()
+            if engine != "kubernetes"  # chooses hosts and addresses itself, and refuses their keys
+        ),
     ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import DType
+from checkpoint.blueprint import BoundaryTensor
 from stage_worker import validation
 from stage_worker.validation import StageSequences, StepRules
 from wire.errors import StepFault, StepFaultKind
@@ -21,7 +22,7 @@ TOKENS = tuple(range(100, 110))
 def rules(max_sequence_tokens: int) -> StepRules:
     return StepRules(
         takes_hidden=True,
-        hidden_size=4,
+        boundary=(BoundaryTensor(name="hidden_states", width=4),),
         vocab_size=200,
         dtype=DType.F32,
         block_size=8,

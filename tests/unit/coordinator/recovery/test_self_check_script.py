@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoint.blueprint import BoundaryTensor
 from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery.self_check_script import Script, parts_for, texts_for, write_script
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -51,7 +52,7 @@ def replay(script: Script, made: Plan) -> None:
     """Applies a step as every stage does before computing."""
     rules = StepRules(
         takes_hidden=False,
-        hidden_size=1,
+        boundary=(BoundaryTensor(name="hidden_states", width=1),),
         vocab_size=VOCAB_SIZE,
         dtype=made.dtype,
         block_size=made.block_size,
