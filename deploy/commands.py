@@ -111,6 +111,12 @@ class ProcessCommand:
         """Whether it is a worker on a GPU."""
         return self.role is Role.WORKER and self.values().get("--device", "cpu") != "cpu"
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that an engine reserves for it: by default one for a worker on a GPU."""
+        given = self.resources.gpus
+        return int(self.uses_gpu) if given is None else given
+
     def config(self) -> Any:
         """The config of the process. Raises ValueError as the process itself would, except for its host."""
         sections: defaultdict[str | None, dict[str, Any]] = defaultdict(dict)

@@ -297,10 +297,9 @@ def _check_devices(spec: ClusterSpec) -> None:
 def _resources(command: ProcessCommand) -> dict[str, float]:
     """What Ray reserves for a process: by default a CPU and the GPU of a worker, nothing for others."""
     given, is_worker = command.resources, command.role is Role.WORKER
-    gpus = given.gpus if given.gpus is not None else int(command.uses_gpu)
     wanted: dict[str, float] = {"CPU": given.cpus if given.cpus is not None else int(is_worker)}
-    if gpus:
-        wanted["GPU"] = gpus
+    if command.num_gpus:
+        wanted["GPU"] = command.num_gpus
     if given.memory_bytes is not None:
         wanted["memory"] = given.memory_bytes
     return wanted

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from certificates.identity import Role
-from deploy.commands import ProcessCommand, check, commands, drain_timeout_s
+from deploy.commands import ProcessCommand, check, commands, drain_timeout_s, worker_command
 from deploy.engines.rendered import RenderedFile, flag_lines
 from deploy.spec.cluster_spec import NO_RESOURCES, ClusterSpec
 from deploy.spec.document import WrongField
@@ -156,7 +156,7 @@ def _options(spec: ClusterSpec) -> Iterator[str]:
         "ntasks": len(spec.workers),
         "cpus-per-task": _largest(spec, "cpus"),
         "mem-per-cpu": _memory_per_cpu(spec),
-        "gpus-per-task": _largest(spec, "gpus"),
+        "gpus-per-task": max(worker_command(spec, worker).num_gpus for worker in spec.workers) or None,
     }
     yield from (f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None)
     yield "# The job survives its nodes, except for the first one; after that one it starts again."
@@ -198,8 +198,8 @@ def _step(command: ProcessCommand) -> Iterator[str]:
     yield f"keep_worker {command.name} --nodes=1 --ntasks=1"
     if resources.cpus is not None:
         yield f"--cpus-per-task={resources.cpus}"
-    if resources.gpus is not None:
-        yield f"--gpus={resources.gpus}"
+    if command.num_gpus:
+        yield f"--gpus={command.num_gpus}"
     # 0 is what the other steps leave: without it the first step has all memory, and the others wait.
     memory_bytes = resources.memory_bytes
     yield f"--mem={0 if memory_bytes is None else memory_bytes // 2**20}M"
