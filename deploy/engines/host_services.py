@@ -23,13 +23,17 @@ class Systemd:
     """The units of this host. Every method raises ClusterFailed, and WrongField on another host."""
 
     def run(self, spec: ClusterSpec) -> list[str]:
-        """Install the units, start them, and start them with the host."""
+        """Install the units, start them, and start them with the host.
+
+        Units are started when their process is of use, which can take as long as other hosts do: not awaited.
+        """
         units = _of_this_host(spec, systemd.render(spec))
         for unit in units:
             (UNIT_DIRECTORY / Path(unit.path).name).write_text(unit.text, encoding="utf-8")
         run_program("systemctl", "daemon-reload")
-        run_program("systemctl", "enable", "--now", *_names(units))
-        return [f"{name} started" for name in _names(units)]
+        run_program("systemctl", "enable", *_names(units))
+        run_program("systemctl", "start", "--no-block", *_names(units))
+        return [f"{name} starts" for name in _names(units)]
 
     def status(self, spec: ClusterSpec) -> list[str]:
         """The state of each unit."""

@@ -52,7 +52,8 @@ def test_systemd_installs_starts_shows_and_stops_the_units_of_this_host(
     assert _deploy("stop", "systemd", HOSTS, tmp_path) == 0
     assert log.read_text().splitlines() == [
         "systemctl daemon-reload",
-        "systemctl enable --now stories-spare stories-gpu-b",
+        "systemctl enable stories-spare stories-gpu-b",
+        "systemctl start --no-block stories-spare stories-gpu-b",
         "systemctl list-units --all --plain --no-legend stories-spare stories-gpu-b",
         "systemctl disable --now stories-spare stories-gpu-b",
     ]
