@@ -40,6 +40,8 @@ _RUNNING_ENGINES = (LOCAL, RAY, *RUNNERS)
 
 def _one_of(engines: Collection[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
+        if text not in engines and text in _RUNNING_ENGINES:
+            raise ValueError(f"engine {text!r} has no files: use stageline deploy run {text}")
         if text not in engines:
             raise ValueError(f"engine {text!r} is unknown, must be one of {', '.join(engines)}")
         return text

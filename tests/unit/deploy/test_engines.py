@@ -53,6 +53,29 @@ def test_systemd_accepts_its_units_and_finds_them_little_exposed(text: str, tmp_
     assert subprocess.run(exposed, capture_output=True).returncode == 0
 
 
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_engines_without_files_say_what_to_run(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, LEAST)
+    assert main(["deploy", "render", engine, "-f", str(file), "-o", str(tmp_path)]) == 2
+    assert f"engine '{engine}' has no files: use stageline deploy run {engine}" in capsys.readouterr().err
+
+
+def test_a_job_reserves_a_gpu_for_each_worker_on_one(tmp_path: Path) -> None:
+    (script,) = _render("slurm", f"{LEAST}security: {{insecure: true}}\n", tmp_path).values()
+    assert "#SBATCH --gpus-per-task=1" in script.splitlines()
+    assert script.count(" --gpus=1 ") == 2
+
+
+def test_variables_of_the_file_win_over_those_of_a_unit(tmp_path: Path) -> None:
+    units = _render("systemd", f"{LEAST}environment: {{XDG_STATE_HOME: /srv/state}}\n", tmp_path)
+    for text in units.values():
+        assert text.index("Environment=XDG_STATE_HOME=%S/") < text.index(
+            "Environment=XDG_STATE_HOME=/srv/state"
+        )
+
+
 def test_units_load_secrets_as_credentials_and_no_other_file(tmp_path: Path) -> None:
     units = _render("systemd", HOSTS, tmp_path)
     assert [path for path, text in units.items() if "LoadCredential" in text] == [
