@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from certificates.identity import Role
 from coordinator.config import CoordinatorConfig
-from deploy.spec.cluster_spec import ClusterSpec, GatewaySpec, Resources, WorkerSpec, default_listen_address
+from deploy.spec.cluster_spec import (
+    COORDINATOR_KEYS,
+    GATEWAY_KEYS,
+    WORKER_KEYS,
+    ClusterSpec,
+    GatewaySpec,
+    Resources,
+    WorkerSpec,
+    default_listen_address,
+)
 from deploy.spec.document import PathPart, WrongField, read_document
 from deploy.spec.fields import flags_of, parse_words, read_section, words_of
 from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
@@ -33,6 +43,12 @@ REREAD_FILES = ("--keys-file", "--deny-list")
 """Flags of files that a process reads again when another file replaces them."""
 _OF_ITS_HOST = ("--threads", "--cpu-set")
 """Flags whose limits only the host of the process knows."""
+_KEYS: Mapping[Role, Mapping[str, str]] = {
+    Role.COORDINATOR: COORDINATOR_KEYS,
+    Role.WORKER: WORKER_KEYS,
+    Role.GATEWAY: GATEWAY_KEYS,
+}
+"""Keys of the file that set flags."""
 _PORTS = {
     "--listen": "rpc",
     "--http": "dashboard",
@@ -321,7 +337,31 @@ def check(spec: ClusterSpec) -> None:
             if isinstance(config, CoordinatorConfig):
                 config.check_enrolment()
         except ValueError as error:
-            raise WrongField(place, str(error)) from None
+            raise _wrong_field(place, command.role, str(error)) from None
+
+
+def check_ports(together: Iterable[ProcessCommand]) -> None:
+    """Raises WrongField if two processes of one host listen on one port."""
+    users: dict[int, str] = {}
+    for command in together:
+        for port in command.ports:
+            if (other := users.setdefault(port.address.port, command.name)) != command.name:
+                section = "coordinator" if command.role is Role.COORDINATOR else f"{command.role.value}s"
+                raise WrongField(
+                    (section,), f"{command.name!r} and {other!r} both listen on port {port.address.port}"
+                )
+
+
+def _wrong_field(place: tuple[PathPart, ...], role: Role, text: str) -> WrongField:
+    """An error of a process in the words of the file: at its key, if it names a flag first."""
+    keys = _KEYS[role]
+    first = text.partition(" ")[0].removeprefix("--").replace("_", "-")
+    if (key := keys.get(f"--{first}")) is not None:
+        section, _, name = key.rpartition(".")
+        place = (*place, name) if section in ("workers", "gateways") else tuple(key.split("."))
+    for flag, key in keys.items():
+        text = re.sub(rf"(?<![\w-]){flag}(?![\w-])", key, text)
+    return WrongField(place, text)
 
 
 def _check_hosts(spec: ClusterSpec) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.commands import check_ports, commands
 from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, WorkerSpec
 from deploy.spec.document import WrongField
 from stage_worker.backends.mock_spec import MockSpec
@@ -230,6 +231,7 @@ def local_run(spec: ClusterSpec) -> LocalRun:
     if wanted > total:
         sizes = f"{format_size(wanted)} in all, but this host has {format_size(total)}"
         raise WrongField(("workers",), f"those on the CPU have {sizes}: lower their memory")
+    check_ports(commands(spec))
     return LocalRun(spec=with_local_shares(spec))
 
 

@@ -54,7 +54,7 @@ class Model:
 class _ProcessSet:
     """Pods with equal settings."""
 
-    replicas: Annotated[int, "their number; with autoscaling the least one"]
+    replicas: Annotated[int, "their number; of gateways that scale, the least one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,9 @@ class NetworkPolicy:
     ]
     enabled: Annotated[bool, "whether pods refuse other connections"] = True
     users: Annotated[tuple[KubernetesObject, ...], "clients and operators, at the coordinator"] = ()
-    dashboard: Annotated[tuple[KubernetesObject, ...], "users of the dashboard, and Prometheus"] = ()
+    dashboard: Annotated[
+        tuple[KubernetesObject, ...], "users of the dashboard, and Prometheus; by default every namespace"
+    ] = ({"namespaceSelector": {}},)
     gateway: Annotated[tuple[KubernetesObject, ...], "users of gateways; all if empty"] = ()
 
 

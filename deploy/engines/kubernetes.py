@@ -288,15 +288,14 @@ def _files(spec: ClusterSpec, command: ProcessCommand) -> Iterator[SecretFiles]:
 
 def _resources(command: ProcessCommand) -> KubernetesObject:
     resources: Resources = command.resources
-    gpus = resources.gpus or (1 if command.uses_gpu else 0)
     requests: dict[str, Any] = dict(_LEAST[command.role])
     limits: dict[str, Any] = {}
     if resources.cpus is not None:
         requests["cpu"] = resources.cpus
     if resources.memory_bytes is not None:
         requests["memory"] = limits["memory"] = _quantity(resources.memory_bytes)
-    if gpus:
-        limits["nvidia.com/gpu"] = gpus
+    if command.num_gpus:
+        limits["nvidia.com/gpu"] = command.num_gpus
     return {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deploy.commands import ProcessCommand
+from deploy.commands import ProcessCommand, check_ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,15 @@ class RenderedFile:
 
 
 def by_host(commands: tuple[ProcessCommand, ...]) -> dict[str | None, list[ProcessCommand]]:
-    """The processes of each host, in order; None is the machine of a cluster without hosts."""
+    """The processes of each host, in order; None is the machine of a cluster without hosts.
+
+    Raises WrongField if two of them listen on one port.
+    """
     found: dict[str | None, list[ProcessCommand]] = {}
     for command in commands:
         found.setdefault(command.host, []).append(command)
+    for together in found.values():
+        check_ports(together)
     return found
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 ROLES = (Role.WORKER, Role.COORDINATOR, Role.GATEWAY)
 DEFAULT_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 65_536
+SERVICE_OF_ROLE = {
+    Role.COORDINATOR: "stageline.v1.Inference",
+    Role.WORKER: "stageline.internal.v1.StageService",
+}
+"""What only a process of the role serves."""
 
 
 def _role(text: str) -> Role:
@@ -80,7 +85,7 @@ async def _ask(role: Role, address: str, *, is_live: bool, tls_dir: Path | None,
             if role is Role.GATEWAY:
                 is_ready, state = await _ask_gateway(address, transport, peer_host, is_live=is_live)
             else:
-                is_ready, state = await _ask_process(address, transport, peer_host, is_live=is_live)
+                is_ready, state = await _ask_process(role, address, transport, peer_host, is_live=is_live)
     except TimeoutError:
         is_ready, state = False, f"no answer within {timeout_s:g} s"
     except (OSError, h11.RemoteProtocolError) as error:
@@ -104,15 +109,17 @@ def _own_host(files: "TlsDirectory | None", role: Role) -> str | None:
 
 
 async def _ask_process(
-    address: str, transport: Transport, peer_host: str | None, *, is_live: bool
+    role: Role, address: str, transport: Transport, peer_host: str | None, *, is_live: bool
 ) -> tuple[bool, str]:
     async with transport.channel(address, peer_host=peer_host) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service="" if is_live else READINESS)
-        )
+        stub = health_pb2_grpc.HealthStub(channel)
+        call = stub.Check(health_pb2.HealthCheckRequest(service="" if is_live else READINESS))
         try:
+            await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE_OF_ROLE[role]))
             answer = await call
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return False, f"this is no {role.value}"
             return False, f"{error.code().name}: {error.details()}"
         metadata = dict(await call.trailing_metadata() or ())
     return is_live or answer.status == answer.SERVING, str(metadata.get(CONDITION_KEY, "running"))

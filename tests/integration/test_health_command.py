@@ -103,6 +103,15 @@ async def test_a_worker_that_waits_for_others_is_ready_and_does_not_serve(asked:
                 assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == status
 
 
+async def test_a_process_of_another_role_is_not_the_one_that_was_asked_for(asked: Asked) -> None:
+    async with mock_cluster(1) as cluster:
+        worker = cluster.workers["w0"].worker.listen_address
+        assert (await asked("worker", worker))[0] == (await asked("coordinator", cluster.address))[0] == 0
+        for role, address in (("worker", cluster.address), ("coordinator", worker)):
+            code, text = await asked(role, address)
+            assert code == 1 and text.endswith(f"this is no {role}"), text
+
+
 async def test_certificates_are_used_and_checked(asked: Asked, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     (tmp_path / "strangers").mkdir()

@@ -32,11 +32,11 @@ _WRONG = [
     ("workers:\n- name: A_1", "2: workers[0].name: 'A_1' is not a name"),
     ("workers:\n- name: a\n  memory: 20", "3: workers[0].memory: '20' has no unit"),
     ("workers:\n- name: a\n  memory:", "3: workers[0].memory: is empty: give a value or remove the key"),
-    ("workers: [{name: a, device: gpu}]", "1: workers[0]: device 'gpu' is not one of cpu, auto"),
+    ("workers: [{name: a, device: gpu}]", "1: workers[0].device: device 'gpu' is not one of cpu, auto"),
     ("stages: 2\nworkers: [{name: a}]", "1: stages: is 2, the limit is one per worker: 1"),
     ("stages: two\nworkers: [{name: a}]", "1: stages: 'two' is not a whole number"),
     ("drain-timeout: 0\nworkers: [{name: a}]", "1: drain-timeout: 0 is out of range: must be above 0"),
-    ("dtype: int3\nworkers: [{name: a}]", "1: coordinator: dtype 'int3' is not one of bf16, f16, f32"),
+    ("workers: [{name: a}]\ndtype: int3", "2: dtype: dtype 'int3' is not one of bf16, f16, f32"),
     ("model: m\nworkers: [{name: a}]", '1: model: path "m" is not absolute'),
     ("security: {insecure: yes}\nworkers: [{name: a}]", "1: security.insecure: 'yes' is not a boolean"),
     (
@@ -62,7 +62,8 @@ _WRONG = [
     ),
     (
         "workers: [{name: a}]\ncoordinator:\n  host: head",
-        "2: coordinator: --listen 0.0.0.0:7480 can be reached from other hosts",
+        "2: coordinator.listen: coordinator.listen 0.0.0.0:7480 can be reached from other hosts: "
+        "give security.tls-dir DIR, or security.insecure",
     ),
     ("workers:\n- {name: a, host: x}", "1: coordinator.host: is missing: 'a' is on a host of its own"),
     (

@@ -199,3 +199,17 @@ def test_an_unknown_engine_is_rejected_with_the_known_ones(
     file = write(tmp_path, LEAST)
     assert main(["deploy", "render", "nomad", "-f", str(file), "-o", str(tmp_path)]) == 2
     assert "engine 'nomad' is unknown, must be one of systemd, compose, slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["systemd", "compose"])
+def test_two_processes_of_a_host_on_one_port_are_refused(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = "workers: [{name: a, listen: '127.0.0.1:7600'}, {name: b, listen: '127.0.0.1:7600'}]"
+    for text, error in (
+        (both, "workers: 'b' and 'a' both listen on port 7600"),
+        ("workers: [{name: a, listen: '127.0.0.1:7480'}]", "'a' and 'coordinator' both listen on port 7480"),
+    ):
+        file = str(write(tmp_path, text))
+        assert main(["deploy", "render", engine, "-f", file, "-o", str(tmp_path / "out")]) == 2
+        assert error in " ".join(capsys.readouterr().err.split())
