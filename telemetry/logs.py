@@ -116,6 +116,7 @@ PACKAGES = (
     "stageline",
     "telemetry",
     "text",
+    "weights",
     "web",
     "wire",
 )

@@ -31,7 +31,7 @@ class _Faulty:
 def _replace_operations(stage: DecoderStage, faulty: type[_Faulty]) -> None:
     untyped: Any = stage
     for layer in untyped._loaded().layers:
-        layer._operations = faulty(layer._operations)
+        layer._mix._operations = faulty(layer._mix._operations)
 
 
 def decode_attention_is_zero(stage: DecoderStage) -> None:

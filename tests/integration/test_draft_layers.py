@@ -67,5 +67,5 @@ def test_draft_layers_are_counted_in_the_log(directory: Path, caplog: pytest.Log
     drafts = checkpoint.drafts
     assert drafts.num_tensors == len(checkpoint.tensors) - num_before > 5
     with caplog.at_level("INFO"):
-        open_model(CoordinatorConfig(model_directory=directory, num_stages=1))
+        open_model(CoordinatorConfig(model=directory, num_stages=1))
     assert f"ignored {drafts.num_tensors} tensors of draft layers" in caplog.text

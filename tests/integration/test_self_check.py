@@ -100,7 +100,8 @@ def has_another_eps(stage: DecoderStage) -> None:
 def zeroes(part: str) -> Fault:
     def fault(stage: DecoderStage) -> None:
         layer = stage._loaded().layers[1]
-        holder = layer if hasattr(layer, part) else layer._feed_forward
+        owners = (layer, layer._mix, layer._feed_forward)
+        holder = next(owner for owner in owners if hasattr(owner, part))
         getattr(holder, part).weight.zero_()
 
     fault.__name__ = f"zeroes{part}"
