@@ -251,11 +251,21 @@ FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
 MODEL_TYPES = {name: name.partition("+")[0] for name in FAMILIES}
 assert set(MODEL_TYPES.values()) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
 
-QUICK_FAMILIES = ("nemotron", "olmo3", "cohere2", "gemma2", "gemma4_text", "deepseek_v3")
+QUICK_FAMILIES = ("cohere2", "gemma4_text", "deepseek_v3")
 """Those of `make test`: different mixers, norms, placements, rotations, MLPs, factors and shapes of pages."""
 BLOCK_KINDS = (
     *QUICK_FAMILIES,
-    *("gpt_oss", "glm4_moe", "gemma4_text+experts", "ministral3", "qwen2_moe", "ernie4_5_moe"),
+    *(
+        "nemotron",
+        "olmo3",
+        "gemma2",
+        "gpt_oss",
+        "glm4_moe",
+        "gemma4_text+experts",
+        "ministral3",
+        "qwen2_moe",
+        "ernie4_5_moe",
+    ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""

@@ -70,6 +70,7 @@ def tokens_of(
     return run.tokens, run.scheduler.counts.num_preemptions
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kv_dtype", ScaledDType)
 def test_a_text_depends_neither_on_cuts_nor_on_chunks_hits_and_preemptions(
     kv_dtype: ScaledDType, mixed: Path
