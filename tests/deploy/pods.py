@@ -188,9 +188,6 @@ class Pod:
         for name in _SYSTEM:
             yield f"if [ -L /{name} ]; then cp -P /{name} {quoted}/{name}; elif [ -d /{name} ]; then"
             yield f"mkdir {quoted}/{name}; mount --rbind -o ro /{name} {quoted}/{name}; fi"
-        python = Path(sys.base_prefix)
-        for directory in (ROOT, *(() if python.parts[1] in _SYSTEM else (python,))):
-            yield from _mounted(root, directory, directory, is_read_only=True)
         for name in ("dev", "proc", "etc", "image", "tmp", "var"):
             yield f"mkdir -p {quoted}/{name}"
         yield f"mount --rbind /dev {quoted}/dev"
@@ -209,6 +206,9 @@ class Pod:
                 Path(mount["mountPath"]),
                 is_read_only=mount.get("readOnly", False),
             )
+        python = Path(sys.base_prefix)  # after volumes: the repository may be in /tmp, which is one
+        for directory in (ROOT, *(() if python.parts[1] in _SYSTEM else (python,))):
+            yield from _mounted(root, directory, directory, is_read_only=True)
         yield from self._confined(quoted)
 
     def _confined(self, root: str) -> Iterator[str]:
