@@ -384,6 +384,8 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
     for path, changed in _variants(blueprint):
         if path.endswith("router.scaling") and any(plan.branch_norm for plan in experts):
             continue  # the norm of the experts' output removes it
+        if path.endswith("router.group_score") and all(plan.router.num_groups == 1 for plan in experts):
+            continue  # there is one group
         yield Mutation(path, changed)
     if not blueprint.tie_word_embeddings:  # a tied checkpoint may have a copy of its head
         yield Mutation("tie_word_embeddings", replace(blueprint, tie_word_embeddings=True))

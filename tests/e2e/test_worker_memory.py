@@ -37,7 +37,7 @@ async def test_peak_memory_of_a_worker_is_its_weights_plus_a_constant(tmp_path: 
     total = write_zero_checkpoint(directory, CONFIG, num_shards=7)
     config = LocalClusterConfig(
         num_workers=3,
-        model_directory=directory,
+        model=directory,
         memory_bytes=1200 * MIB,
         num_threads=1,
         coordinator_arguments=("--kv-tokens", "256", "--max-step-tokens", "64", "--max-model-len", "256"),
