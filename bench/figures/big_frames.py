@@ -29,6 +29,8 @@ FRAME_BYTES = CHUNK_TOKENS * WIDTH * BF16_BYTES
 NUM_PROMPTS, PROMPT_CHUNKS = 4, 4
 OF_TCP = 0.7
 CPU_LIMIT_MS = 1.0
+RESOLUTION_MS = 0.01
+"""What noise hides: frames may take less of the loop than the same ones with narrow hidden states."""
 GIGA = 1e9
 
 HOW = (
@@ -98,7 +100,7 @@ def _figures(received: list[Received], narrow: list[Received], tcp_s: list[float
         ),
         of_rounds(
             f"big frames, event loop of the receiving stage per frame : {CPU_LIMIT_MS:g} ms",
-            [Round(max(0.0, own_ms), CPU_LIMIT_MS) for own_ms in beyond_ms],
+            [Round(max(RESOLUTION_MS, own_ms), CPU_LIMIT_MS) for own_ms in beyond_ms],
             unit="ms",
             better=Better.LOWER,
             target=1.0,
