@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -77,7 +78,8 @@ class GpuWorkers:
         """`commands` are the words after the program, by the name of the worker."""
         self._commands, self._notify = commands, notify
         self._running: dict[str, asyncio.subprocess.Process] = {}
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
+        self._signal = signal.SIGTERM
 
     async def run(self) -> int:
         """Return the exit code of the first worker that failed, or 0."""
@@ -95,24 +97,24 @@ class GpuWorkers:
     def _condition(self) -> Condition:
         text = f"{len(self._running)} of {len(self._commands)} workers run"
         is_ready = len(self._running) == len(self._commands)
-        return Condition(text, is_ready=is_ready, is_stopping=self._is_stopping)
+        return Condition(text, is_ready=is_ready, is_stopping=self._stopping.is_set())
 
     async def _keep(self, name: str) -> int:
         policy = RestartPolicy()
         while True:
             code = await self._run_once(name)
-            if self._is_stopping or not policy.is_unexpected(code):
+            if self._stopping.is_set() or not policy.is_unexpected(code):
                 return code
             delay_s = policy.next_delay_s(asyncio.get_running_loop().time())
             if delay_s is None:
                 log.error("worker %s ended too often, the other workers go on: exit code %d", name, code)
                 return code
             log.warning("worker %s ended, starting again in %g s: exit code %d", name, delay_s, code)
-            await asyncio.sleep(delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+                return ExitCode.DONE
 
     async def _run_once(self, name: str) -> int:
-        if self._is_stopping:
-            return ExitCode.DONE
         with_death_signal = (sys.executable, "-I", "-S", parent_death_signal.__file__, str(os.getpid()))
         process = await asyncio.create_subprocess_exec(
             *with_death_signal,
@@ -124,6 +126,8 @@ class GpuWorkers:
             start_new_session=True,
         )
         self._running[name] = process
+        if self._stopping.is_set():  # while the process was made
+            process.send_signal(self._signal)
         try:
             return await process.wait()
         finally:
@@ -131,6 +135,8 @@ class GpuWorkers:
                 del self._running[name]
 
     def _stop(self, number: signal.Signals) -> None:
-        self._is_stopping = True
+        self._signal = number
+        self._stopping.set()
         for process in self._running.values():
-            process.send_signal(number)
+            if process.returncode is None:
+                process.send_signal(number)

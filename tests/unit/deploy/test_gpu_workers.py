@@ -109,6 +109,29 @@ async def test_a_killed_worker_starts_again_beside_the_others_and_sigterm_ends_a
         os.kill(other, 0)
 
 
+async def test_a_stop_reaches_workers_that_are_being_started(started: Path) -> None:
+    running = asyncio.create_task(GpuWorkers({"host-0": ("host-0", str(started))}).run())
+    await asyncio.sleep(0)  # the handler is there, the process is not
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_a_stop_ends_the_wait_before_a_restart(
+    started: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deploy.process.FIRST_DELAY_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("deploy.process.MAX_DELAY_S", 10 * DEADLINE_S)
+    running = asyncio.create_task(GpuWorkers({"host-0": ("host-0", str(started))}).run())
+    (killed,) = await pids(started, "host-0", count=1)
+    os.kill(killed, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE_S):
+        while "starting again" not in caplog.text:
+            await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, DEADLINE_S) == ExitCode.DONE
+
+
 async def test_a_service_manager_hears_of_one_service(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = str(started.parent / "notify")
     monkeypatch.setenv("NOTIFY_SOCKET", address)
