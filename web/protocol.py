@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import h11
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from web.connection_limits import (
@@ -49,6 +51,20 @@ class _Parser(h11.Connection):
         return event
 
 
+class _Flow(FlowControl):
+    """Says when the server reads on, because an application took what it had of a body."""
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._on_resume = on_resume
+
+    def resume_reading(self) -> None:
+        was_paused = self.read_paused
+        super().resume_reading()
+        if was_paused:
+            self._on_resume()
+
+
 class HttpProtocol(H11Protocol):
     """One connection, whose responses are not cached.
 
@@ -70,6 +86,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._watch)
         self._host = counted_host(self.client[0]) if self.client else ""
         if (problem := self._counted.enter(self._host)) is not None:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, problem)
@@ -104,6 +121,9 @@ class HttpProtocol(H11Protocol):
     def _watch(self) -> None:
         now = self.loop.time()
         match self.conn.their_state:
+            case h11.SEND_BODY if self.flow.read_paused:  # the client can do nothing about it
+                self._body_end = None
+                self._unset_deadline()
             case h11.SEND_BODY:
                 self._body_end = self._body_end or now + self._limits.body_timeout_s
                 self._set_deadline(min(self._limits.pause_timeout_s, max(0.0, self._body_end - now)))
@@ -131,9 +151,6 @@ class HttpProtocol(H11Protocol):
             return
         if self.conn.their_state is not h11.SEND_BODY:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"no headers within {limits.head_timeout_s:g} s")
-        elif self.flow.read_paused:  # the server does not read
-            self._body_end = None
-            self._set_deadline(limits.pause_timeout_s)
         else:
             whole_s, pause_s = limits.body_timeout_s, limits.pause_timeout_s
             problem = f"no body within {whole_s:g} s, or none of it for {pause_s:g} s"

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from web.connection_limits import (
     MAX_HEAD_BYTES,
@@ -53,8 +54,8 @@ async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(limits: HttpLimits = LIMITS) -> AsyncIterator[Address]:
-    server = HttpServer(count_bytes, Address("127.0.0.1", 0), name="the test", hint="", limits=limits)
+async def serving(limits: HttpLimits = LIMITS, app: ASGIApp = count_bytes) -> AsyncIterator[Address]:
+    server = HttpServer(app, Address("127.0.0.1", 0), name="the test", hint="", limits=limits)
     await server.start()
     try:
         yield server.address
@@ -209,6 +210,26 @@ async def test_within_the_limits_a_connection_serves_one_request_after_the_other
             assert await connection.response() == (200, str(num * size))
         connection.send(request()[:-2])
         assert await connection.response() == (408, "no headers within 0.3 s")
+        await connection.close()
+
+
+async def test_a_pause_counts_from_when_the_application_reads_on() -> None:
+    limits = HttpLimits(pause_timeout_s=1.0)
+    paused = HIGH_WATER_LIMIT + 4096
+    reads_on = asyncio.Event()
+
+    async def read_late(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.9 * limits.pause_timeout_s)
+        reads_on.set()
+        await count_bytes(scope, receive, send)
+
+    async with serving(limits, read_late) as address:
+        head = request(b"Content-Length: %d" % (paused + 1))
+        connection = await Connection.to(address, head + bytes(paused))
+        await reads_on.wait()
+        await asyncio.sleep(0.5 * limits.pause_timeout_s)
+        connection.send(bytes(1))
+        assert await connection.response() == (200, str(paused + 1))
         await connection.close()
 
 
