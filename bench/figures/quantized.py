@@ -1,4 +1,7 @@
-"""One stream with int8 and int4 weights against bfloat16, products alone beside it, and resident memory."""
+"""One stream with int8 and int4 weights against bfloat16, products alone beside it, and resident memory.
+
+One worker serves the whole model: a second one adds a hop to every token, which `hop` measures.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ async def _measure(setting: Setting, geometry: Geometry) -> list[Figure]:
         clusters: dict[str, BenchCluster] = {}
         for name in ("bf16", *TARGETS):
             arguments = () if name == "bf16" else ("--quantize", name)
-            cluster = real_cluster(setting, geometry=geometry, arguments=arguments)
+            cluster = real_cluster(setting, num_workers=1, geometry=geometry, arguments=arguments)
             clusters[name] = await stack.enter_async_context(cluster)
             await warm_up(clusters[name])
         directory = checkpoint(setting.cache_directory, geometry)
@@ -91,7 +94,7 @@ def _rate(runs: _Runs, geometry: Geometry, name: str) -> Figure:
 
 
 async def _memory(cluster: BenchCluster, geometry: Geometry, name: str) -> Figure:
-    """Resident memory of the largest worker against weights and KV of its plan and a fixed allowance."""
+    """Resident memory of the worker against weights and KV of its plan and a fixed allowance."""
     by_pid = {worker.pid: worker for worker in (await cluster.status()).workers}
     pids = [worker.pid for worker in cluster.processes.workers]
     resident = dict(zip(pids, cluster.resident_bytes(), strict=True))
@@ -106,6 +109,6 @@ async def _memory(cluster: BenchCluster, geometry: Geometry, name: str) -> Figur
         better=Better.LOWER,
         target=1.0,
         noise=0.03,
-        how="resident memory of the larger worker after one stream",
+        how="resident memory of the worker after one stream",
         details={"weights_mb": worker.weight_bytes / MB, "kv_mb": worker.kv_bytes / MB, "rest_mb": rest / MB},
     )
