@@ -38,7 +38,8 @@ class Systemd:
     def status(self, spec: ClusterSpec) -> list[str]:
         """The state of each unit."""
         units = _of_this_host(spec, systemd.render(spec))
-        shown = run_program("systemctl", "list-units", "--all", "--plain", "--no-legend", *_names(units))
+        files = (f"{name}.service" for name in _names(units))  # this command knows no short names
+        shown = run_program("systemctl", "list-units", "--all", "--plain", "--no-legend", *files)
         return shown.splitlines()
 
     def stop(self, spec: ClusterSpec) -> list[str]:

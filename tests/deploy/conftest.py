@@ -1,13 +1,30 @@
-"""For tests of deployments: with STRICT=1 a skipped test fails."""
+"""For tests of deployments: a network for one host; with STRICT=1 a skipped test fails."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import subprocess
+from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.deploy.debian import require
+from tests.e2e.namespaces import run_ip
+
 IS_STRICT = os.environ.get("STRICT", "") not in ("", "0")
+
+
+@pytest.fixture
+def network() -> Iterator[str]:
+    """A host without a network beside its loopback: the name of its namespace."""
+    require("ip", "nsenter", "unshare")
+    name = f"stageline-{os.getpid()}-host"
+    run_ip("netns", "add", name)
+    try:
+        run_ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @pytest.hookimpl(wrapper=True)

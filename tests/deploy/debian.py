@@ -9,6 +9,7 @@ import pytest
 
 _PACKAGES = {
     "buildah": "buildah",
+    "curl": "curl",
     "debootstrap": "debootstrap",
     "ip": "iproute2",
     "munged": "munge",

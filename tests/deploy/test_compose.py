@@ -15,11 +15,9 @@ import pytest_asyncio
 
 from stageline.cli import main
 from tests.deploy.compose_engine import ComposeEngine
-from tests.deploy.debian import require
 from tests.deploy.images import IMAGE, UID, build_image, buildah, mounted_image
 from tests.deploy.pages import commands_of, file_of
 from tests.e2e.commands import ENVIRONMENT, STAGELINE
-from tests.e2e.namespaces import run_ip
 from tests.fake_processes import ROOT
 from tests.unit.deploy.cluster_files import HOSTS, LEAST
 
@@ -32,19 +30,6 @@ def image() -> Iterator[Path]:
     build_image()
     with mounted_image() as root:
         yield root
-
-
-@pytest.fixture
-def network() -> Iterator[str]:
-    """A host without a network beside its loopback."""
-    require("ip", "nsenter", "unshare")
-    name = f"stageline-{os.getpid()}-compose"
-    run_ip("netns", "add", name)
-    try:
-        run_ip("-n", name, "link", "set", "lo", "up")
-        yield name
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 _VALIDATE = """

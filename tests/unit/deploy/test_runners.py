@@ -54,7 +54,7 @@ def test_systemd_installs_starts_shows_and_stops_the_units_of_this_host(
         "systemctl daemon-reload",
         "systemctl enable stories-spare stories-gpu-b",
         "systemctl start --no-block stories-spare stories-gpu-b",
-        "systemctl list-units --all --plain --no-legend stories-spare stories-gpu-b",
+        "systemctl list-units --all --plain --no-legend stories-spare.service stories-gpu-b.service",
         "systemctl disable --now stories-spare stories-gpu-b",
     ]
 
