@@ -44,7 +44,7 @@ class UnusableTlsFiles(OSError):
 class TlsMaterial:
     """What one version of the files says.
 
-    The PEM texts are written anew: the TLS libraries differ in what they read around and between them.
+    The PEM texts are made of the parsed objects: TLS libraries differ in what they read around and between.
     """
 
     ca_pem: bytes

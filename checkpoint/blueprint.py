@@ -146,7 +146,7 @@ class Latent:
     heads share; only these are kept. A head's key is a projection of the latent to `nope_dim` elements, then
     the shared key; its value is another projection, to `value_dim` elements. Queries have
     `nope_dim + rope_dim` elements, of which the last `rope_dim` are rotated; with `query_rank` they are
-    projected through a normed latent of their own. `norm` is that of both latents. Scores are multiplied by
+    projected through a normed latent of their own. `norm` normalises both latents. Scores are multiplied by
     `scale`. `has_bias`: the projections to latents, and the one of the output, have biases.
 
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.

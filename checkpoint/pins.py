@@ -35,7 +35,7 @@ class PinnedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """A source at one version. Equal pins are equal bytes, as far as the source's validators can tell.
+    """A source at one version. Equal pins are equal bytes if the source's validators are right.
 
     `source` has no credentials. `manifest_sha256` identifies the hashes of all tensors; "" without them.
     """

@@ -141,5 +141,5 @@ class Rendering(Generic[_Rendered]):
 
 
 def _drop(portion: list[Any]) -> bool:
-    """Nobody reads any more."""
+    """Discard the rest: the reader is gone."""
     return True

@@ -175,7 +175,7 @@ _SEED = 1337
 
 
 def combined_digest(digests: Sequence[int]) -> int:
-    """Return one digest for the pools of all block groups; that of the pool if there is only one."""
+    """Return one digest for the pools of all block groups; the pool's own if there is only one."""
     if len(digests) == 1:
         return digests[0]
     return xxh3_64_intdigest(_pack(tuple(digests)), _SEED)

@@ -151,7 +151,7 @@ def _pinned(answer: bytes, token: JoinToken, address: str) -> x509.Certificate:
             return certificate
     raise CertificateRefused(
         f"{address} has another authority than the join token names, {token.ca_sha256[:16]}...: "
-        "the token is of another cluster, or somebody answers in its place"
+        "the token is of another cluster, or another server answers at its address"
     )
 
 

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _MAX_CALLS_PER_HOST = 256
-"""Of the coordinator, the stage before, and whoever asks for its health."""
+"""Of the coordinator, the stage before, and probes of its health."""
 _STREAM_WINDOW_BYTES = MIN_PAYLOAD_BYTES + 64 * 1024
 """Hidden states in a frame do not wait for the receiver's window; larger ones have their own connection."""
 _WILDCARDS = ("0.0.0.0", "::")

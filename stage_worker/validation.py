@@ -477,7 +477,7 @@ def _check_decodes(
 
 
 def _decode_end(decode: StepSlice, sequences: StageSequences, tables: BlockTables, rules: StepRules) -> int:
-    """End of the positions that decodes may use, from that of `decode` on; 0 unless it writes them all."""
+    """End of the positions that decodes may use, from `decode`'s on; 0 unless it writes them all."""
     key, position = decode.sequence, decode.first_position
     layout = _slice_layout(decode, sequences, tables, rules)
     held_end = min((layout.first_block + len(layout.pages)) * rules.block_size, rules.max_sequence_tokens)

@@ -57,7 +57,7 @@ class ServiceManager:
     """Sends notifications. Lost ones are logged once: a process does not fail because of its supervisor."""
 
     def __init__(self, address: str) -> None:
-        """A first '@' is that of an abstract socket."""
+        """A leading '@' marks an abstract socket."""
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)

@@ -29,7 +29,7 @@ _GIVES_ACCESS = "give an HF_TOKEN with access to it"
 
 
 class HubSource(WeightSource):
-    """A repository at one commit. The token is that of huggingface_hub: HF_TOKEN, or `hf auth login`."""
+    """A repository at one commit. The token is huggingface_hub's: HF_TOKEN, or `hf auth login`."""
 
     def __init__(self, location: RemoteModel, *, timeout_s: float = TIMEOUT_S) -> None:
         """Resolve the revision to its commit, which needs no request for a commit. Raises SourceError."""

@@ -73,7 +73,7 @@ class StoreSource(WeightSource):
         if isinstance(error, errors.PreconditionError):
             return SourceChanged(f"{where} has changed since the model was opened")
         if isinstance(error, FileNotFoundError):
-            return SourceRefused(f"{where} does not exist any more")
+            return SourceRefused(f"{where} no longer exists")
         if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
             return SourceRefused(f"{where} refused access: check the credentials in the environment")
         return SourceUnavailable(f"{where} does not respond: {_kind(error)}")

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 MAX_PIECE_BYTES = 2 * 1024 * 1024
 MIN_PIECE_BYTES = 128 * 1024
 PIECES = 8
-"""A payload is moved and hashed in so many pieces, within the limits: both ends work at the same time, and a
+"""Pieces in which a payload is moved and hashed, within the limits: both ends work at the same time, and a
 piece is in the processor's cache when it is hashed.
 """
 GREETING_TIMEOUT_S = 2.0
@@ -152,7 +152,7 @@ class _Connection:
             received += count
 
     def wake_at(self, num_bytes: int) -> None:
-        """Wake the receiving thread when so many bytes are there; with TLS, at any number.
+        """Wake the receiving thread when `num_bytes` have arrived; with TLS, at any number.
 
         By default the kernel wakes it for each segment, which takes longer than to copy it.
         """

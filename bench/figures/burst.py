@@ -58,7 +58,7 @@ async def _round(cluster: BenchCluster, num_requests: int) -> Measured:
 
 
 async def _steady(cluster: BenchCluster, num_streams: int) -> float:
-    """Tokens per second from the last first token until each stream has as many more as in a burst."""
+    """Tokens per second from the last first token until each stream has received another burst."""
     async with running_streams(
         cluster, num_streams, prompt_tokens=PROMPT_TOKENS, max_tokens=MOST_NEW_TOKENS
     ) as running:

@@ -3,8 +3,8 @@
 PYTHON bench/harness/stage_step.py
 
 Question: {"decodes": 64, "blocks": 12}. Answer: {"stage_us": CPU time of the stage per step}, from the
-frame's message to the messages of the next stage, so receive, execute and send: the median of so many means
-over the steps of one block, in which every sequence begins a block once. The stage is MIDDLE of three, and
+frame's message to the messages of the next stage, so receive, execute and send: the median, over blocks, of
+the mean of a block's steps, in which every sequence begins a block once. The stage is MIDDLE of three, and
 its compute passes the hidden states on. Their width is small, so that work per sequence counts and not copies
 and checksums.
 
@@ -135,7 +135,7 @@ class Stage:
 
 
 class Steps:
-    """A scheduler with sequences that decode for ever, one step in flight."""
+    """A scheduler with sequences that decode without end, one step in flight."""
 
     def __init__(self, num_decodes: int) -> None:
         limits = moved("SchedulerLimits", "coordinator.scheduler.policy", "coordinator.scheduling.pace")

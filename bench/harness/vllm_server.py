@@ -129,7 +129,7 @@ class VllmServer:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that their CPU time is not that of others. Linux only."""
+    """Become the parent of orphaned descendants, so that others are not charged for them. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -56,7 +56,7 @@ class TokenFile:
 class CallContext:
     """Caller of a call.
 
-    `client` identifies the caller for limits: its tenant if it has one. `identity` is that of its
+    `client` identifies the caller for limits: its tenant if it has one. `identity` is from its
     certificate, `span` is from its W3C headers, `deadline_s` is None without one.
     """
 

@@ -77,7 +77,7 @@ class BatchMessage:
 
 
 class NumberedStream(OutputStream):
-    """Reads one request for an `OutputBatch`, as far as its credit goes."""
+    """Reads one request for an `OutputBatch`, up to its credit."""
 
     batch: "OutputBatch"
 

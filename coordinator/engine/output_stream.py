@@ -60,7 +60,7 @@ class OutputStream:
 
     Tokens are buffered in the request, so a slow reader does not delay other requests. `num_unread_tokens`
     counts the tokens generated since the stream was opened and not read yet. With `batch`, the output is read
-    together with that of other requests.
+    together with the output of other requests.
     """
 
     batch: OutputBatch | None = None

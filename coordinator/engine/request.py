@@ -59,7 +59,7 @@ def _digest(secret: str, tenant: str) -> bytes:
 
 
 def check_attach_secret(secret: str, digest: bytes, tenant: str = "") -> None:
-    """Raise AttachSecretMismatch unless `digest` is that of `secret` and `tenant`. An empty one never is."""
+    """Raise AttachSecretMismatch unless `digest` matches `secret` and `tenant`. An empty one never does."""
     if not hmac.compare_digest(_digest(secret, tenant), digest):
         raise AttachSecretMismatch("attach secret of the request is missing or wrong")
 
@@ -446,7 +446,7 @@ class Abandonment:
         self._totals = totals
 
     def error_of(self, request: Request, now_s: float) -> RequestCancelled | None:
-        """Why a live request is to be cancelled; None while somebody waits for it, or may return."""
+        """Why a live request is to be cancelled; None while a client waits for it, or may return."""
         if request.stream is not None or request.keep_s is not None:
             return None
         if (until_s := request.reattach_until_s) is not None:

@@ -102,7 +102,7 @@ class StagePlan:
 class Plan:
     """All stages in order, with `num_blocks` KV blocks each in the first block group.
 
-    `window` is that of the first group: the widest sliding window of the layers; None if a layer has none.
+    `window` belongs to the first group: the widest sliding window of the layers; None if a layer has none.
     `other_groups` have the layers with other windows. `kv_dtype` is the dtype of keys and values (None:
     `dtype`).
     """

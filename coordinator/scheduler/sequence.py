@@ -130,7 +130,7 @@ class Release:
 class Sequence:
     """A prompt and its generated tokens.
 
-    `identity` is that of the current start in steps and results, empty once the sequence has ended. The first
+    `identity` names the current start in steps and results, empty once the sequence has ended. The first
     `kv_end` tokens need no change of blocks; a longer sequence needs `KvCacheManager.append`. `traceparent`
     is the header of the request's span, empty if stages do not record spans.
 

@@ -28,7 +28,7 @@ _MODEL_FLAG = "--model"
 
 
 def versions_here(stageline: str) -> dict[str, str]:
-    """Versions that should be alike on all hosts; `stageline` is that of this program."""
+    """Versions that should be alike on all hosts; `stageline` is the version of this program."""
     found = {"stageline": stageline, "protocol": str(PROTOCOL_VERSION), "python": platform.python_version()}
     for library in LIBRARIES:
         try:
@@ -151,6 +151,27 @@ def _fingerprint(path: Path) -> tuple[str, str]:
         return Checkpoint.open(path).fingerprint, ""
     except (CheckpointError, OSError) as error:
         return "", " ".join(str(error).split())
+
+
+def facts_of_one_host(
+    name: str, commands: tuple[ProcessCommand, ...], *, versions: Mapping[str, str]
+) -> doctor_pb2.HostFacts:
+    """Facts of the host of all processes of a cluster, with their known ports bound meanwhile."""
+    held = HeldPorts()
+    try:
+        ports = [
+            doctor_pb2.PortFacts(
+                process=command.name,
+                name=port.name,
+                address=str(port.address),
+                problem=held.hold(port.address),
+            )
+            for command in commands
+            for port in command.ports
+        ]
+        return host_facts(name, commands, versions=versions, ports=ports)
+    finally:
+        held.release()
 
 
 class HeldPorts:

@@ -146,7 +146,7 @@ def _different_models(facts: Iterable[doctor_pb2.HostFacts]) -> Iterator[str]:
 
 
 def _broken_ways(found: Survey) -> Iterator[str]:
-    """Not to processes that answered nobody: those are told already."""
+    """Without paths to processes that answered no caller: those are reported already."""
     reached = {way.path.callee.name for way in found.measured if not way.result.problem}
     for way in found.measured:
         callee = way.path.callee

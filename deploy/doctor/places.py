@@ -10,10 +10,10 @@ from certificates.identity import Role
 from deploy.commands import ProcessCommand, commands
 from deploy.spec.cluster_spec import ClusterSpec
 from wire.addresses import Address, local_address, parse_address
-from wire.transport import TransportSettings
+from wire.transport import TransportSettings, open_transport
 
 FIRST_PORT = 7490
-"""Of workers without `listen`: they take a free port later, and nobody knows it before."""
+"""Of workers without `listen`: they take a free port later, which is unknown before."""
 ONE_HOST = "localhost"
 
 
@@ -44,6 +44,14 @@ class Place:
                 "to check its host before"
             )
         return settings
+
+    def certificate_problem(self) -> str:
+        """Why the certificate of the process is unusable; empty without one."""
+        try:
+            open_transport(self.command.config().transport, self.role)
+        except OSError as error:
+            return str(error)
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

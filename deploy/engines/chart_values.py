@@ -81,7 +81,7 @@ class Coordinator(_Process):
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscaling:
-    """Number of gateways. Workers are never scaled: their number is that of the pipeline."""
+    """Number of gateways. Workers are never scaled: the pipeline decides their number."""
 
     enabled: Annotated[bool, "whether their number changes"] = True
     max_replicas: Annotated[int, "upper limit; replicas is the lower one"] = 8
@@ -98,9 +98,7 @@ class Gateways(_Process, _ProcessSet):
     """Gateways with equal settings."""
 
     service_type: Annotated[str, "ClusterIP, NodePort or LoadBalancer"] = "ClusterIP"
-    hosts: Annotated[
-        tuple[str, ...], "further host names for the certificate, such as that of an ingress"
-    ] = ()
+    hosts: Annotated[tuple[str, ...], "further host names for the certificate, such as the ingress's"] = ()
     autoscaling: Annotated[Autoscaling, "number of gateways"] = field(default_factory=Autoscaling)
 
 

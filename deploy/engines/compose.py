@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*", re.ASCI
 _WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
 _HEAD = """\
 # Start with `docker compose up -d`, stop with `docker compose down`.
-# The image is that of deploy/image/Dockerfile: its user owns {state} and {cache}.
+# The image is built from deploy/image/Dockerfile: its user owns {state} and {cache}.
 name: {name}
 
 x-process: &process

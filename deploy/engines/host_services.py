@@ -23,17 +23,21 @@ class Systemd:
     """The units of this host. Every method raises ClusterFailed, and WrongField on another host."""
 
     def run(self, spec: ClusterSpec) -> list[str]:
-        """Install the units, start them, and start them with the host.
+        """Install the units, start them, and start them with the host. Changed units restart, with a drain.
 
         Units are started when their process is of use, which can take as long as other hosts do: not awaited.
         """
         units = _of_this_host(spec, systemd.render(spec))
-        for unit in units:
-            (UNIT_DIRECTORY / Path(unit.path).name).write_text(unit.text, encoding="utf-8")
+        changed = _names(tuple(unit for unit in units if _replace(unit)))
         run_program("systemctl", "daemon-reload")
         run_program("systemctl", "enable", *_names(units))
+        if changed:
+            run_program("systemctl", "restart", "--no-block", *changed)
         run_program("systemctl", "start", "--no-block", *_names(units))
-        return [f"{name} starts" for name in _names(units)]
+        return [
+            f"{name} restarts with its new settings" if name in changed else f"{name} starts"
+            for name in _names(units)
+        ]
 
     def status(self, spec: ClusterSpec) -> list[str]:
         """The state of each unit."""
@@ -79,6 +83,14 @@ def _of_this_host(spec: ClusterSpec, files: tuple[RenderedFile, ...]) -> tuple[R
         known = ", ".join(sorted(map(str, hosts)))
         raise WrongField(("coordinator", "host"), f"this host is {host!r}, the file has {known}")
     return tuple(file for file in files if file.path == path_on(host, Path(file.path).name))
+
+
+def _replace(unit: RenderedFile) -> bool:
+    """Write a unit; return whether it replaced another text, with which a process may run."""
+    path = UNIT_DIRECTORY / Path(unit.path).name
+    before = path.read_text(encoding="utf-8") if path.exists() else unit.text
+    path.write_text(unit.text, encoding="utf-8")
+    return before != unit.text
 
 
 def _names(units: tuple[RenderedFile, ...]) -> list[str]:

@@ -122,6 +122,10 @@ def _check_places(spec: ClusterSpec) -> None:
     for index, gateway in enumerate(spec.gateways):
         if gateway.resources != NO_RESOURCES:
             raise WrongField(("gateways", index, "resources"), reason)
+    for index, worker in enumerate(spec.workers):
+        if isinstance(worker.resources.cpus, float):
+            fraction = f"is {worker.resources.cpus:g}, but Slurm gives whole CPUs to a task: round it up"
+            raise WrongField(("workers", index, "resources", "cpus"), fraction)
 
 
 def _script(spec: ClusterSpec) -> Iterator[str]:

@@ -165,7 +165,7 @@ def _written(command: ProcessCommand) -> list[str]:
 def _limits(command: ProcessCommand) -> list[str]:
     lines = []
     if command.resources.cpus is not None:
-        lines.append(f"CPUQuota={command.resources.cpus * 100}%")
+        lines.append(f"CPUQuota={command.resources.cpus * 100:.0f}%")
     if command.resources.memory_bytes is not None:
         lines.append(f"MemoryMax={command.resources.memory_bytes}")
     return lines

@@ -14,6 +14,7 @@ from deploy.spec.document import WrongField
 from deploy.spec.fields import (
     Key,
     absolute_path,
+    cpu_count,
     flag_value,
     flag_words,
     list_of,
@@ -83,7 +84,7 @@ _host = Key("host", "host name or address at which the others reach the process"
 class Resources:
     """What an engine reserves for a process; None leaves it to the engine."""
 
-    cpus: Annotated[int | None, Key("cpus", "CPUs", partial(number, low=1, high=4096))] = None
+    cpus: Annotated[float | None, Key("cpus", "CPUs, such as 8 or 0.5 (Slurm: whole ones)", cpu_count)] = None
     memory_bytes: Annotated[int | None, Key("memory", "host memory, such as 32GiB", size)] = None
     gpus: Annotated[int | None, Key("gpus", "GPUs", partial(number, low=0, high=64))] = None
 

@@ -33,6 +33,7 @@ from wire.transport import tls_directory
 _Section = TypeVar("_Section")
 _ONE_PATH = (checkpoint_directory, directory_path, existing_file, file_path, tls_directory)
 _TRUTH = {"true": True, "false": False}
+_MIN_CPUS, _MAX_CPUS = 0.01, 4096.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,17 @@ def number(entry: DocumentValue, *, low: float, high: float) -> int:
     if not low <= value <= high:
         raise ValueError(f"{value} is out of range: must be in [{low:g}, {high:g}]")
     return int(value)
+
+
+def cpu_count(entry: DocumentValue) -> float:
+    """A number of CPUs in hundredths, which is as fine as engines divide them; an int if it is whole."""
+    text = entry.text()
+    value = _number(float, text)
+    if not _MIN_CPUS <= value <= _MAX_CPUS:
+        raise ValueError(f"{text} is out of range: must be in [{_MIN_CPUS:g}, {_MAX_CPUS:g}]")
+    if round(value, 2) != value:
+        raise ValueError(f"{text} is finer than {_MIN_CPUS:g}: round it")
+    return int(value) if value.is_integer() else float(value)
 
 
 def size(entry: DocumentValue) -> int:

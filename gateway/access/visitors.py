@@ -47,7 +47,7 @@ CountTokens = Callable[[str, str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Whoever makes a request; without a `key`, anyone, whom nothing limits."""
+    """Caller of a request; without a `key`, anyone, whom nothing limits."""
 
     key: ApiKey | None = None
     spend: Callable[[str, int], None] = lambda kind, num_tokens: None

@@ -125,7 +125,7 @@ class Gateway:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be served, with the model's template or that of --chat-template."""
+        """Whether conversations can be served, with the model's template or --chat-template."""
         return self.codec is not None and (self.template is not None or self.codec.has_chat_template)
 
     def close(self) -> None:

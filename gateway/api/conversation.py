@@ -282,7 +282,7 @@ def _is_plain(parsers: ParserChoice, selection: ToolSelection) -> bool:
 def _prompt_text(
     parsers: ParserChoice, codec: TextCodec, selection: ToolSelection, prompt_ids: Sequence[int]
 ) -> str:
-    """The text of the prompt, as far as parsers need it."""
+    """The part of the prompt's text that parsers need."""
     shown = prompt_ids if parsers.response_template is not None else prompt_ids[-_PROMPT_END_TOKENS:]
     return "" if _is_plain(parsers, selection) else codec.decode(shown, skip_special_tokens=False)
 

@@ -198,7 +198,7 @@ class _GrammarWriter:
 
 
 def enforced_schema(index: int, tool: ToolDefinition) -> dict[str, Any]:
-    """Return the schema of the arguments; any object if llguidance cannot enforce that of a tool.
+    """Return the schema of the arguments; any object if llguidance cannot enforce a tool's.
 
     Raises UnenforceableSchema for a strict tool.
     """

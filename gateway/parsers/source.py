@@ -60,7 +60,7 @@ class Markers:
 
 
 class TextSource:
-    """The text of one answer as far as it has arrived, and the position of the reader."""
+    """The text of one answer that has arrived, and the position of the reader."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -102,7 +102,7 @@ NO_OWNER = RequestOwner()
 class TokenStream(Protocol):
     """One request. Iteration ends after the end of every choice; it raises UpstreamFailure.
 
-    `client_state` is that of the request's message, also for those that attach; `found` is for them alone.
+    `client_state` is from the request's message, also for streams that attach; `found` is for them alone.
     """
 
     request_id: str

@@ -247,7 +247,7 @@ class NumberedRequest:
         self._leave(inference_pb2.ServeRequest(detach=number))
 
     def drop(self) -> None:
-        """Nobody reads any more."""
+        """End the request: its reader is gone."""
         if self._observes:
             self.detach()
         else:

@@ -118,7 +118,7 @@ class StageCompute(ABC):
     def end(self, sequence: SequenceKey) -> None: ...
 
     def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> object:
-        """Prepare the next step as far as possible without its hidden states. Raises StepFault.
+        """Do what the next step needs before its hidden states arrive. Raises StepFault.
 
         `layouts` are in the order of its slices, and belong to the block tables as they are now. Earlier
         steps may not have been computed yet. Returns what `compute` takes; by default the layouts.

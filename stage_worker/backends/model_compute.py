@@ -125,7 +125,7 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of the output.
+        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is the output's.
 
         Raises ValueError for pages of another number of block groups than the layers have windows.
         """

@@ -30,7 +30,7 @@ class Branches:
         operations: Operations,
         kernels: Kernels,
     ) -> None:
-        """`norms` has those of `Experts.branch_norm`; `mlp_norm` is that of the MLP's input.
+        """`norms` has the weights of `Experts.branch_norm`; `mlp_norm` normalises the MLP's input.
 
         Packed weights of the MLP replace the given ones.
         """

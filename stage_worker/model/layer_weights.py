@@ -448,7 +448,7 @@ def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
 
 
 def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
-    """Turn loaded matrices and biases of experts from their order on disk into that of `ExpertsWeights`.
+    """Turn loaded matrices and biases of experts from their order on disk into the order of `ExpertsWeights`.
 
     One expert's matrix is copied at a time.
     """

@@ -17,7 +17,7 @@ from certificates.files import UnusableTlsFiles
 from certificates.identity import Role
 from deploy.commands import read_cluster_spec
 from deploy.doctor.agent import DoctorAgent
-from deploy.doctor.facts import host_facts, versions_here
+from deploy.doctor.facts import facts_of_one_host, host_facts, versions_here
 from deploy.doctor.findings import problems_of_host, problems_of_survey
 from deploy.doctor.places import ONE_HOST, Place, places_at, places_of
 from deploy.doctor.survey import Measured, Survey, survey
@@ -60,7 +60,7 @@ def doctor(
     """Check hosts, and the network between them, before a cluster starts.
 
     With a cluster file, run `stageline doctor --serve NAME -f FILE` on every host, and then `stageline doctor
-    -f FILE` on any. Exits with 1 if there is a problem.
+    -f FILE` on any; only the latter if the file has no hosts. Exits with 1 if there is a problem.
     """
     if file is None:
         if serve is not None:
@@ -69,6 +69,10 @@ def doctor(
     if directories:
         raise typer.BadParameter("directories are in the cluster file: give them without -f")
     places = options.build_config(lambda: places_of(read_cluster_spec(file)))
+    if places[0].command.host is None:
+        if serve is not None or tls_dir is not None:
+            raise typer.BadParameter(f"--serve and --tls-dir are for a file with hosts: {file} has none")
+        return _check_only_host(places, as_json=as_json)
     if serve is None:
         return _ask_cluster(places, tls_dir, as_json=as_json)
     if as_json:
@@ -122,7 +126,18 @@ async def run_agent(agent: DoctorAgent) -> int:
 def _check_this_host(directories: list[Path], *, as_json: bool) -> int:
     written = [directory.absolute() for directory in directories]
     facts = host_facts(ONE_HOST, versions=versions_here(VERSION), directories=written)
-    problems = list(problems_of_host(facts))
+    return _print_host(facts, list(problems_of_host(facts)), as_json=as_json)
+
+
+def _check_only_host(places: tuple[Place, ...], *, as_json: bool) -> int:
+    """Check this host for all processes of a cluster."""
+    commands = tuple(place.command for place in places)
+    facts = facts_of_one_host(ONE_HOST, commands, versions=versions_here(VERSION))
+    unusable = [f"{place.name}: {problem}" for place in places if (problem := place.certificate_problem())]
+    return _print_host(facts, [*problems_of_host(facts, commands), *unusable], as_json=as_json)
+
+
+def _print_host(facts: doctor_pb2.HostFacts, problems: list[str], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"host": _fields(facts), "problems": problems}, indent=2))
     else:

@@ -97,7 +97,7 @@ async def _ask(role: Role, address: str, *, is_live: bool, tls_dir: Path | None,
 
 
 def _own_host(files: "TlsDirectory | None", role: Role) -> str | None:
-    """A host in the certificate, if it is that of the process which is asked, on its own host.
+    """A host in the certificate, if the process asks itself on its own host.
 
     A process that asks itself at a loopback address cannot expect a certificate for that address.
     """

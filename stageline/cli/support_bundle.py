@@ -13,7 +13,7 @@ from deploy.commands import commands, coordinator_command, gateway_command, read
 from deploy.spec.cluster_spec import ClusterSpec
 from stageline.cli import options
 from stageline.support import sources
-from stageline.support.bundle import write_bundle
+from stageline.support.bundle import bundle_file, write_parts
 from stageline.support.redaction import Redactor
 from wire.addresses import DEFAULT_ADDRESS, Address, local_address, parse_address
 from wire.exit_codes import ExitCode
@@ -52,17 +52,19 @@ def support_bundle(
     """
     spec = None if file is None else options.build_config(lambda: read_cluster_spec(file))
     address = coordinator if spec is None else spec.coordinator.address
-    parts = [
-        *sources.host_parts(),
-        *([] if file is None or spec is None else sources.cluster_file_parts(file, spec)),
-        *asyncio.run(sources.coordinator_parts(address, tls_dir)),
-        *sources.metrics_parts(
-            metrics or _metrics_urls(spec), None if tls_dir is None else tls_dir / CA_FILE
-        ),
-        *sources.log_parts(log or [], _units(spec)),
-    ]
-    redactor = Redactor(sources.known_secrets(state_directory(os.environ), spec, tls_dir))
-    _report(out, len(parts), write_bundle(out, parts, redactor))
+    with bundle_file(out) as output:
+        parts = [
+            *sources.host_parts(),
+            *([] if file is None or spec is None else sources.cluster_file_parts(file, spec)),
+            *asyncio.run(sources.coordinator_parts(address, tls_dir)),
+            *sources.metrics_parts(
+                metrics or _metrics_urls(spec), None if tls_dir is None else tls_dir / CA_FILE
+            ),
+            *sources.log_parts(log or [], _units(spec)),
+        ]
+        redactor = Redactor(sources.known_secrets(state_directory(os.environ), spec, tls_dir))
+        missing = write_parts(output, parts, redactor)
+    _report(out, len(parts), missing)
     return ExitCode.DONE
 
 

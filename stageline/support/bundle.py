@@ -7,8 +7,10 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from stageline.support.redaction import Redactor
 from stageline.support.sources import Part
@@ -17,24 +19,34 @@ FOLDER = "stageline-support"
 _MODE = 0o600
 
 
-def write_bundle(out: Path, parts: Iterable[Part], redactor: Redactor) -> dict[str, str]:
-    """Write a new file of mode 0600; return the problems of parts that are missing. Raises OSError."""
-    missing: dict[str, str] = {}
+@contextmanager
+def bundle_file(out: Path) -> Iterator[BinaryIO]:
+    """A new file of mode 0600 that becomes `out` at the end. Raises OSError that names `out`."""
     fresh = out.with_name(f".{out.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     try:
-        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, make in parts:
-                try:
-                    text = make()
-                except Exception as error:  # a bundle is for when something is broken: take what there is
-                    missing[name] = redactor.redact(" ".join(str(error).split()) or type(error).__name__)
-                else:
-                    _add(archive, name, redactor.redact(text))
-            _add(archive, "missing.json", json.dumps(missing, indent=2))
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
         fresh.rename(out)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def write_parts(file: BinaryIO, parts: Iterable[Part], redactor: Redactor) -> dict[str, str]:
+    """Write an archive; return the problems of parts that are missing. Raises OSError."""
+    missing: dict[str, str] = {}
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, make in parts:
+            try:
+                text = make()
+            except Exception as error:  # a bundle is for when something is broken: take what there is
+                missing[name] = redactor.redact(" ".join(str(error).split()) or type(error).__name__)
+            else:
+                _add(archive, name, redactor.redact(text))
+        _add(archive, "missing.json", json.dumps(missing, indent=2))
     return missing
 
 

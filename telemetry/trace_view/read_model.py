@@ -241,7 +241,7 @@ def read_spans(data: TracesData | Iterable[ResourceSpans]) -> list[TraceSpan]:
 
 
 def request_trace(spans: Iterable[TraceSpan], request_id: str) -> RequestTrace:
-    """Collect the spans below the request's root, and that of a gateway above it.
+    """Collect the spans below the request's root, and a gateway's span above it.
 
     Raises ValueError without a root.
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from certificates.identity import Identity, Role
@@ -27,6 +28,7 @@ from tests.issued import Certificates, careless_channel
 from tests.ports import unused_address
 from wire.channels import PROTOCOL_VERSION
 from wire.clock import wall_clock_us
+from wire.sizes import format_size
 from wire.transport import Transport, client_transport
 
 DEADLINE_S = 120.0
@@ -207,6 +209,30 @@ async def test_a_cluster_that_runs_is_named(hosts: Hosts) -> None:
     assert len(problems) == 1 and "another Stageline process listens there" in problems[0], problems
 
 
+async def test_without_hosts_this_host_is_checked_for_all_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, port = unused_address(), unused_address().rpartition(":")[2]
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f'coordinator: {{listen: "{address}", http: "127.0.0.1:{port}"}}\ngateways: []\n'
+        "workers: [{name: w, memory: 1000TiB}]\n"
+    )
+    command = ["doctor", "-f", str(file)]
+    with socket.create_server(("127.0.0.1", int(port))):
+        assert await asyncio.to_thread(main, [*command, "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert {found["address"] for found in shown["host"]["ports"]} == {address, f"127.0.0.1:{port}"}
+    total = format_size(psutil.virtual_memory().total)
+    memory = f"localhost: w asks for 1000.0 TiB of {total} that the host has"
+    assert any(problem.startswith(memory) for problem in shown["problems"]), shown["problems"]
+    in_use = f"localhost: coordinator cannot listen on 127.0.0.1:{port} (dashboard): another process listens"
+    assert any(problem.startswith(in_use) for problem in shown["problems"]), shown["problems"]
+    file.write_text(file.read_text() + f"security: {{tls-dir: {tmp_path}}}\n")
+    assert await asyncio.to_thread(main, command) == 1
+    assert f"* coordinator: {tmp_path}" in capsys.readouterr().out
+
+
 async def test_only_operators_ask_and_only_for_processes_of_the_file(hosts: Hosts) -> None:
     async with hosts.agent(HOSTS[0]):
         address = str(hosts.places[0].reached)
@@ -224,11 +250,14 @@ async def test_only_operators_ask_and_only_for_processes_of_the_file(hosts: Host
 def test_wrong_command_lines_exit_with_2(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
     client = hosts.certificates.of("someone", Role.CLIENT)
     file = ("-f", str(hosts.file))
+    alone = hosts.file.with_name("alone.yaml")
+    alone.write_text("workers: [{name: w}]\n")
     for line, problem in (
         (("--serve", "gpu-a"), "--serve answers for a host of a cluster file: give -f FILE"),
         (("--serve", "gpu-z", *file), "'gpu-z' is no host or process of the cluster file: 127.0.0.1"),
         (("--serve", "gpu-a", "--json", *file), "--serve prints no facts"),
         (("/tmp", *file), "directories are in the cluster file"),
+        (("--serve", "w", "-f", str(alone)), "--serve and --tls-dir are for a file with hosts"),
         (file, "the cluster has certificates: give --tls-dir with one of an operator"),
         ((*file, "--tls-dir", str(client)), "--tls-dir is of client someone, must be of an operator"),
     ):

@@ -146,7 +146,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Volumes but that of the state. */}}
+{{/* Volumes other than the state's. */}}
 {{- define "stageline.volumes" -}}
 - {name: cache, emptyDir: {sizeLimit: {{ .root.Values.cacheSize }}}}
 - {name: tmp, emptyDir: {sizeLimit: {{ .root.Values.tmpSize }}}}

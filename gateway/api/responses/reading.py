@@ -138,7 +138,7 @@ def new_reading(
     after: int = ALL_EVENTS,
     span: RequestSpan | None = None,
 ) -> ResponseReading:
-    """Return a reader; `span` is that of the request that created the response."""
+    """Return a reader; `span` belongs to the request that created the response."""
     rules = ResponseRules(*read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail))
     writer = ResponseWriter(identity, stored, rules, gateway.logprobs, after=after)
     return ResponseReading(gateway, stream, stored, writer, span)

@@ -22,7 +22,7 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 @dataclass(frozen=True, slots=True)
 class ResponseId:
-    """The id of a response that any gateway finds: that of its request, and the secret to attach to it."""
+    """The id of a response that any gateway finds: the id of its request, and the secret to attach to it."""
 
     request_id: RequestId
     secret: str = field(repr=False)

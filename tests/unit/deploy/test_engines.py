@@ -187,6 +187,30 @@ def test_slurm_reserves_for_workers_only(
     assert "resources: the batch step has the resources of the first node" in capsys.readouterr().err
 
 
+def test_fractions_of_cpus_are_for_engines_that_can_divide_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = LEAST.replace("memory: 20GiB}", "memory: 20GiB, resources: {cpus: 0.5}}", 1)
+    file = write(tmp_path, text + "security: {insecure: true}\n")
+    for engine, text in (("systemd", "CPUQuota=50%"), ("compose", "cpus: 0.5"), ("kubernetes", "cpu: 0.5")):
+        out = tmp_path / engine
+        assert main(["deploy", "render", engine, "-f", str(file), "-o", str(out)]) == 0
+        assert any(text in path.read_text() for path in out.rglob("*") if path.is_file()), engine
+    assert main(["deploy", "render", "slurm", "-f", str(file), "-o", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "workers[0].resources.cpus: is 0.5, but Slurm gives whole CPUs to a task: round it up" in shown
+
+
+@pytest.mark.parametrize(
+    ("cpus", "problem"),
+    [("0.005", "out of range: must be in [0.01, 4096]"), ("0.125", "finer than 0.01"), ("nan", "nan is out")],
+)
+def test_cpus_are_hundredths(cpus: str, problem: str, tmp_path: Path, capsys: Any) -> None:
+    file = write(tmp_path, JOB.replace("cpus: 8", f"cpus: {cpus}"))
+    assert main(["deploy", "render", "systemd", "-f", str(file), "-o", str(tmp_path)]) == 2
+    assert problem in capsys.readouterr().err
+
+
 def test_slurm_chooses_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, HOSTS)
     assert main(["deploy", "render", "slurm", "-f", str(file), "-o", str(tmp_path)]) == 2

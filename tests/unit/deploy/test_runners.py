@@ -59,6 +59,24 @@ def test_systemd_installs_starts_shows_and_stops_the_units_of_this_host(
     ]
 
 
+def test_systemd_restarts_the_units_that_a_changed_file_changes(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = install(systemctl="")
+    assert _deploy("run", "systemd", HOSTS, tmp_path) == 0
+    assert "restart" not in log.read_text()
+    log.write_text("")
+    capsys.readouterr()
+    assert _deploy("run", "systemd", HOSTS.replace("threads: 64", "threads: 32"), tmp_path) == 0
+    assert log.read_text().splitlines()[2:] == [
+        "systemctl restart --no-block stories-spare",
+        "systemctl start --no-block stories-spare stories-gpu-b",
+    ]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["stories-spare restarts with its new settings", "stories-gpu-b starts"]
+    assert "--threads 32" in (tmp_path / "stories-spare.service").read_text()
+
+
 def test_compose_starts_shows_and_stops_the_services_of_this_host(install: Install, tmp_path: Path) -> None:
     log = install(docker="cat > /dev/null")
     for action in ("run", "status", "stop"):

@@ -320,7 +320,7 @@ class Measurement(_message.Message):
     median_us: _builtins.int
     p99_us: _builtins.int
     clock_offset_us: _builtins.int
-    """The process's clock minus that of the caller, and the largest error of it."""
+    """The process's clock minus the caller's, and its largest error."""
     clock_uncertainty_us: _builtins.int
     upload_rate: _builtins.int
     """Bytes per second to the process and from it; 0 without transfers."""
