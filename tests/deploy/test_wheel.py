@@ -21,8 +21,8 @@ from tests.unit.test_packaging import PROJECT
 pytestmark = pytest.mark.deploy
 PACKAGES = PROJECT["tool"]["importlinter"]["root_packages"]
 PIP = ("-m", "pip", "--disable-pip-version-check", "-qq")
-NOT_INSTALLED = re.compile(r"\.(c|so)$|(^|/)__pycache__/")
-"""Sources of extension modules, and what was built in the source tree."""
+NOT_INSTALLED = re.compile(r"\.(c|so)$|(^|/)__pycache__/|^deploy/image/")
+"""Sources of extension modules and of the image, and what was built in the source tree."""
 TIMEOUT_S = 900.0
 
 
@@ -40,7 +40,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the source tree, because a build leaves files there."""
     source, out = tmp_path_factory.mktemp("source") / "stageline", tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "data")
+    built = (".venv", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    left_out = shutil.ignore_patterns(".git", ".hypothesis", "data", *built)
     shutil.copytree(REPOSITORY, source, ignore=left_out)
     run(sys.executable, *PIP, "wheel", "--no-deps", "--wheel-dir", out, ".", cwd=source)
     (found,) = out.glob("*.whl")

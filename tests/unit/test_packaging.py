@@ -1,4 +1,4 @@
-"""Type information in the installed wheel."""
+"""Packages and type information in the installed wheel, and packages in the image."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def test_the_wheel_has_every_package_with_a_python_file_as_a_package_of_its_own(
 def test_the_wheel_takes_the_markers_and_the_stubs_along() -> None:
     data = PROJECT["tool"]["setuptools"]["package-data"]["*"]
     assert {"py.typed", "*.pyi"} <= set(data)
+
+
+def test_the_image_is_built_from_every_package() -> None:
+    sources = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!"}
+    folders = {folder.relative_to(REPOSITORY).parts[0] for folder in folders_of_packages().values()}
+    assert folders <= sources
