@@ -38,11 +38,13 @@ class Pins:
     """A source at one version. Equal pins are equal bytes if the source's validators are right.
 
     `source` has no credentials. `manifest_sha256` identifies the hashes of all tensors; "" without them.
+    `sampled_values` are those of the coordinator's directory, where that is the source.
     """
 
     source: str
     files: tuple[PinnedFile, ...]
     manifest_sha256: str = ""
+    sampled_values: int | None = None
 
     def __post_init__(self) -> None:
         if self.manifest_sha256 and not _SHA256.fullmatch(self.manifest_sha256):
@@ -54,6 +56,8 @@ class Pins:
 
         XXH3-64 over the manifest's hash, or else over name, size and validator of each file with weights.
         """
+        if self.sampled_values is not None:
+            return self.sampled_values
         files = [[file.name, file.size_bytes, file.validator] for file in self.files if _has_weights(file)]
         known = self.manifest_sha256 or sorted(files)
         return xxhash.xxh3_64_intdigest(json.dumps(known, separators=(",", ":")).encode())
@@ -62,9 +66,15 @@ class Pins:
     def key(self) -> str:
         """Name of a folder for this source at this version."""
         files = sorted([file.name, file.size_bytes, file.validator] for file in self.files)
-        digest = xxhash.xxh3_128_hexdigest(json.dumps([files, self.manifest_sha256]).encode())
+        proof = self.manifest_sha256 or self.sampled_values or ""
+        digest = xxhash.xxh3_128_hexdigest(json.dumps([files, proof]).encode())
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.source.rsplit("/", 1)[-1])[:60].strip("-.")
         return f"{name or 'model'}-{digest}"
+
+    @property
+    def is_of_coordinator(self) -> bool:
+        """Whether the source is the coordinator's directory."""
+        return self.sampled_values is not None
 
     def file(self, name: str) -> PinnedFile:
         """Raises CheckpointNotFound for a name that is not pinned."""
@@ -79,6 +89,18 @@ class Pins:
         return tuple(
             FileIdentity(name=name, status=_status(found[name]) if name in found else None) for name in names
         )
+
+
+def pins_of_directory(directory: str, files: Iterable[FileIdentity], fingerprint: str) -> Pins:
+    """Pins of a local checkpoint for hosts without it. `files` are all files, `fingerprint` is its own."""
+    pinned = []
+    for file in files:
+        if file.status is None:
+            raise CheckpointNotFound(f"{directory} has no file {file.name}")
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(file.status).encode())
+        pinned.append(PinnedFile(name=file.name, size_bytes=file.status[2], validator=digest))
+    values = int(fingerprint.rpartition("-")[2], 16)
+    return Pins(source=directory, files=tuple(pinned), sampled_values=values)
 
 
 def _has_weights(file: PinnedFile) -> bool:

@@ -20,12 +20,15 @@ from telemetry.span_recorder import ratio_sampler
 from weights.location import ModelLocation, model_location
 from wire.addresses import DEFAULT_ADDRESS
 from wire.flags import (
+    OFF,
     Flag,
     check_limits,
     existing_file,
     file_path,
     files,
     listen_address,
+    listen_address_or_off,
+    peer_address,
 )
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
@@ -42,6 +45,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--layers {text!r} is not a list of numbers such as 10,12,10") from None
+
+
+def _peer_addresses(text: str) -> tuple[str, ...]:
+    """Raises ValueError."""
+    return tuple(peer_address(part.strip()) for part in text.split(","))
 
 
 def _format_layers(layers: tuple[int, ...]) -> str:
@@ -333,6 +341,37 @@ class CoordinatorConfig:
             parse=listen_address,
         ),
     ] = None
+    weights_listen: Annotated[
+        str | None,
+        _serving(
+            "--weights-listen",
+            "ADDR:PORT|off",
+            "Listen address for workers without the directory of --model, which fetch its weights, and for "
+            "other coordinators",
+            unset="a free port of the listen address, for a model in a directory",
+            parse=listen_address_or_off,
+        ),
+    ] = None
+    prefetch: Annotated[
+        bool,
+        _failures(
+            "--prefetch",
+            None,
+            "Let workers without a stage fetch the layers that they would get by the loss of another worker",
+        ),
+    ] = True
+    weights_peers: Annotated[
+        tuple[str, ...],
+        _serving(
+            "--weights-peers",
+            "HOST:PORT,...",
+            "The --weights-listen addresses of other coordinators of the model, whose workers are asked for "
+            "weights before the source",
+            unset="none",
+            parse=_peer_addresses,
+            format=",".join,
+        ),
+    ] = ()
     token_file: Annotated[
         Path | None,
         _serving(
@@ -441,6 +480,8 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         self.transport.check_listen("--listen", self.listen)
+        if self.weights_listen not in (None, OFF):
+            self.transport.check_listen("--weights-listen", self.weights_listen)
         if self.http is not None:
             self.transport.check_listen("--http", self.http)
         if self.token is not None:

@@ -47,6 +47,7 @@ class ServedModel:
         kv_dtype: Dtype of keys and values in the cache; None for the run dtype.
         directory: The checkpoint, None for a mock. Of a remote one, config, headers and tokenizer.
         pins: The version of a remote checkpoint; None for a directory.
+        shared: The version of a directory that workers without it fetch; None if it is not served to them.
         manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
         quantized: Set if the weights are quantised in files.
         text: Tokenizer; None for a model that serves token ids only.
@@ -63,6 +64,7 @@ class ServedModel:
     directory: Path | None = None
     is_builtin: bool = False
     pins: Pins | None = None
+    shared: Pins | None = None
     manifest: Mapping[str, bytes] = field(default_factory=dict)
     quantized: QuantizedFiles | None = None
     text: TextCodec | None = None
@@ -145,7 +147,8 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     _log_unread(checkpoint)
     model = model_of(checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model is None)
     if remote is not None:
-        model.name = remote.source.location.name
+        assert isinstance(config.model, RemoteModel)
+        model.name = config.model.name
         model.manifest = {} if remote.manifest is None else remote.manifest.sha256s
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(

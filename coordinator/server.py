@@ -72,7 +72,7 @@ from telemetry.span_recorder import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
 from text.tokenizer import TokenizerError, load_text_codec
-from wire.addresses import parse_address
+from wire.addresses import Address, parse_address
 from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
 from wire.channels import new_server, raise_file_limit
@@ -80,6 +80,7 @@ from wire.clock import ClusterClock
 from wire.condition import STARTING, Condition, ProcessState
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
+from wire.flags import OFF
 from wire.ids import Incarnation, new_incarnation
 from wire.peer_secrets import new_secret
 from wire.reflection import add_reflection
@@ -88,6 +89,7 @@ from wire.transport import open_transport
 if TYPE_CHECKING:
     from coordinator.dashboard.server import DashboardServer
     from coordinator.enrolment.server import EnrolmentServer
+    from coordinator.weights_port import CoordinatorWeightsPort
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +140,7 @@ class CoordinatorServer:
             transport=self._transport,
         )
         activity = ActivityReporter(self.activity, self.controller, self.engine)
-        self._requests = self._new_request_handler()
+        self._requests, self.weights_port = self._new_request_handler(), self._new_weights_port()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         self.enrolment = None if config.enroll_listen is None else self._enrolment(config.enroll_listen)
         self._denied = self.metrics.refused_peers("certificate")
@@ -194,7 +196,11 @@ class CoordinatorServer:
             incarnation=incarnation,
             policy=self._policy,
             settings=ServingSettings(
-                batching=batching, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
+                batching=batching,
+                prefix_caching=config.prefix_cache,
+                cache_directory=config.cache_directory,
+                weights_peers=config.weights_peers,
+                prefetch=config.prefetch,
             ),
             on_serving=self._health.set_serving,
             self_check=self._new_self_check() if config.wants_self_check else None,
@@ -329,6 +335,33 @@ class CoordinatorServer:
             refused=self.metrics.refused_peers("join_token"),
         )
 
+    def _new_weights_port(self) -> CoordinatorWeightsPort | None:
+        """Raises OSError and CheckpointError for a directory that cannot be read any more."""
+        config, model, listen = self._config, self._model, self._config.weights_listen
+        is_wanted = model.has_weights_here and not model.is_builtin if listen is None else listen != OFF
+        if not is_wanted:
+            return None
+        # Imported late: the HTTP server takes some 20 MB, and remote models need none here.
+        from coordinator.weights_port import CoordinatorWeightsPort
+
+        host = parse_address(config.listen).host
+        return CoordinatorWeightsPort(
+            model,
+            Address(host, 0) if listen is None else parse_address(listen),
+            self.controller.weights.peers,
+            transport=self._transport,
+            deny_list=config.transport.deny_list,
+            refused=self.metrics.refused_peers("weights"),
+        )
+
+    def _start_weights_port(self, port: CoordinatorWeightsPort) -> None:
+        """Raises OSError if the address cannot be bound."""
+        port.start()
+        if port.pins is not None:
+            self._model.shared = port.pins
+            is_own = port.address.host in (parse_address(self._config.listen).host, "0.0.0.0", "::")
+            self.controller.weights.coordinator = f":{port.address.port}" if is_own else str(port.address)
+
     async def start(self) -> None:
         """Bind and start everything. Raises OSError if an address cannot be bound."""
         listen = self._config.listen
@@ -340,6 +373,8 @@ class CoordinatorServer:
             await self.dashboard.start()
         if self.enrolment is not None:
             await self.enrolment.start()
+        if self.weights_port is not None:
+            await asyncio.to_thread(self._start_weights_port, self.weights_port)
         await self._health.start()
         await self._server.start()
         self.recorder.start()
@@ -366,6 +401,8 @@ class CoordinatorServer:
             await self.dashboard.stop()
         if self.enrolment is not None:
             await self.enrolment.stop()
+        if self.weights_port is not None:
+            await asyncio.to_thread(self.weights_port.stop)
         self.engine.suspend()
         await self.controller.close()
         self._streams.close()

@@ -54,6 +54,7 @@ _PORTS = {
     "--http": "dashboard",
     "--enroll-listen": "enrolment",
     "--payload-listen": "payloads",
+    "--weights-listen": "weights",
     "--health-listen": "health",
 }
 

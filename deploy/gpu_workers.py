@@ -50,6 +50,8 @@ def _of_gpu(config: WorkerConfig, gpu: ListedGpu, name: str) -> WorkerConfig:
         health_listen=_later_port(config.health_listen, gpu.index),
         payload_listen=_later_port(config.payload_listen, gpu.index),
         payload_advertise=_later_port(config.payload_advertise, gpu.index),
+        weights_listen=_later_port(config.weights_listen, gpu.index),
+        weights_advertise=_later_port(config.weights_advertise, gpu.index),
         weights_directory=None if cache is None else cache / name,
         transport=transport,
         logs=replace(config.logs, audit_log=None if audit_log is None else _of_name(audit_log, name)),

@@ -1,12 +1,14 @@
 """Decodes and validates the coordinator's assignments and reference requests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from checkpoint import DType, ScaledDType, WeightFormat
 from checkpoint.pins import PinnedFile, Pins
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
+from weights.peers import PeerAddress
+from wire.addresses import Address, parse_peer_address
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import StageRole
 from wire.peer_secrets import RefusedPeers, is_secret
@@ -128,6 +130,43 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where weights are besides their source: peers, weights of other coordinators, and of this one."""
+
+    peers: tuple[PeerAddress, ...] = ()
+    trackers: tuple[str, ...] = ()
+    coordinator: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedModel:
+    """A model whose weights are fetched; `manifest` has the SHA-256 of the wanted tensors, if known."""
+
+    pins: Pins
+    fingerprint: str
+    manifest: Mapping[str, bytes]
+    sources: Sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchedLayers:
+    """Layers [layer_begin, layer_end) of a stage, and what comes before and after them."""
+
+    layer_begin: int
+    layer_end: int
+    has_embeddings: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Layers that a worker may have to load later, the most needed ones first."""
+
+    model: WantedModel
+    layers: tuple[PrefetchedLayers, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
 
@@ -135,8 +174,8 @@ class Assignment:
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
     parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
     values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a
-    remote model, whose `model_directory` is empty; `manifest` has the SHA-256 of the stage's tensors, if
-    they are known.
+    remote model, whose `model_directory` is empty, or of the coordinator's directory; `manifest` has the
+    SHA-256 of the stage's tensors, if they are known.
     """
 
     plan_id: int
@@ -162,6 +201,7 @@ class Assignment:
     kv_dtype: ScaledDType | None = None
     pins: Pins | None = None
     manifest: Mapping[str, bytes] = field(default_factory=dict)
+    sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -195,6 +235,15 @@ class Assignment:
         """Dtype of the hidden states that this stage sends."""
         return self.wire_dtype or self.dtype
 
+    @property
+    def wanted_model(self) -> WantedModel | None:
+        """The model to fetch; None for one that is in a directory of this host only."""
+        if self.pins is None:
+            return None
+        return WantedModel(
+            pins=self.pins, fingerprint=self.fingerprint, manifest=self.manifest, sources=self.sources
+        )
+
     def loads_like(self, other: "Assignment") -> bool:
         """Whether a stage loaded for `other` serves this assignment unchanged."""
         return self._without_place() == other._without_place()
@@ -204,12 +253,23 @@ class Assignment:
         num_stages = 1 if self.role is StageRole.ONLY else 3
         stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
         return replace(
-            self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="", force_reload=False
+            self,
+            plan_id=0,
+            stage=stage,
+            num_stages=num_stages,
+            model_directory="",
+            force_reload=False,
+            sources=Sources(),
         )
 
 
-def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
-    """Decode an assignment; `wire_dtype` overrides the coordinator's. Raises ValueError."""
+def decode_assignment(
+    message: join_pb2.AssignStage, *, wire_dtype: WireDType | None = None, coordinator: str = ""
+) -> Assignment:
+    """Decode an assignment of the coordinator at HOST:PORT. Raises ValueError.
+
+    `wire_dtype` overrides the coordinator's.
+    """
     role = _ROLES.get(message.role)
     if role is None:
         raise ValueError(f"role number {message.role} is not known")
@@ -232,28 +292,83 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
         max_step_tokens=message.max_step_tokens,
         max_step_sequences=message.max_step_sequences,
         max_sequence_tokens=message.max_sequence_tokens,
-        model_shape=ModelShape(
-            hidden_size=message.model.hidden_size,
-            vocab_size=message.model.vocab_size,
-            eos_token_ids=tuple(message.model.eos_token_ids),
-        ),
+        model_shape=_shape(message.model),
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
         force_reload=message.force_reload,
         weights=_assigned_weights(message.weights),
         kv_dtype=_assigned_kv_dtype(message.kv_dtype),
         has_long_rope=message.has_long_rope,
         pins=_pins(message.model),
-        manifest={tensor.name: tensor.sha256 for tensor in message.manifest},
+        manifest=_manifest(message.manifest),
+        sources=_sources(message.sources, coordinator),
+    )
+
+
+def decode_prefetch(message: join_pb2.PrefetchWeights, *, coordinator: str) -> Prefetch | None:
+    """Decode an order of the coordinator at HOST:PORT; None for one without layers. Raises ValueError."""
+    pins = _pins(message.model)
+    if pins is None or not message.layers:
+        return None
+    return Prefetch(
+        model=WantedModel(
+            pins=pins,
+            fingerprint=message.model.fingerprint,
+            manifest=_manifest(message.manifest),
+            sources=_sources(message.sources, coordinator),
+        ),
+        layers=tuple(
+            PrefetchedLayers(
+                layer_begin=layers.layer_begin,
+                layer_end=layers.layer_end,
+                has_embeddings=layers.has_embeddings,
+                has_head=layers.has_head,
+            )
+            for layers in message.layers
+        ),
+    )
+
+
+def _shape(model: join_pb2.ModelRef) -> ModelShape:
+    return ModelShape(
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+    )
+
+
+def _manifest(tensors: Iterable[join_pb2.TensorSha256]) -> dict[str, bytes]:
+    return {tensor.name: tensor.sha256 for tensor in tensors}
+
+
+def _sources(message: join_pb2.WeightSources, coordinator: str) -> Sources:
+    """Raises ValueError for an address that is none."""
+    own = message.coordinator
+    if own.startswith(":") and coordinator:
+        own = str(Address(parse_peer_address(coordinator).host, int(own[1:])))
+    return Sources(
+        peers=tuple(
+            PeerAddress(
+                name=peer.worker,
+                address=str(parse_peer_address(peer.address)),
+                units=None if peer.is_complete else frozenset(peer.units),
+            )
+            for peer in message.peers
+        ),
+        trackers=tuple(str(parse_peer_address(address)) for address in message.trackers),
+        coordinator=own,
     )
 
 
 def _pins(model: join_pb2.ModelRef) -> Pins | None:
-    if not model.source:
+    """None for a model that this worker cannot fetch."""
+    if not model.files:
         return None
     files = tuple(
         PinnedFile(name=file.name, size_bytes=file.size_bytes, validator=file.validator)
         for file in model.files
     )
+    if not model.source:
+        return Pins(source=model.directory, files=files, sampled_values=model.sampled_values)
     return Pins(source=model.source, files=files, manifest_sha256=model.manifest_sha256)
 
 

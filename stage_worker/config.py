@@ -307,6 +307,27 @@ class WorkerConfig:
             format=exact_size,
         ),
     ] = None
+    weights_listen: Annotated[
+        str | None,
+        _weights(
+            "--weights-listen",
+            "ADDR:PORT|off",
+            "Listen address for workers that fetch weights which this one has; with an address, the weights "
+            "of --model and of the coordinator's path are served too",
+            unset="a free port of the listen address, once weights were fetched",
+            parse=listen_address_or_off,
+        ),
+    ] = None
+    weights_advertise: Annotated[
+        str | None,
+        _weights(
+            "--weights-advertise",
+            "HOST:PORT",
+            "Address at which other workers reach the weights listen address",
+            unset="the weights listen address",
+            parse=peer_address,
+        ),
+    ] = None
     cache_directory: Path | None = None
     """The user's cache directory, for hashes of weights and for weights; None disables both."""
     state_directory: Path | None = None
@@ -367,7 +388,10 @@ class WorkerConfig:
     @property
     def asked_hosts(self) -> tuple[str, ...]:
         """Hosts at which others reach this worker, beside the address that the coordinator sees."""
-        addresses = (self.advertise, self.payload_advertise, self.listen, self.payload_listen)
+        addresses = (
+            *(self.advertise, self.payload_advertise, self.weights_advertise),
+            *(self.listen, self.payload_listen, self.weights_listen),
+        )
         hosts = [parse_address(address).host for address in addresses if address not in (None, OFF)]
         return tuple(dict.fromkeys(host for host in hosts if host not in _WILDCARDS))
 
@@ -379,10 +403,19 @@ class WorkerConfig:
     def _check_payloads(self) -> None:
         if self.payload_listen not in (None, OFF):
             self._check_listen("--payload-listen", self.payload_listen)
+        self._check_weights()
         if self.payload_advertise is not None:
             parse_peer_address(self.payload_advertise)
             if self.payload_listen == OFF:
                 raise ValueError("--payload-advertise needs a payload port: --payload-listen is off")
+
+    def _check_weights(self) -> None:
+        if self.weights_listen not in (None, OFF):
+            self._check_listen("--weights-listen", self.weights_listen)
+        if self.weights_advertise is not None:
+            parse_peer_address(self.weights_advertise)
+            if self.weights_listen == OFF:
+                raise ValueError("--weights-advertise needs a weights port: --weights-listen is off")
 
     def _check_mock(self) -> None:
         given = [
@@ -393,6 +426,8 @@ class WorkerConfig:
                 ("--threads", self.num_threads is not None),
                 ("--cpu-set", self.cpu_set is not None),
                 ("--kernels", self.kernels is not KernelChoice.AUTO),
+                ("--weights-listen", self.weights_listen not in (None, OFF)),
+                ("--weights-advertise", self.weights_advertise is not None),
             )
             if is_given
         ] + self._fetch_flags

@@ -174,7 +174,13 @@ class CoordinatorClient:
             self._readiness.observe(message)
             match message.WhichOneof("message"):
                 case (
-                    "assign" | "begin_epoch" | "end_epoch" | "serving" | "verify_weights" | "report_states"
+                    "assign"
+                    | "begin_epoch"
+                    | "end_epoch"
+                    | "serving"
+                    | "verify_weights"
+                    | "report_states"
+                    | "prefetch_weights"
                 ) as order:
                     self._stage.submit(getattr(message, order), connection.send)
                 case "heartbeat_answer":

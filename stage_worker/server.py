@@ -26,18 +26,21 @@ from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
 from stage_worker.hop_payloads import PayloadConnections
+from stage_worker.loading.remote_weights import Sharing
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.metrics import WorkerMetrics, resident_bytes
 from stage_worker.policy import WORKER_POLICY
 from stage_worker.service import StageService
 from stage_worker.spans import StageSpans
 from stage_worker.stage_manager import StageManager
+from stage_worker.weights_port import WeightsPort
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from telemetry import logs
 from telemetry.service_manager import supervised
 from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
 from telemetry.spans import WORKER
+from weights.serving import HeldRegistry
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.audit import open_audit
 from wire.authorization import authorization
@@ -81,11 +84,12 @@ class Worker:
         self._audit = open_audit(config.logs.audit_log, f"worker {config.name or socket.gethostname()}")
         self.metrics = WorkerMetrics(config.telemetry, num_lost_records=lambda: self._audit.num_lost)
         self._health = HealthServicer(self.condition)
-        self._backend = _new_backend(config)
+        self._transport = open_transport(config.transport, Role.WORKER, self._audit)
+        self._weights_port = self._new_weights_port()
+        self._backend = _new_backend(config, self._sharing())
         self._backend.on_device_failure = self._note_device_failure
         self._device_failure = ""
         self._has_failed = asyncio.Event()
-        self._transport = open_transport(config.transport, Role.WORKER, self._audit)
         self.metrics.watch_certificate(self._transport.certificate_life)
         self._refused = RefusedPeers(time.monotonic, audit=self._audit)
         self._server = new_server(
@@ -112,6 +116,25 @@ class Worker:
         self.advertised_address = ""
         self.name = self._certified_name()
 
+    def _new_weights_port(self) -> WeightsPort:
+        config = self._config
+        return WeightsPort(
+            HeldRegistry(),
+            listen=config.weights_listen,
+            advertise=config.weights_advertise,
+            transport=self._transport,
+            deny_list=config.transport.deny_list,
+            audit=self._audit,
+        )
+
+    def _sharing(self) -> Sharing:
+        listen = self._config.weights_listen
+        return Sharing(
+            registry=self._weights_port.registry,
+            context=self._transport.client_context,
+            serves_directory=listen not in (None, OFF),
+        )
+
     def _new_stage(self) -> StageManager:
         config, transport = self._config, self._transport
         return StageManager(
@@ -122,6 +145,7 @@ class Worker:
             clock=self._clock,
             observers=self._observers,
             weights=WeightsVerifier(_hash_cache(config.cache_directory)),
+            weights_port=self._weights_port,
             payloads=PayloadConnections(
                 self._payloads, min_bytes=config.min_payload_bytes, transport=transport
             ),
@@ -158,6 +182,8 @@ class Worker:
                 self.advertised_address,
             )
         self.name = self.name or f"{socket.gethostname()}-{port}"
+        self._weights_port.host = bound.host
+        self._weights_port.advertised_host = parse_address(self.advertised_address).host
         self._start_telemetry()
         await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
@@ -199,6 +225,7 @@ class Worker:
         """Stop server and backend. Returns False when the backend is still busy."""
         await self.metrics.close()
         self._payloads.close()
+        await self._weights_port.stop()
         await self._server.stop(WORKER_POLICY.stop_grace_s)
         if self._recorder is not None:
             await self._recorder.close()
@@ -294,7 +321,7 @@ def _hash_cache(directory: Path | None) -> HashCache | None:
     return None if directory is None else HashCache(directory / CACHE_FOLDER)
 
 
-def _new_backend(config: WorkerConfig) -> StageBackend:
+def _new_backend(config: WorkerConfig, sharing: Sharing) -> StageBackend:
     """Raises ValueError for a device that this host lacks."""
     if config.mock is not None:
         return MockBackend(
@@ -302,7 +329,7 @@ def _new_backend(config: WorkerConfig) -> StageBackend:
         )
     from stage_worker.backends.torch_backend import TorchBackend  # imported late: a mock does not need torch
 
-    return TorchBackend(config)
+    return TorchBackend(config, sharing)
 
 
 def _enrolled(config: WorkerConfig) -> WorkerConfig:

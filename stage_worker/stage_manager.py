@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from certificates.identity import Identity
-from stage_worker.assignment import Assignment, ReferenceAccess, decode_assignment, decode_request, wants
+from stage_worker.assignment import (
+    Assignment,
+    ReferenceAccess,
+    decode_assignment,
+    decode_prefetch,
+    decode_request,
+    wants,
+)
 from stage_worker.backends.backend import (
     LoadedStage,
     LoadProgress,
@@ -24,6 +31,8 @@ from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
+from stage_worker.weights_port import WeightsPort
+from stage_worker.weights_prefetch import WeightsPrefetch
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.channels import check_protocol_version
@@ -89,6 +98,7 @@ Order = (
     | join_pb2.Serving
     | join_pb2.VerifyWeights
     | join_pb2.ReportStates
+    | join_pb2.PrefetchWeights
 )
 
 
@@ -122,6 +132,7 @@ class StageManager:
         clock: ClusterClock | None = None,
         observers: Sequence[StepObserver] = (),
         weights: WeightsVerifier | None = None,
+        weights_port: WeightsPort | None = None,
         payloads: PayloadConnections | None = None,
         transport: Transport = PLAIN,
         refused: RefusedPeers | None = None,
@@ -139,19 +150,18 @@ class StageManager:
         self._early_streams = EarlyStreams(refused)
         self._coordinator, self._incarnation = coordinator, new_incarnation()
         self._backend = backend
-        self._on_serving = on_serving
-        self._wire_dtype = wire_dtype
+        self._on_serving, self._wire_dtype = on_serving, wire_dtype
         self._clock = clock or ClusterClock()
         self._observers = observers
-        self._weights = weights or WeightsVerifier()
+        self._weights, self._weights_port = weights or WeightsVerifier(), weights_port
+        self._prefetch = WeightsPrefetch(backend, self._describe_weights)
         self._orders: asyncio.Queue[tuple[Order | _Connected | _Disconnected, Reply]] = asyncio.Queue()
         self._reply: Reply = _drop
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
         self._load_progress: LoadProgress | None = None
         self._session: EpochSession | None = None
-        self._last_epoch = 0
-        self._epoch_began = asyncio.Event()
+        self._last_epoch, self._epoch_began = 0, asyncio.Event()
 
     def renew(self) -> Incarnation:
         """Create the incarnation for epochs that begin from now on."""
@@ -191,6 +201,7 @@ class StageManager:
         """Queue `order`; a new assignment cancels the current load."""
         if isinstance(order, join_pb2.AssignStage):
             self._cancel_load(unless_for=order)
+            self._prefetch.cancel()
         self._orders.put_nowait((order, reply))
 
     def connected(self, reply: Reply, welcome: join_pb2.Welcome) -> None:
@@ -212,6 +223,7 @@ class StageManager:
                 await self._execute(order, reply)
         finally:
             self._cancel_load()
+            self._prefetch.cancel()
             self._weights.close()
             await self._end_session()
 
@@ -254,10 +266,11 @@ class StageManager:
         """Return the current state; the caller fills in `resident_bytes`."""
         session, loaded = self._session, self._loaded
         heartbeat = join_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
+        if (progress := self._prefetch.progress or self._load_progress) is not None:
+            _describe_fetch(progress, heartbeat, is_prefetch=progress is self._prefetch.progress)
         if loaded is None:
-            if (progress := self._load_progress) is not None:
-                heartbeat.load_progress = progress.fraction
-                _describe_fetch(progress, heartbeat)
+            if self._load_progress is not None:
+                heartbeat.load_progress = self._load_progress.fraction
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.weights = self._weights.level
@@ -279,6 +292,7 @@ class StageManager:
         match order:
             case join_pb2.AssignStage():
                 reply(await self._assign(order))
+                await self._describe_weights(reply)
             case join_pb2.BeginEpoch():
                 await self._begin_epoch(decode_epoch(order), reply)
             case join_pb2.EndEpoch():
@@ -291,7 +305,11 @@ class StageManager:
                 self._verify_weights(order)
             case join_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
+            case join_pb2.PrefetchWeights():
+                if self._loading is None:
+                    self._prefetch.start(decode_prefetch(order, coordinator=self._coordinator), reply)
             case _Connected(fingerprint):
+                await self._describe_weights(reply)
                 finding = await self._weights.finding(fingerprint=fingerprint)
                 if finding is not None:
                     reply(finding)
@@ -322,7 +340,9 @@ class StageManager:
     async def _assign(self, message: join_pb2.AssignStage) -> join_pb2.JoinRequest:
         """Load the assigned stage, or keep it if it is already loaded."""
         try:
-            assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
+            assignment = decode_assignment(
+                message, wire_dtype=self._wire_dtype, coordinator=self._coordinator
+            )
             if not assignment.force_reload and await self._holds(assignment):
                 assert self._loaded is not None
                 self._loaded = self._loaded.placed(assignment)
@@ -344,6 +364,12 @@ class StageManager:
             differ = join_pb2.WeightsDiffer(plan_id=message.plan_id, reason=problem)
             return join_pb2.JoinRequest(weights_differ=differ)
         return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded, self._weights.level))
+
+    async def _describe_weights(self, reply: Reply) -> None:
+        """Tell the coordinator which weights this worker serves, if it does."""
+        held = None if self._weights_port is None else await self._weights_port.describe()
+        if held is not None:
+            reply(join_pb2.JoinRequest(held_weights=held))
 
     async def _holds(self, assignment: Assignment) -> bool:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
@@ -369,6 +395,7 @@ class StageManager:
             assignment.num_stages,
             extra=log_context(stage=assignment.stage),
         )
+        self._prefetch.end()
         self._loading, self._load_progress = assignment, LoadProgress()
         try:
             loaded = await self._backend.load(assignment, self._load_progress)
@@ -459,13 +486,15 @@ class StageManager:
             await session.close()
 
 
-def _describe_fetch(progress: LoadProgress, heartbeat: join_pb2.Heartbeat) -> None:
+def _describe_fetch(progress: LoadProgress, heartbeat: join_pb2.Heartbeat, *, is_prefetch: bool) -> None:
+    heartbeat.fetch_detail = progress.fetch_detail
     if progress.fetch is None:
         return
     state = progress.fetch.snapshot()
     if state.done_bytes < state.total_bytes:
         heartbeat.fetch.done_bytes, heartbeat.fetch.total_bytes = state.done_bytes, state.total_bytes
         heartbeat.fetch.bytes_per_second = round(state.rate)
+        heartbeat.fetch.is_prefetch = is_prefetch
 
 
 def _loaded_message(loaded: LoadedStage, level: cluster_pb2.WeightsCheck.ValueType) -> join_pb2.StageLoaded:

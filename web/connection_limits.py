@@ -34,6 +34,8 @@ class HttpLimits:
 
 FOR_OPERATORS = HttpLimits(max_connections=128, max_connections_per_host=64, max_unread_bytes=2**20)
 """Of servers beside a coordinator's gRPC port, which has the other files of the process."""
+FOR_WEIGHTS = HttpLimits(max_connections=256, max_connections_per_host=64, max_unread_bytes=2**16)
+"""Of servers of weights: a worker has 12 connections, which go to several of them."""
 
 
 class HttpConnections:

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -109,9 +110,13 @@ class HttpServer:
         """Close every connection."""
         if self._ticks is None or self._listening is None:
             return
-        self._server.should_exit = True
+        server = self._server
+        server.should_exit = True
         await self._ticks
-        await self._server.shutdown(sockets=[self._listening])
+        open_ones: list[Any] = list(server.server_state.connections)
+        await server.shutdown(sockets=[self._listening])
+        for connection in open_ones:  # with TLS, they would wait for clients to close their ends
+            connection.transport.abort()
         self._ticks = None
 
 

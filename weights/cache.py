@@ -148,9 +148,15 @@ def read_pins(path: Path) -> Pins:
             source=str(found["source"]),
             files=tuple(PinnedFile(**file) for file in files),
             manifest_sha256=str(found["manifest_sha256"]),
+            sampled_values=_number(found.get("sampled_values")),
         )
     except (KeyError, TypeError, AssertionError) as error:
         raise BadHeader(f"{path} is not a description of a model: {type(error).__name__}") from error
+
+
+def _number(value: object) -> int | None:
+    assert value is None or type(value) is int
+    return value
 
 
 def _locked(directory: Path) -> int:

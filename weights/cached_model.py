@@ -10,14 +10,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 import xxhash
 
 from checkpoint.headers import Headers, TensorEntry, read_headers
-from weights.errors import CacheFull
+from weights.errors import CacheFull, PieceDamaged
 from weights.metadata import FILES_FOLDER
 from weights.piece_log import PieceLog
 from weights.pieces import TensorPiece, pieces_of
@@ -50,6 +51,7 @@ class CachedModel:
         self._log = PieceLog(folder / LOG_FILE)
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
+        self._tensors_of = {shard.file: _by_position(shard.tensors) for shard in self.headers.shards}
         self._drop_unknown()
 
     def close(self) -> None:
@@ -83,6 +85,37 @@ class CachedModel:
                     found[piece.tensor] = None
                 advance(piece.num_bytes)
         return list(found)
+
+    def piece_at(self, file: str, position: int) -> TensorPiece | None:
+        """The piece with this byte of a file; None in a header, and beyond the end."""
+        begins, names = self._tensors_of.get(file, ((), ()))
+        index = bisect_right(begins, position) - 1
+        if index < 0 or position >= self.headers.tensors[names[index]].end:
+            return None
+        tensor = names[index]
+        entry = self.headers.tensors[tensor]
+        begin = position - (position - entry.begin) % self._piece_bytes
+        return TensorPiece(file, begin, min(begin + self._piece_bytes, entry.end), tensor)
+
+    def unit_at(self, file: str, position: int) -> tuple[str, int]:
+        """The unit with this byte of a file and the end of its tensor; for others "" and the next byte."""
+        if (piece := self.piece_at(file, position)) is None:
+            return "", position + 1
+        return unit_of(piece.tensor), self.headers.tensors[piece.tensor].end
+
+    def read_recorded(self, piece: TensorPiece) -> bytes | None:
+        """The bytes of a piece if they are the recorded ones; None for a piece that is not recorded.
+
+        May be called by any thread. Raises PieceDamaged.
+        """
+        if (digest := self._log.digest(piece)) is None:
+            return None
+        data = os.pread(self._descriptor(piece.file), piece.num_bytes, piece.begin)
+        if xxhash.xxh3_128_digest(data) == digest:
+            return data
+        if self._log.digest(piece) is None:  # it was evicted meanwhile
+            return None
+        raise PieceDamaged(f"tensor {piece.tensor} in {self.directory} differs from the recorded hash")
 
     def write(self, piece: TensorPiece, data: memoryview) -> None:
         """Write the bytes of a piece, then record them. Raises CacheFull when the disk is."""
@@ -185,6 +218,12 @@ class CachedModel:
                 path = self.directory / file
                 self._open[file] = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             return self._open[file]
+
+
+def _by_position(tensors: Mapping[str, TensorEntry]) -> tuple[Sequence[int], Sequence[str]]:
+    """Where the tensors of a file begin, in order, and their names; without empty ones."""
+    found = sorted((entry.begin, name) for name, entry in tensors.items() if entry.num_bytes)
+    return [begin for begin, _ in found], [name for _, name in found]
 
 
 def _end(tensors: Mapping[str, TensorEntry]) -> int:

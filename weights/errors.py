@@ -30,12 +30,20 @@ class RangesIgnored(SourceError):
     """The server answers requests for a byte range with the whole file."""
 
 
+class RangeNotHeld(SourceError):
+    """A process of a cluster does not have these bytes; it may have others."""
+
+
 class LibraryMissing(SourceError):
     """This kind of source needs an optional library that is not installed."""
 
 
 class TensorDamaged(SourceError):
     """A tensor's bytes differ from the SHA-256 in the manifest, however often they are fetched."""
+
+
+class PieceDamaged(CheckpointError):
+    """Bytes in a cache are not those that were written."""
 
 
 class BadManifest(CheckpointError):

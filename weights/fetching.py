@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -49,8 +49,12 @@ class TensorFetcher:
         self.received_bytes = 0
         """Bytes that came over the network, without config and headers."""
 
-    def fetch(self, model: CachedModel, tensors: Iterable[str]) -> None:
+    def fetch(
+        self, model: CachedModel, tensors: Iterable[str], *, keep: Collection[str] | None = None
+    ) -> None:
         """Fetch what is missing of `tensors` or is not as it was written, and compare it with the manifest.
+
+        `keep` are the tensors of the model that are not evicted, by default `tensors`.
 
         Raises:
             BadManifest: A tensor has no hash in it.
@@ -64,15 +68,17 @@ class TensorFetcher:
         if damaged := model.damaged(names, lambda _: self._check()):
             log.warning("%s in %s: fetched again", _damaged(damaged, "the recorded hash"), model.directory)
             model.drop(damaged)
-        self._cache.make_room(sum(piece.num_bytes for piece in model.missing(names)), model, names)
+        self._cache.make_room(sum(piece.num_bytes for piece in model.missing(names)), model, keep or names)
         model.mark_used(names)
-        wrong = names
-        for _ in range(self._policy.max_damaged):
+        wrong, num_damaged = names, 0
+        while num_damaged < self._policy.max_damaged:
             self._transfer(model, model.missing(wrong))
             if not (wrong := self._unproven(model, wrong)):
                 return
             log.warning("%s from %s: fetched again", _damaged(wrong, "the manifest"), self._pins.source)
             model.drop(wrong)
+            if not self._source.blame({tensor: model.headers.tensors[tensor] for tensor in wrong}):
+                num_damaged += 1
         raise TensorDamaged(
             f"{_damaged(wrong, 'the manifest')} after {self._policy.max_damaged} fetches from "
             f"{self._pins.source}: the source is damaged, or the manifest is of another version"

@@ -7,6 +7,7 @@ lock only for headers.
 from __future__ import annotations
 
 import http.client
+import json
 import netrc
 import re
 import socket
@@ -18,11 +19,20 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from time import monotonic, time
+from typing import Any
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from checkpoint.pins import PinnedFile
-from weights.errors import RangesIgnored, SourceChanged, SourceRefused, SourceUnavailable
+from weights.errors import (
+    RangeNotHeld,
+    RangesIgnored,
+    SourceChanged,
+    SourceError,
+    SourceRefused,
+    SourceUnavailable,
+)
 from weights.location import RemoteModel
 from weights.source import TIMEOUT_S, RangeBody, WeightSource
 
@@ -34,6 +44,7 @@ MIN_WINDOW_BYTES = 64 * 1024
 """Minimum of a connection within its timeout, else it counts as stalled."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
+_MAX_REFUSAL_BYTES = 4096
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)
 
 Headers = Mapping[str, str]
@@ -57,12 +68,18 @@ class HttpRanges:
         credentials: Callable[[], Headers] = lambda: NO_HEADERS,
         context: ssl.SSLContext | None = None,
         timeout_s: float = TIMEOUT_S,
+        uses_proxies: bool = True,
+        check_server: Callable[[ssl.SSLSocket], None] | None = None,
     ) -> None:
-        """`context` verifies servers; by default it trusts the authorities of this host."""
+        """`context` verifies servers; by default it trusts the authorities of this host.
+
+        `check_server` is called with each new connection of https, and raises SourceRefused.
+        """
         self._credentials = credentials
         self._context = context or ssl.create_default_context()
         self._timeout_s = timeout_s
-        self._proxies = urllib.request.getproxies()
+        self._proxies = urllib.request.getproxies() if uses_proxies else {}
+        self._check_server = check_server
         self._idle: dict[tuple[str, str], list[_Connection]] = {}
         self._lock = threading.Lock()
 
@@ -112,6 +129,41 @@ class HttpRanges:
             raise
         return _HttpBody(response, connection, _shown(url), end - begin, stall_s=self._timeout_s)
 
+    def open_part(self, url: str, begin: int, end: int) -> tuple[RangeBody, int]:
+        """Request a range of a file that the address pins; return the body and where it ends.
+
+        A server may have only the first bytes of the range. Raises RangeNotHeld when it has none, and
+        SourceUnavailable or SourceRefused with the server's reason.
+        """
+        response, connection = self._request("GET", url, {"Range": f"bytes={begin}-{end - 1}"})
+        try:
+            if response.status != 206:
+                raise _refusal(response, _shown(url))
+            part_end = _part_end(response, _shown(url), begin, end)
+        except BaseException:
+            connection.close()
+            raise
+        body = _HttpBody(response, connection, _shown(url), part_end - begin, stall_s=self._timeout_s)
+        return body, part_end
+
+    def read_text(self, url: str, *, max_bytes: int) -> bytes:
+        """A small answer. Raises SourceError."""
+        response, connection = self._request("GET", url, {})
+        try:
+            if response.status != 200:
+                raise _refusal(response, _shown(url))
+            text = response.read(max_bytes + 1)
+            if len(text) > max_bytes:
+                raise SourceRefused(f"{_shown(url)} answered more than {max_bytes} bytes")
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise SourceUnavailable(f"{_shown(url)} broke off: {_reason(error)}") from error
+        except BaseException:
+            connection.close()
+            raise
+        connection.keep()
+        return text
+
     def _request(
         self, method: str, url: str, headers: Headers
     ) -> tuple[http.client.HTTPResponse, _Connection]:
@@ -146,7 +198,7 @@ class HttpRanges:
             with self._lock:
                 self._idle.setdefault(key, []).append(connection)
 
-        return _Connection(self._new(parts), on_idle)
+        return _Connection(self._new(parts), on_idle, self._check_server)
 
     def _new(self, parts: SplitResult) -> http.client.HTTPConnection:
         host, port = parts.hostname or "", parts.port
@@ -168,9 +220,12 @@ class _Connection:
     """A connection that is used by one request after the other."""
 
     def __init__(
-        self, connection: http.client.HTTPConnection, on_idle: Callable[[_Connection], None]
+        self,
+        connection: http.client.HTTPConnection,
+        on_idle: Callable[[_Connection], None],
+        check_server: Callable[[ssl.SSLSocket], None] | None = None,
     ) -> None:
-        self._connection, self._on_idle = connection, on_idle
+        self._connection, self._on_idle, self._check_server = connection, on_idle, check_server
         self._is_fresh = True
 
     def send(self, method: str, parts: SplitResult, headers: Headers, shown: str) -> http.client.HTTPResponse:
@@ -180,12 +235,26 @@ class _Connection:
         while True:
             was_fresh, self._is_fresh = self._is_fresh, True
             try:
+                self._connect()
                 self._connection.request(method, target, headers=sent)
                 return self._connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 if was_fresh:
                     raise SourceUnavailable(f"{shown} does not respond: {_reason(error)}") from error
+
+    def _connect(self) -> None:
+        """Connect unless it is, and check the server before anything is sent."""
+        if self._connection.sock is not None:
+            return
+        self._connection.connect()
+        connected: Any = self._connection.sock
+        if self._check_server is not None and isinstance(connected, ssl.SSLSocket):
+            try:
+                self._check_server(connected)
+            except BaseException:
+                self.close()
+                raise
 
     def keep(self) -> None:
         """The response was read to its end: the next request may use the connection."""
@@ -269,6 +338,27 @@ def _check_status(response: http.client.HTTPResponse, shown: str) -> None:
         raise SourceRefused(f"{shown} refused access (status {status}): check the credentials on this host")
     if not 200 <= status < 300:
         raise SourceRefused(f"{shown} answered {status} {response.reason}")
+
+
+def _refusal(response: http.client.HTTPResponse, shown: str) -> SourceError:
+    """The error for an answer of a process of a cluster other than the requested bytes."""
+    try:
+        problem = str(json.loads(response.read(_MAX_REFUSAL_BYTES))["error"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        problem = response.reason
+    text = f"{shown} answered {response.status}: {problem:.300}"
+    if response.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+        return RangeNotHeld(text)
+    return SourceUnavailable(text) if response.status in _BUSY else SourceRefused(text)
+
+
+def _part_end(response: http.client.HTTPResponse, shown: str, begin: int, end: int) -> int:
+    """Where the part of [begin, end) that a server sends ends. Raises SourceRefused."""
+    place = response.getheader("Content-Range", "")
+    found = _CONTENT_RANGE.fullmatch(place)
+    if found is None or int(found[1]) != begin or not begin <= int(found[2]) < end:
+        raise SourceRefused(f"{shown} answered {place!r:.100} for bytes {begin}-{end - 1}")
+    return int(found[2]) + 1
 
 
 def _check_range(

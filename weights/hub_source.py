@@ -31,6 +31,8 @@ _GIVES_ACCESS = "give an HF_TOKEN with access to it"
 class HubSource(WeightSource):
     """A repository at one commit. The token is huggingface_hub's: HF_TOKEN, or `hf auth login`."""
 
+    location: RemoteModel
+
     def __init__(self, location: RemoteModel, *, timeout_s: float = TIMEOUT_S) -> None:
         """Resolve the revision to its commit, which needs no request for a commit. Raises SourceError."""
         self._timeout_s = timeout_s

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
+from checkpoint.headers import TensorEntry
 from checkpoint.pins import PinnedFile
 from weights.location import RemoteModel
 
@@ -46,8 +47,8 @@ class RangeBody(ABC):
 class WeightSource(ABC):
     """A checkpoint at one version. Methods may be called by several threads."""
 
-    location: RemoteModel
-    """With a revision that does not move, where there are revisions."""
+    location: RemoteModel | str
+    """For messages; with a revision that does not move, where there are revisions."""
 
     @abstractmethod
     def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
@@ -66,6 +67,13 @@ class WeightSource(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close idle connections. The source may be used again."""
+
+    def blame(self, wrong: Mapping[str, TensorEntry]) -> bool:
+        """Note that the bytes of tensors were wrong, which have a place in their file.
+
+        Returns whether each of them came from a process that is not asked again.
+        """
+        return False
 
     def read(self, file: PinnedFile, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of `file`. Raises like `open` and `RangeBody.read_some`."""

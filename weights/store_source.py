@@ -20,6 +20,8 @@ _CHUNK_BYTES = 1024 * 1024
 class StoreSource(WeightSource):
     """A prefix of a bucket. Credentials, region and endpoint are those of the environment, such as AWS_*."""
 
+    location: RemoteModel
+
     def __init__(self, location: RemoteModel) -> None:
         """Raises LibraryMissing, and SourceRefused for an environment that is no configuration."""
         try:

@@ -68,6 +68,9 @@ Further conditions are with the service: a worker joins and drains under its own
 from the stage before it only, and Attach and Cancel need the secret of the request.
 """
 
+ROLES_OF_PATH: Mapping[str, frozenset[Role]] = {"/weights": frozenset({Role.COORDINATOR, Role.WORKER})}
+"""As ROLES_OF_METHOD, for HTTP ports of the cluster's own processes, by the first part of the path."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -157,12 +160,7 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
         caller = identity_in(auth)
         if caller is None or auth.get("ssl_tls_version") != [b"TLSv1.3"]:
             raise CertificateRefused("the connection has no certificate, or not TLS 1.3")
-        if (caller.trust_domain, caller.cluster) != (self._own.trust_domain, self._own.cluster):
-            raise CertificateRefused(
-                f"{caller.uri} is of another cluster: this is {self._own.cluster} of {self._own.trust_domain}"
-            )
-        if self._denied.denies(caller, _serial(auth["x509_pem_cert"][0])):
-            raise CertificateRefused(f"the certificate of {caller} is on the deny list")
+        _check_caller(caller, self._own, _serial(auth["x509_pem_cert"][0]), self._denied)
         return caller
 
     def _guarded(self, behaviour: Callable[[Any, Context], Awaitable[Any]], method: str) -> Any:
@@ -185,6 +183,50 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
                 await result
 
         return guarded
+
+
+def _check_caller(caller: Identity, own: Identity, serial: int, denied: DenyList) -> None:
+    """Raises CertificateRefused for another cluster's certificate, and one on the deny list."""
+    if (caller.trust_domain, caller.cluster) != (own.trust_domain, own.cluster):
+        raise CertificateRefused(
+            f"{caller.uri} is of another cluster: this is {own.cluster} of {own.trust_domain}"
+        )
+    if denied.denies(caller, serial):
+        raise CertificateRefused(f"the certificate of {caller} is on the deny list")
+
+
+class CertificateGate:
+    """Checks callers of an HTTP port against `ROLES_OF_PATH`; everyone passes in plain text."""
+
+    def __init__(self, transport: Transport, deny_list: Path | None, refused: RefusedPeers) -> None:
+        """Raises OSError or ValueError for a bad deny list."""
+        self._own = transport.identity
+        self._denied = DenyList(deny_list, refused.audit)
+
+    def admit(self, certificate: bytes | None, path: str) -> None:
+        """Check the certificate (DER) of a connection. Raises CertificateRefused and AccessDenied."""
+        if self._own is None:
+            return
+        if certificate is None:
+            raise CertificateRefused("the connection has no certificate")
+        caller, serial = _proven(certificate)
+        _check_caller(caller, self._own, serial, self._denied)
+        if caller.role not in ROLES_OF_PATH.get(f"/{path.lstrip('/').partition('/')[0]}", frozenset()):
+            raise AccessDenied(f"{caller} may not read {path[:100]}")
+
+
+@lru_cache(maxsize=1024)
+def _proven(certificate: bytes) -> tuple[Identity, int]:
+    """Identity and serial number of a certificate in DER form. Raises CertificateRefused."""
+    from cryptography import x509  # imported late: processes in plain text do not need it
+
+    from certificates.authority import identity_of
+
+    found = x509.load_der_x509_certificate(certificate)
+    try:
+        return identity_of(found), found.serial_number
+    except ValueError as error:
+        raise CertificateRefused(f"the certificate cannot be used: {error}") from None
 
 
 @lru_cache(maxsize=1024)

@@ -241,6 +241,7 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
     status.kv.CopyFrom(heartbeat.kv)
     status.kv_integrity.CopyFrom(heartbeat.kv_integrity)
     status.payload_fallback = heartbeat.payload_fallback
+    status.fetch_detail = heartbeat.fetch_detail
     if heartbeat.HasField("fetch"):
         status.fetch.CopyFrom(heartbeat.fetch)
     if heartbeat.HasField("certificate"):

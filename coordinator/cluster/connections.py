@@ -32,6 +32,9 @@ class WorkerConnection:
         self.reference_secret = reference_secret
         self.rejoin_secret = rejoin_secret
         self.heartbeat = join_pb2.Heartbeat()
+        self.held_weights = join_pb2.HeldWeights()
+        self.prefetch = b""
+        """The last order to prefetch weights, as it was sent."""
         self.last_message_s = now_s
         self.is_silent = False
         self.loads_tokenizer = False

@@ -37,6 +37,8 @@ from coordinator.cluster.pipeline import LinkBroken, Pipeline
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import DEFAULT_BATCHING, BatchingOptions, MemoryLimits, scheduler_limits
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.cluster.warm_spares import WarmSpares
+from coordinator.cluster.weight_tracker import WeightTracker
 from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EndCause
 from coordinator.model import ServedModel
@@ -46,7 +48,7 @@ from coordinator.recovery.failure_detector import FailureDetector, StageProgress
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.rejoin import StartTimer
 from coordinator.recovery.self_check import SelfCheck
-from coordinator.scheduler.in_flight import ResultMismatch
+from coordinator.scheduler.in_flight import ResultMismatch, check_tokens
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
@@ -54,7 +56,7 @@ from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import RefusedPeers, is_secret, new_secret
-from wire.steps import FaultReport, StepResult, unpack_column
+from wire.steps import FaultReport, StepResult
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
@@ -62,11 +64,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSettings:
-    """Settings of serving epochs. `cache_directory` caches hashes of weights."""
+    """Settings of serving epochs. `cache_directory` caches hashes of weights.
+
+    `weights_peers` are the weights addresses of other coordinators of the model. With `prefetch`, workers
+    without a stage fetch the layers that they would get by the loss of another worker.
+    """
 
     batching: BatchingOptions = DEFAULT_BATCHING
     prefix_caching: bool = True
     cache_directory: Path | None = None
+    weights_peers: tuple[str, ...] = ()
+    prefetch: bool = True
 
 
 class Controller:
@@ -100,14 +108,11 @@ class Controller:
         self.availability = Availability(state, engine, policy, on_serving)
         self.connections, self.memory_limits = Connections(), MemoryLimits()
         self.ledger_check, self._events = LedgerCheck(engine), EventLog(audit=audit)
-        self._pipeline = Pipeline(
-            incarnation=incarnation,
-            fingerprint=model.fingerprint,
-            connect_timeout_s=policy.connect_timeout_s,
-            new_secret=new_secret,
-            refused=refused or RefusedPeers(time.monotonic),
-            transport=transport,
+        self.weights = WeightTracker(model, self.connections, settings.weights_peers)
+        self._spares = WarmSpares(
+            *(state, self.connections, self.weights, model), is_enabled=settings.prefetch
         )
+        self._pipeline = self._new_pipeline(refused or RefusedPeers(time.monotonic), transport)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()
         self._weights_check = self._new_weights_check() if model.has_weights_here else None
@@ -116,6 +121,16 @@ class Controller:
     @property
     def prefix_caching(self) -> bool:
         return self._settings.prefix_caching
+
+    def _new_pipeline(self, refused: RefusedPeers, transport: Transport) -> Pipeline:
+        return Pipeline(
+            incarnation=self.incarnation,
+            fingerprint=self._model.fingerprint,
+            connect_timeout_s=self.policy.connect_timeout_s,
+            new_secret=self._new_secret,
+            refused=refused,
+            transport=transport,
+        )
 
     def _new_failure_detector(self) -> FailureDetector[WorkerConnection]:
         return FailureDetector(
@@ -223,6 +238,9 @@ class Controller:
                 self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
             case "weights_differ":
                 self._weights_differ(name, message.weights_differ.reason)
+            case "held_weights":
+                self.weights.take(connection, message.held_weights)
+                self._spares.update()
             case "drain_requested":
                 self._events.drain_started(name, by_worker=True)
                 self._carry_out(self.state.drain(name))
@@ -339,7 +357,7 @@ class Controller:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
         try:
-            _check_tokens(result, vocab_size=self._config.vocab_size)
+            check_tokens(result, vocab_size=self._config.vocab_size)
             num_tokens = self._engine.complete(result)
         except (ResultMismatch, InvariantBroken) as error:
             if isinstance(error, InvariantBroken):
@@ -393,6 +411,7 @@ class Controller:
                     self.checks.begin(action)
                 case _:
                     assert_never(action)
+        self._spares.update()
 
     def _assign(self, action: AssignStage) -> None:
         self._events.assigned(action)
@@ -400,7 +419,8 @@ class Controller:
         connection = self.connections[action.worker.name]
         connection.loads_tokenizer = action.stage.role.has_head and not action.worker.is_mock
         connection.kernels = connection.kernels_detail = ""
-        connection.send(encode_assign(action, self._model))
+        sources = self.weights.sources(action.worker.name, [action.stage])
+        connection.send(encode_assign(action, self._model, sources))
 
     async def _begin_epoch(self, action: BeginEpoch) -> None:
         await asyncio.sleep(action.delay_s)
@@ -577,16 +597,3 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("controller task failed", exc_info=error)
-
-
-def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
-    """Raise ResultMismatch for an invalid token, before any token reaches a client."""
-    highest = max(unpack_column(result.tokens), default=0)
-    if highest < vocab_size and not result.details:
-        return
-    for entry in result.results:
-        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
-            raise ResultMismatch(
-                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
-                f"[0, {vocab_size})"
-            )

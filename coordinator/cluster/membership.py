@@ -149,6 +149,12 @@ class Members:
         record = self._records.get(name)
         return record if record is not None and record.is_live else None
 
+    def without(self, name: str) -> "Members":
+        """The other workers, with the same records."""
+        others = Members(self._policy)
+        others._records = {known: record for known, record in self._records.items() if known != name}
+        return others
+
     def check_may_join(self, identity: WorkerIdentity, *, is_mock_model: bool) -> None:
         """Raise HandshakeMismatch for a mock worker among real ones, or a real one among mocks.
 

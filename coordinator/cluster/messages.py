@@ -1,5 +1,7 @@
 """Encodes and decodes the messages between coordinator and workers."""
 
+from collections.abc import Iterable, Sequence
+
 from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
@@ -60,7 +62,9 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
     )
 
 
-def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinResponse:
+def encode_assign(
+    action: AssignStage, model: ServedModel, sources: join_pb2.WeightSources
+) -> join_pb2.JoinResponse:
     plan, stage = action.plan, action.stage
     assign = join_pb2.AssignStage(
         plan_id=action.plan_id,
@@ -82,22 +86,52 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         kv_dtype=number_of(plan.kv_dtype),
         has_long_rope=model.has_long_rope,
         force_reload=action.force_reload,
-        manifest=_encode_manifest(model, stage),
+        manifest=_encode_manifest(model, [stage]),
+        sources=sources,
     )
     return join_pb2.JoinResponse(assign=assign)
 
 
-def _encode_manifest(model: ServedModel, stage: StagePlan) -> list[join_pb2.TensorSha256]:
+def encode_prefetch(
+    model: ServedModel, stages: Sequence[StagePlan], sources: join_pb2.WeightSources
+) -> join_pb2.JoinResponse:
+    """Encode the order to prefetch the layers of `stages`, the first one first."""
+    layers = [
+        join_pb2.PrefetchedLayers(
+            layer_begin=stage.layer_begin,
+            layer_end=stage.layer_end,
+            has_embeddings=stage.role.has_embeddings,
+            has_head=stage.role.has_head,
+        )
+        for stage in stages
+    ]
+    prefetch = join_pb2.PrefetchWeights(
+        model=_encode_model(model), layers=layers, manifest=_encode_manifest(model, stages), sources=sources
+    )
+    return join_pb2.JoinResponse(prefetch_weights=prefetch)
+
+
+def tensor_names(model: ServedModel, stages: Iterable[StagePlan]) -> list[str]:
+    """Stored tensors of stages, each once."""
+    found: dict[str, None] = {}
+    for stage in stages:
+        names = stage_tensor_names(
+            model.config,
+            stage.layer_begin,
+            stage.layer_end,
+            has_embeddings=stage.role.has_embeddings,
+            has_head=stage.role.has_head,
+        )
+        found |= dict.fromkeys(names)
+    return list(found)
+
+
+def _encode_manifest(model: ServedModel, stages: Iterable[StagePlan]) -> list[join_pb2.TensorSha256]:
     if not model.manifest:
         return []
-    names = stage_tensor_names(
-        model.config,
-        stage.layer_begin,
-        stage.layer_end,
-        has_embeddings=stage.role.has_embeddings,
-        has_head=stage.role.has_head,
-    )
-    return [join_pb2.TensorSha256(name=name, sha256=model.manifest[name]) for name in names]
+    return [
+        join_pb2.TensorSha256(name=name, sha256=model.manifest[name]) for name in tensor_names(model, stages)
+    ]
 
 
 def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
@@ -108,8 +142,11 @@ def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.eos_token_ids,
     )
-    if (pins := model.pins) is not None:
-        reference.source, reference.manifest_sha256 = pins.source, pins.manifest_sha256
+    if (pins := model.pins or model.shared) is not None:
+        if pins.sampled_values is None:
+            reference.source, reference.manifest_sha256 = pins.source, pins.manifest_sha256
+        else:
+            reference.sampled_values = pins.sampled_values
         for file in pins.files:
             reference.files.add(name=file.name, size_bytes=file.size_bytes, validator=file.validator)
     return reference

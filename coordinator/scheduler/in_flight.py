@@ -191,3 +191,16 @@ def _check_details(result: StepResult, step: Step) -> None:
             raise ResultMismatch(f"result of {step_slice.sequence} has no token")
         if detail.prompt_logprobs and not step_slice.is_scored:
             raise ResultMismatch(f"result of {step_slice.sequence} has unexpected prompt log-probabilities")
+
+
+def check_tokens(result: StepResult, *, vocab_size: int) -> None:
+    """Raise ResultMismatch for an invalid token, before any token reaches a client."""
+    highest = max(unpack_column(result.tokens), default=0)
+    if highest < vocab_size and not result.details:
+        return
+    for entry in result.results:
+        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
+                f"[0, {vocab_size})"
+            )

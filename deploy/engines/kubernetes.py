@@ -32,6 +32,7 @@ from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, 
 from deploy.spec.document import PathPart, WrongField
 from deploy.spec.fields import words_of
 from wire.authorization import ROLES_OF_METHOD
+from wire.flags import OFF
 from wire.transport import is_loopback_host
 
 CHART = Path(__file__).parents[1] / "kubernetes"
@@ -189,11 +190,13 @@ def _placed_worker(worker: WorkerSpec) -> WorkerSpec:
     if "--payload-listen" not in worker.flags:
         payloads = ("--payload-listen", f"0.0.0.0:{_PAYLOAD_PORT}")
         payloads += ("--payload-advertise", f"{_POD_HOST}:{_PAYLOAD_PORT}")
+    # A port that changes would be closed by the chart's network policies.
+    weights = () if "--weights-listen" in worker.flags else ("--weights-listen", OFF)
     return replace(
         worker,
         host=_POD_HOST,
         listen=_WORKER_LISTEN,
-        flags=(*worker.flags, *payloads, *_health_words()),
+        flags=(*worker.flags, *payloads, *weights, *_health_words()),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stage_worker.assignment import Assignment, ReferenceRequest
+from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
@@ -41,6 +41,8 @@ class LoadProgress:
         self.read_bytes = 0
         self.fetch: FetchProgress | None = None
         """Set while weights are fetched over the network."""
+        self.fetch_detail = ""
+        """How they were fetched, and which sources failed."""
         self._expected_bytes: int | None = None
         self._is_cancelled = False
 
@@ -170,6 +172,13 @@ class StageBackend(ABC):
     async def verify_accounting(self, executor: StepExecutor) -> None:
         """Check the KV accounting, after all earlier calls. Raises StepFault."""
         executor.verify_accounting()
+
+    async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
+        """Fetch layers for later assignments. A load cancels it first.
+
+        Raises StageLoadError, LoadCancelled, CheckpointError and OSError.
+        """
+        raise StageLoadError("a mock stage has no weights to prefetch")
 
     def checkpoint_directory(self, coordinators: str) -> Path | None:
         """The local checkpoint, None for a mock; `coordinators` is the coordinator's path, as in ModelRef."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stage_worker.assignment import Assignment, ReferenceRequest
+from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import ReceivedFrame
@@ -27,9 +27,10 @@ from stage_worker.backends.torch_device import (
 from stage_worker.config import AUTO, WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
-from stage_worker.loading.remote_weights import RemoteWeights
+from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice
+from weights.serving import yield_to_others
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.gpu import Gpu
@@ -46,8 +47,11 @@ class TorchBackend(StageBackend):
     for.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Raises ValueError for a device that this host lacks, MemoryTooLarge and KernelsUnavailable."""
+    def __init__(self, config: WorkerConfig, sharing: Sharing | None = None) -> None:
+        """Raises ValueError for a device that this host lacks, MemoryTooLarge and KernelsUnavailable.
+
+        `sharing` is how weights are exchanged with other processes.
+        """
         self._claims = _claims(config)
         device = _device(config, self._claims)
         if config.memory_bytes is not None:
@@ -60,7 +64,7 @@ class TorchBackend(StageBackend):
         self.device = str(device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
         self._remote = RemoteWeights(
-            config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes
+            config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
         self._resources = WorkerResources(
             device=device,
@@ -73,6 +77,7 @@ class TorchBackend(StageBackend):
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
+        self._prefetches = ComputeThread(on_start=yield_to_others)
 
     @property
     def supports_bf16(self) -> bool:
@@ -100,7 +105,8 @@ class TorchBackend(StageBackend):
             return False
         self._watch_steps()
         directory = self._resources.directory(assignment.model_directory)
-        return await self._thread.run(self._cache.is_of, directory, assignment.pins)
+        fetched = self._resources.fetched_model(assignment)
+        return await self._thread.run(self._cache.is_of, directory, None if fetched is None else fetched.pins)
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         self._watch_steps()
@@ -115,6 +121,10 @@ class TorchBackend(StageBackend):
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
         await self._thread.run(executor.verify_accounting)
+
+    async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
+        if self._resources.fetches(order.model):
+            await self._prefetches.run(self._remote.prefetch, order, progress)
 
     def checkpoint_directory(self, coordinators: str) -> Path:
         return self._resources.directory(coordinators)
@@ -138,6 +148,7 @@ class TorchBackend(StageBackend):
     def stop(self, *, timeout_s: float) -> bool:
         self._watchdog.close()
         self._references.stop(timeout_s=0)
+        self._prefetches.stop(timeout_s=timeout_s)
         if self._claims is not None:
             self._claims.close()
         is_stopped = self._thread.stop(timeout_s=timeout_s)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, stage_tensor_names
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
-from checkpoint.pins import Pins
-from stage_worker.assignment import Assignment
+from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
 from weights.cache import TensorCache
 from weights.cached_model import CachedModel
-from weights.errors import SourceChanged
+from weights.errors import CacheFull, SourceChanged, SourceError
 from weights.fetching import TensorFetcher
 from weights.location import remote_model
 from weights.metadata import fetch_file
+from weights.peers import CoordinatorSource, PeerAddress, PeerConnections, SharedSource
+from weights.pieces import DEFAULT_TRANSFER
 from weights.progress import FetchProgress
 from weights.remote import open_source
+from weights.serving import CachedFiles, DirectoryFiles, HeldRegistry
+from weights.source import WeightSource
+from wire.sizes import format_size
 
 log = logging.getLogger(__name__)
+
+PREFETCH_TRANSFER = replace(DEFAULT_TRANSFER, num_connections=2)
+"""Fewer connections than of a load, which others may have at the same time."""
 
 
 class StageFiles:
@@ -36,37 +46,85 @@ class StageFiles:
         """Make stored tensors readable. Raises StageLoadError and CheckpointError."""
 
 
-class RemoteWeights:
-    """The worker's cache, locked with the first remote model. Used by the compute thread only."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What a worker serves to others, and how it reaches them.
 
-    def __init__(self, directory: Path | None, *, limit_bytes: int | None = None) -> None:
+    `context` returns TLS with this worker's certificate, or None in plain text.
+    """
+
+    registry: HeldRegistry = field(default_factory=HeldRegistry)
+    context: Callable[[], ssl.SSLContext | None] = lambda: None
+    serves_directory: bool = False
+
+
+class RemoteWeights:
+    """The worker's cache, locked with the first remote model. One load or prefetch uses it at a time."""
+
+    def __init__(
+        self, directory: Path | None, *, limit_bytes: int | None = None, sharing: Sharing | None = None
+    ) -> None:
         """`directory` is None if this worker has no place for a cache."""
         self._directory, self._limit_bytes = directory, limit_bytes
+        self._sharing = sharing or Sharing()
+        self._registry = self._sharing.registry
         self._cache: TensorCache | None = None
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
-        self._cache = None
+        """Wait for a prefetch, which must have been cancelled, and close the cache."""
+        with self._lock:
+            self._registry.clear()
+            if self._cache is not None:
+                self._cache.close()
+            self._cache = None
 
-    def open(self, assignment: Assignment, pins: Pins, progress: LoadProgress) -> StageFiles:
+    def share_directory(self, checkpoint: Checkpoint) -> None:
+        """Serve a local checkpoint to others, if this worker does. Raises OSError."""
+        if self._sharing.serves_directory:
+            held = DirectoryFiles(checkpoint.directory, checkpoint.tensors, checkpoint.fingerprint)
+            self._registry.put(held)
+
+    def open(self, model: WantedModel, progress: LoadProgress, *, has_head: bool) -> StageFiles:
         """Open the assigned model. Raises StageLoadError, CheckpointError and OSError."""
-        cache = self._opened()
-        source = open_source(remote_model(pins.source))
-        with closing(source), _change_is_final():
-            cached = cache.model(source, pins)
-            if assignment.role.has_head:
-                fetch_file(source, pins, TOKENIZER_FILE, cached.directory)
-        progress.fetch = FetchProgress()
-        fetcher = TensorFetcher(
-            cache,
-            source,
-            pins,
-            sha256s=assignment.manifest,
-            progress=progress.fetch,
-            check=lambda: progress.advance(0),
-        )
-        return _RemoteFiles(Checkpoint.open(cached.directory, pins=pins), fetcher, cached)
+        with self._lock:
+            return self._open(model, progress, has_head=has_head)
+
+    def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
+        """Fetch layers that a later assignment may want, as far as the cache has room.
+
+        Raises StageLoadError, also when it is cancelled, CheckpointError and OSError.
+        """
+        with self._lock:
+            files = self._open(order.model, progress, has_head=any(part.has_head for part in order.layers))
+            config = files.checkpoint.config
+            wanted = [
+                stage_tensor_names(
+                    *(config, part.layer_begin, part.layer_end),
+                    has_embeddings=part.has_embeddings,
+                    has_head=part.has_head,
+                )
+                for part in order.layers
+            ]
+            num_done = files.prefetch(wanted)
+        text = f"holds the layers of {num_done} of {len(wanted)} possible re-plans"
+        progress.fetch_detail = "; ".join(filter(None, (text, progress.fetch_detail)))
+        log.info("prefetched: %s", progress.fetch_detail)
+
+    def _open(self, model: WantedModel, progress: LoadProgress, *, has_head: bool) -> _RemoteFiles:
+        cache, pins = self._opened(), model.pins
+        connections = PeerConnections(model.fingerprint, self._sharing.context())
+        origin = _origin(model, connections)
+        with closing(origin), _change_is_final():
+            cached = cache.model(origin, pins)
+            if has_head:
+                fetch_file(origin, pins, TOKENIZER_FILE, cached.directory)
+        checkpoint = Checkpoint.open(cached.directory, pins=pins)
+        if checkpoint.fingerprint == model.fingerprint:
+            held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))
+            self._registry.put(held)
+        source = _source(model, origin, connections, cached)
+        return _RemoteFiles(checkpoint, model, source, cache, cached, progress, self._lock)
 
     def _opened(self) -> TensorCache:
         if self._directory is None:
@@ -78,16 +136,105 @@ class RemoteWeights:
         return self._cache
 
 
+def _origin(model: WantedModel, connections: PeerConnections) -> WeightSource:
+    """The source itself, or the coordinator's directory."""
+    if model.pins.is_of_coordinator:
+        return CoordinatorSource(model.sources.coordinator, model.pins.source, connections)
+    return open_source(remote_model(model.pins.source))
+
+
+def _source(
+    model: WantedModel, origin: WeightSource, connections: PeerConnections, cached: CachedModel
+) -> WeightSource:
+    """The origin, after others that have the bytes."""
+    sources = model.sources
+    if not sources.peers and not sources.trackers:
+        return origin
+
+    def find_peers() -> list[PeerAddress]:
+        return [*sources.peers, *_tracked(sources.trackers, connections)]
+
+    return SharedSource(origin, find_peers, connections, cached.unit_at)
+
+
+def _tracked(trackers: Sequence[str], connections: PeerConnections) -> Iterator[PeerAddress]:
+    """Workers of other coordinators; one that does not answer has none."""
+    for address in trackers:
+        try:
+            yield from connections.ask_tracker(address)
+        except SourceError as error:
+            log.warning("no workers of the coordinator with weights at %s are asked: %s", address, error)
+
+
 class _RemoteFiles(StageFiles):
-    def __init__(self, checkpoint: Checkpoint, fetcher: TensorFetcher, cached: CachedModel) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: WantedModel,
+        source: WeightSource,
+        cache: TensorCache,
+        cached: CachedModel,
+        progress: LoadProgress,
+        lock: threading.Lock,
+    ) -> None:
         super().__init__(checkpoint)
-        self._fetcher, self._cached = fetcher, cached
+        self._model, self._source, self._cache, self._cached = model, source, cache, cached
+        self._progress, self._lock = progress, lock
+        progress.fetch = FetchProgress()
 
     def prepare(self, tensors: Sequence[str]) -> None:
-        with _change_is_final():
-            self._fetcher.fetch(self._cached, tensors)
-        self.fetched_bytes = self._fetcher.received_bytes
+        with self._lock, _change_is_final():
+            fetcher = self._fetcher()
+            try:
+                fetcher.fetch(self._cached, tensors)
+            finally:
+                self._note(fetcher)
         log.info("weights are present: num_tensors=%d, fetched_bytes=%d", len(tensors), self.fetched_bytes)
+
+    def prefetch(self, wanted: Sequence[Sequence[str]]) -> int:
+        """Fetch sets of tensors while there is room; return the number of sets that are present.
+
+        The caller has the lock.
+        """
+        fetcher = self._fetcher(is_prefetch=True)
+        keep = {tensor for tensors in wanted for tensor in tensors}
+        for number, tensors in enumerate(wanted):
+            try:
+                fetcher.fetch(self._cached, tensors, keep=keep)
+            except CacheFull as error:
+                log.info("layers of %d possible re-plans are not prefetched: %s", len(wanted) - number, error)
+                return number
+            finally:
+                self._note(fetcher)
+        return len(wanted)
+
+    def _fetcher(self, *, is_prefetch: bool = False) -> TensorFetcher:
+        progress = self._progress
+        assert progress.fetch is not None
+        return TensorFetcher(
+            self._cache,
+            self._source,
+            self._model.pins,
+            sha256s=self._model.manifest,
+            progress=progress.fetch,
+            check=lambda: progress.advance(0),
+            policy=PREFETCH_TRANSFER if is_prefetch else DEFAULT_TRANSFER,
+        )
+
+    def _note(self, fetcher: TensorFetcher) -> None:
+        self.fetched_bytes = fetcher.received_bytes
+        self._progress.fetch_detail = _detail(fetcher.received_bytes, self._source)
+
+
+def _detail(received_bytes: int, source: WeightSource) -> str:
+    """For example "fetched 1.2 GiB, 95% of it from other workers; not from gpu-a: ..."; empty for nothing."""
+    if not received_bytes:
+        return ""
+    text = f"fetched {format_size(received_bytes)}"
+    if isinstance(source, SharedSource):
+        text += f", {source.peer_bytes / received_bytes:.0%} of it from other workers"
+        text = "; ".join((text, *(f"not from {left}" for left in source.left)))
+    return text
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from checkpoint.pins import Pins
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
-from stage_worker.assignment import Assignment
+from stage_worker.assignment import Assignment, WantedModel
 from stage_worker.backends.backend import (
     DeviceFailedInLoad,
     LoadCancelled,
@@ -139,14 +139,27 @@ class WorkerResources:
 
     def open(self, assignment: Assignment, progress: LoadProgress) -> StageFiles:
         """Open the assigned model's checkpoint. Raises like `RemoteWeights.open`."""
-        if assignment.pins is None:
-            return StageFiles(Checkpoint.open(self.directory(assignment.model_directory)))
+        if (model := self.fetched_model(assignment)) is None:
+            checkpoint = Checkpoint.open(self.directory(assignment.model_directory))
+            self.remote.share_directory(checkpoint)
+            return StageFiles(checkpoint)
         if self.model_directory is not None:
             raise StageLoadError(
-                f"the coordinator serves {assignment.pins.source}, whose weights each worker fetches: start "
+                f"the coordinator serves {model.pins.source}, whose weights each worker fetches: start "
                 f"this worker without --model {self.model_directory}"
             )
-        return self.remote.open(assignment, assignment.pins, progress)
+        return self.remote.open(model, progress, has_head=assignment.role.has_head)
+
+    def fetched_model(self, assignment: Assignment) -> WantedModel | None:
+        """The assigned model if it is fetched."""
+        model = assignment.wanted_model
+        return model if model is not None and self.fetches(model) else None
+
+    def fetches(self, model: WantedModel) -> bool:
+        """Whether a model is a remote one, or in a directory of the coordinator that this host lacks."""
+        pins = model.pins
+        is_here = self.model_directory is not None or Path(pins.source).is_dir()
+        return not (pins.is_of_coordinator and is_here)
 
 
 def load_stage(

@@ -138,7 +138,7 @@ class WeightsVerifier:
         expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
         seen = activity if order.idle_ms else lambda: Urgency.AT_ONCE
         try:
-            hasher = TensorHasher(source.checkpoint, source.tensors, files=source.files, cache=self._cache)
+            hasher = self._hasher(source)
             hashes = await hash_when_idle(hasher, seen, idle_s=order.idle_ms / 1000)
         except CheckpointError as error:
             log.warning("weights stay compared by samples only, their files cannot be hashed: %s", error)
@@ -154,6 +154,12 @@ class WeightsVerifier:
         self._finding = _Finding(source, join_pb2.JoinRequest(weights_differ=differ))
         reply(self._finding.message)
         return False
+
+    def _hasher(self, source: LoadedFrom) -> TensorHasher:
+        """Files of a cache change with each fetched tensor: their pins identify them, and no hash is kept."""
+        if source.checkpoint.pins is not None:
+            return TensorHasher(source.checkpoint, source.tensors)
+        return TensorHasher(source.checkpoint, source.tensors, files=source.files, cache=self._cache)
 
 
 def _level_when_loaded(source: LoadedFrom | None) -> cluster_pb2.WeightsCheck.ValueType:
@@ -174,8 +180,10 @@ class _Finding:
 
     def is_current(self) -> bool:
         """Whether the files are unchanged since the comparison."""
-        names = (file.name for file in self.source.files)
-        return stat_files(self.source.checkpoint.directory, names) == self.source.files
+        names, checkpoint = [file.name for file in self.source.files], self.source.checkpoint
+        if checkpoint.pins is not None:
+            return checkpoint.pins.identities(names) == self.source.files
+        return stat_files(checkpoint.directory, names) == self.source.files
 
 
 def _whole_checkpoint(directory: Path, order: join_pb2.VerifyWeights) -> LoadedFrom:

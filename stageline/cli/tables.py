@@ -116,17 +116,22 @@ def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
 
 def _fetched(fetch: cluster_pb2.WeightsFetch) -> str:
     """For example "fetches 1.2 GiB of 17.5 GiB, 112.0 MiB/s, 149 s left"."""
+    verb = "prefetches" if fetch.is_prefetch else "fetches"
     rate, left_bytes = fetch.bytes_per_second, fetch.total_bytes - fetch.done_bytes
     speed = f"{format_size(rate)}/s, {left_bytes / rate:.0f} s left" if rate else "no bytes at present"
-    return f"fetches {format_size(fetch.done_bytes)} of {format_size(fetch.total_bytes)}, {speed}"
+    return f"{verb} {format_size(fetch.done_bytes)} of {format_size(fetch.total_bytes)}, {speed}"
 
 
 def _fetches(status: cluster_pb2.GetStatusResponse) -> list[str]:
-    return [
-        f"Worker {worker.name} {_fetched(worker.fetch)}"
+    texts = [
+        (worker.name, "; ".join(filter(None, (_now_fetched(worker), worker.fetch_detail))))
         for worker in status.workers
-        if worker.HasField("fetch")
     ]
+    return [f"Worker {name} {text}" for name, text in texts if text]
+
+
+def _now_fetched(worker: cluster_pb2.WorkerStatus) -> str:
+    return _fetched(worker.fetch) if worker.HasField("fetch") else ""
 
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:

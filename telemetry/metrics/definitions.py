@@ -120,7 +120,7 @@ REASON = Label(
 ACCESS = Label(
     "secret",
     "stageline.access.secret",
-    values=("attach_secret", "operator_token", "hop_secret", "certificate", "join_token"),
+    values=("attach_secret", "operator_token", "hop_secret", "certificate", "join_token", "weights"),
 )
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(

@@ -159,6 +159,8 @@ class Cluster:
         keys_file: Path | None = None,
         weights_directory: Path | None = None,
         weights_limit_bytes: int | None = None,
+        weights_listen: str | None = None,
+        weights_peers: tuple[str, ...] = (),
     ) -> None:
         self._weights_directory, self._weights_limit_bytes = weights_directory, weights_limit_bytes
         self._certificates = certificates
@@ -202,6 +204,8 @@ class Cluster:
             transport=self._transport("coordinator", Role.COORDINATOR),
             logs=LogSettings(audit_log=audit_log),
             keys_file=keys_file,
+            weights_listen=weights_listen,
+            weights_peers=weights_peers,
             enroll_listen=None if enrolment is None else "127.0.0.1:0",
             authority=enrolment,
             join_tokens=None if enrolment is None else enrolment / "tokens.json",

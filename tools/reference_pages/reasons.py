@@ -62,6 +62,8 @@ ACTIONS = {
     "SOURCE_CHANGED": "restart the coordinator to serve the new version",
     "RANGES_IGNORED": "serve the files with another server, such as nginx",
     "LIBRARY_MISSING": "install the library that the text names",
+    "PIECE_DAMAGED": "check the disk of the cache; the bytes are fetched again with the next load",
+    "RANGE_NOT_HELD": "nothing: the bytes are fetched elsewhere",
     "TENSOR_DAMAGED": "repair the source, or make the manifest again",
     "BAD_MANIFEST": "make it again with `stageline weights index`",
     "CACHE_FULL": "raise `--cache-size`, free space, or use more workers",

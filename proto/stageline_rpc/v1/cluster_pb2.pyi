@@ -331,19 +331,23 @@ class WeightsFetch(_message.Message):
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    IS_PREFETCH_FIELD_NUMBER: _builtins.int
     done_bytes: _builtins.int
     total_bytes: _builtins.int
     bytes_per_second: _builtins.int
+    is_prefetch: _builtins.bool
+    """The layers are for re-plans; the worker has no stage."""
     def __init__(
         self,
         *,
         done_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         bytes_per_second: _builtins.int = ...,
+        is_prefetch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "done_bytes", b"done_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "done_bytes", b"done_bytes", "is_prefetch", b"is_prefetch", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -853,6 +857,7 @@ class WorkerStatus(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -889,6 +894,8 @@ class WorkerStatus(_message.Message):
     """Why large hidden states to or from its stage travel over gRPC in this epoch; empty unless their payload connection did
     not work.
     """
+    fetch_detail: _builtins.str
+    """How the last weights were fetched, and which sources failed; empty if none were."""
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Age of the last heartbeat."""
@@ -944,10 +951,11 @@ class WorkerStatus(_message.Message):
         certificate: Global___Certificate | None = ...,
         gpu: Global___Gpu | None = ...,
         fetch: Global___WeightsFetch | None = ...,
+        fetch_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015

@@ -33,6 +33,7 @@ class JoinRequest(_message.Message):
     DRAIN_REQUESTED_FIELD_NUMBER: _builtins.int
     CHECK_STATES_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIFFER_FIELD_NUMBER: _builtins.int
+    HELD_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -51,6 +52,8 @@ class JoinRequest(_message.Message):
     def check_states(self) -> Global___CheckStates: ...
     @_builtins.property
     def weights_differ(self) -> Global___WeightsDiffer: ...
+    @_builtins.property
+    def held_weights(self) -> Global___HeldWeights: ...
     def __init__(
         self,
         *,
@@ -63,12 +66,13 @@ class JoinRequest(_message.Message):
         drain_requested: Global___DrainRequested | None = ...,
         check_states: Global___CheckStates | None = ...,
         weights_differ: Global___WeightsDiffer | None = ...,
+        held_weights: Global___HeldWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "drain_requested", "check_states", "weights_differ"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "drain_requested", "check_states", "weights_differ", "held_weights"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -87,6 +91,7 @@ class JoinResponse(_message.Message):
     SERVING_FIELD_NUMBER: _builtins.int
     REPORT_STATES_FIELD_NUMBER: _builtins.int
     VERIFY_WEIGHTS_FIELD_NUMBER: _builtins.int
+    PREFETCH_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -105,6 +110,8 @@ class JoinResponse(_message.Message):
     def report_states(self) -> Global___ReportStates: ...
     @_builtins.property
     def verify_weights(self) -> Global___VerifyWeights: ...
+    @_builtins.property
+    def prefetch_weights(self) -> Global___PrefetchWeights: ...
     def __init__(
         self,
         *,
@@ -117,12 +124,13 @@ class JoinResponse(_message.Message):
         serving: Global___Serving | None = ...,
         report_states: Global___ReportStates | None = ...,
         verify_weights: Global___VerifyWeights | None = ...,
+        prefetch_weights: Global___PrefetchWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "report_states", "verify_weights"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "report_states", "verify_weights", "prefetch_weights"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -371,6 +379,7 @@ class Heartbeat(_message.Message):
     PAYLOAD_FALLBACK_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -395,6 +404,8 @@ class Heartbeat(_message.Message):
     """Why large hidden states to or from this stage travel over gRPC in this epoch; empty unless their payload connection did
     not work.
     """
+    fetch_detail: _builtins.str
+    """How the last weights were fetched, and which sources failed; empty if none were."""
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property
@@ -424,14 +435,183 @@ class Heartbeat(_message.Message):
         payload_fallback: _builtins.str = ...,
         certificate: _cluster_pb2.Certificate | None = ...,
         fetch: _cluster_pb2.WeightsFetch | None = ...,
+        fetch_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "fetch", b"fetch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class HeldWeights(_message.Message):
+    """Weights that the worker serves to others over HTTP, at /weights/FINGERPRINT/FILE. Replaces the message before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    address: _builtins.str
+    """HOST:PORT, as others reach it."""
+    is_complete: _builtins.bool
+    """It has the whole model; `units` is empty."""
+    @_builtins.property
+    def units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Layers and other tensors of which it has all bytes, such as "model.layers.3"."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        address: _builtins.str = ...,
+        units: _abc.Iterable[_builtins.str] | None = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "is_complete", b"is_complete", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldWeights: _TypeAlias = HeldWeights  # noqa: Y015
+
+@_typing.final
+class WeightSources(_message.Message):
+    """Where weights are besides their source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    TRACKERS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    coordinator: _builtins.str
+    """HOST:PORT at which this coordinator serves its directory. An empty host is the one through which the worker joined.
+    Empty: not served.
+    """
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightPeer]:
+        """Other workers that hold some of the needed units."""
+
+    @_builtins.property
+    def trackers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of the weights of other coordinators, which name their workers."""
+
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___WeightPeer] | None = ...,
+        trackers: _abc.Iterable[_builtins.str] | None = ...,
+        coordinator: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "peers", b"peers", "trackers", b"trackers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSources: _TypeAlias = WeightSources  # noqa: Y015
+
+@_typing.final
+class WeightPeer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    UNITS_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    address: _builtins.str
+    is_complete: _builtins.bool
+    @_builtins.property
+    def units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        address: _builtins.str = ...,
+        units: _abc.Iterable[_builtins.str] | None = ...,
+        is_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_complete", b"is_complete", "units", b"units", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightPeer: _TypeAlias = WeightPeer  # noqa: Y015
+
+@_typing.final
+class PrefetchWeights(_message.Message):
+    """Fetches layers that the worker may need after the loss of another one, within the limit of its cache and at low
+    priority. Ends with the next assignment; an empty list ends it at once.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> Global___ModelRef: ...
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefetchedLayers]:
+        """The most needed ones first."""
+
+    @_builtins.property
+    def manifest(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSha256]:
+        """Hashes of all their tensors; empty without a manifest."""
+
+    @_builtins.property
+    def sources(self) -> Global___WeightSources: ...
+    def __init__(
+        self,
+        *,
+        model: Global___ModelRef | None = ...,
+        layers: _abc.Iterable[Global___PrefetchedLayers] | None = ...,
+        manifest: _abc.Iterable[Global___TensorSha256] | None = ...,
+        sources: Global___WeightSources | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "manifest", b"manifest", "model", b"model", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchWeights: _TypeAlias = PrefetchWeights  # noqa: Y015
+
+@_typing.final
+class PrefetchedLayers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_BEGIN_FIELD_NUMBER: _builtins.int
+    LAYER_END_FIELD_NUMBER: _builtins.int
+    HAS_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    HAS_HEAD_FIELD_NUMBER: _builtins.int
+    layer_begin: _builtins.int
+    layer_end: _builtins.int
+    has_embeddings: _builtins.bool
+    has_head: _builtins.bool
+    def __init__(
+        self,
+        *,
+        layer_begin: _builtins.int = ...,
+        layer_end: _builtins.int = ...,
+        has_embeddings: _builtins.bool = ...,
+        has_head: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_embeddings", b"has_embeddings", "has_head", b"has_head", "layer_begin", b"layer_begin", "layer_end", b"layer_end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchedLayers: _TypeAlias = PrefetchedLayers  # noqa: Y015
 
 @_typing.final
 class AssignStage(_message.Message):
@@ -461,6 +641,7 @@ class AssignStage(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
     stage: _builtins.int
@@ -495,6 +676,8 @@ class AssignStage(_message.Message):
     def manifest(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSha256]:
         """Hashes of all tensors of the stage; empty for a directory, and without a manifest."""
 
+    @_builtins.property
+    def sources(self) -> Global___WeightSources: ...
     def __init__(
         self,
         *,
@@ -518,10 +701,11 @@ class AssignStage(_message.Message):
         kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
         has_long_rope: _builtins.bool = ...,
         manifest: _abc.Iterable[Global___TensorSha256] | None = ...,
+        sources: Global___WeightSources | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "sources", b"sources", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -539,6 +723,7 @@ class ModelRef(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
+    SAMPLED_VALUES_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """The coordinator's own path; a worker's `--model` overrides it. Empty: the built-in model."""
     fingerprint: _builtins.str
@@ -551,11 +736,15 @@ class ModelRef(_message.Message):
     """Address of a remote checkpoint, without credentials; `directory` is empty then. Workers fetch its bytes themselves."""
     manifest_sha256: _builtins.str
     """SHA-256 of the manifest in 64 hex digits; empty without one."""
+    sampled_values: _builtins.int
+    """For a directory with `files`: a worker without it fetches them from the coordinator. Hash of sampled values, as in the
+    fingerprint.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedFile]:
-        """Its files at the version that is served."""
+        """The files at the version that is served."""
 
     def __init__(
         self,
@@ -568,10 +757,11 @@ class ModelRef(_message.Message):
         source: _builtins.str = ...,
         files: _abc.Iterable[Global___PinnedFile] | None = ...,
         manifest_sha256: _builtins.str = ...,
+        sampled_values: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "eos_token_ids", b"eos_token_ids", "files", b"files", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "manifest_sha256", b"manifest_sha256", "source", b"source", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "eos_token_ids", b"eos_token_ids", "files", b"files", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "manifest_sha256", b"manifest_sha256", "sampled_values", b"sampled_values", "source", b"source", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -449,3 +449,22 @@ def test_a_blocked_cluster_plans_again_when_a_failed_worker_rejoins() -> None:
     cluster.fail_load("b")
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert len(cluster.join("b", memory_bytes=60, incarnation=2)) == 2
+
+
+# Layers that spares would get
+
+
+def test_spares_would_get_the_layers_of_each_worker_that_may_be_lost() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert cluster.state.stages_after_losses() == {}, "no spare"
+    cluster.join("d")
+    cluster.join("e")
+    found = cluster.state.stages_after_losses()
+    assert [(stage.layer_begin, stage.layer_end) for stage in found["d"]] == [(0, 1), (1, 2), (2, 3)]
+    assert "e" not in found, "d comes first in every plan"
+    for name in ("a", "b", "c"):
+        cluster = ClusterDriver(num_stages=3).serving()
+        cluster.join("d")
+        expected = cluster.state.stages_after_losses()["d"]
+        cluster.lose(name)
+        assert cluster.state.stage_of("d") in expected, "the real plan is one of them"

@@ -1,0 +1,60 @@
+"""Fetches layers that later assignments may want, while the worker has nothing else to load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from checkpoint.errors import CheckpointError
+from stage_worker.assignment import Prefetch
+from stage_worker.backends.backend import LoadCancelled, LoadProgress, StageBackend, StageLoadError
+from stageline_rpc.internal.v1 import join_pb2
+
+log = logging.getLogger(__name__)
+
+Reply = Callable[[join_pb2.JoinRequest], None]
+
+
+class WeightsPrefetch:
+    """At most one prefetch, which a load ends."""
+
+    def __init__(self, backend: StageBackend, on_change: Callable[[Reply], Awaitable[None]]) -> None:
+        """`on_change` is awaited when the worker has more weights than before."""
+        self._backend, self._on_change = backend, on_change
+        self._task: asyncio.Task[None] | None = None
+        self._order: Prefetch | None = None
+        self.progress: LoadProgress | None = None
+        """Of the present prefetch, or the last one until a load begins."""
+
+    def start(self, order: Prefetch | None, reply: Reply) -> None:
+        """Replace the prefetch, unless it is the same; None ends it."""
+        if order is not None and order == self._order:
+            return
+        self.cancel()
+        if order is not None:
+            self._order, self.progress = order, LoadProgress()
+            self._task = asyncio.create_task(self._run(order, self.progress, reply), name="weights-prefetch")
+
+    def cancel(self) -> None:
+        """Let the prefetch end soon."""
+        if self.progress is not None:
+            self.progress.cancel()
+        self._order = None
+
+    def end(self) -> None:
+        """Cancel the prefetch, and forget it; a load waits until it has ended."""
+        self.cancel()
+        self.progress = None
+
+    async def _run(self, order: Prefetch, progress: LoadProgress, reply: Reply) -> None:
+        try:
+            await self._backend.prefetch(order, progress)
+        except LoadCancelled:
+            log.info("the prefetch of weights was cancelled")
+            return
+        except (StageLoadError, CheckpointError, OSError) as error:
+            progress.fetch_detail = f"prefetch failed: {error}"
+            log.warning("weights are not prefetched: %s", error)
+            return
+        await self._on_change(reply)
