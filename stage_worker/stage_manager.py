@@ -399,6 +399,9 @@ class StageManager:
         self._loading, self._load_progress = assignment, LoadProgress()
         try:
             loaded = await self._backend.load(assignment, self._load_progress)
+        except asyncio.CancelledError:
+            self._load_progress.cancel()  # its thread would go on
+            raise
         finally:
             self._loading = None
         log.info(
