@@ -94,9 +94,10 @@ async def test_a_remote_model_gives_the_same_tokens_and_each_worker_fetches_only
         before = server.sent_bytes
         async with remote_cluster(server, tmp_path) as cluster:
             assert await tokens_of(cluster) == expected
+            sent = server.sent_bytes - before  # workers that stop give their layers to others
         again = [request for request in server.requests if request.method == "GET" and request.sent_bytes]
         index = [request for request in again if request.path.endswith("index.json")]
-        assert server.sent_bytes - before == index[-1].sent_bytes, "the coordinator reads the index"
+        assert sent == index[-1].sent_bytes, "the coordinator reads the index"
 
 
 async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
