@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.errors import KvCacheError
@@ -84,7 +85,7 @@ class KvPages:
 
     @property
     def device(self) -> torch.device:
-        """Device of the pages; keys, values, slots and page indexes must be on it too."""
+        """Device of the pages; keys, values, written slots and page indexes must be on it too."""
         return self._store.device
 
     @property
@@ -97,23 +98,24 @@ class KvPages:
         return self._store.numel() * self._store.element_size()
 
     def validate_write(
-        self, slots: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, slots: NDArray[np.int64], *, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Check a whole step before its first layer is written. On a GPU this waits for `slots`.
+        """Check a whole step before its first layer is written, and before its `slots` are on the device.
 
         `slots` is int64 [num_tokens]; `shape` of the keys and of the values is (num_tokens, num_kv_heads,
         head_dim). Raises InvalidWrite for a mismatch and for slots that do not exist or occur twice.
         """
-        self._check_slots(slots)
-        self._check_tensor("keys and values", shape, dtype, device, num_tokens=slots.numel())
+        if slots.ndim != 1 or slots.dtype != np.int64:
+            raise InvalidWrite(f"slots: expected int64 (num_tokens,), got {slots.dtype} {slots.shape}")
+        self._check_tensor("keys and values", shape, dtype, device, num_tokens=slots.size)
         numbers = set(slots.tolist())
         if not numbers:
             return
         low, high = min(numbers), max(numbers)
         if low < 0 or high >= self.num_slots:
             raise InvalidWrite(f"slots {low}..{high} are out of range, available are 0..{self.num_slots - 1}")
-        if len(numbers) != slots.numel():
-            raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {len(numbers)}")
+        if len(numbers) != slots.size:
+            raise InvalidWrite(f"slots: expected {slots.size} different ones, got {len(numbers)}")
 
     def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Store one layer's keys and values at `slots` (int64 [n]) that passed `validate_write`.
@@ -187,11 +189,6 @@ class KvPages:
             with torch.inference_mode(mode=False):  # writable in both modes
                 self._gathered = self._store.new_empty(num_elements)
         return self._gathered[:num_elements].view(size)
-
-    def _check_slots(self, slots: Tensor) -> None:
-        if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != self.device:
-            got = f"{slots.dtype} {tuple(slots.shape)} on {slots.device}"
-            raise InvalidWrite(f"slots: expected torch.int64 (num_tokens,) on {self.device}, got {got}")
 
     def _check_tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, num_tokens: int

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stage_worker.assignment import Assignment
@@ -48,9 +49,9 @@ class _VerifyAccounting:
     """Request to check the KV accounting, queued behind frames."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Queued:
-    """A queued frame; `running` is set if its computation has already begun."""
+    """A queued frame; `running` is set once it is submitted to the backend."""
 
     received: ReceivedFrame
     running: "asyncio.Future[RanStep] | None" = None
@@ -95,6 +96,8 @@ class EpochSession:
         self._has_begun = asyncio.Event()
         self._inbox: asyncio.Queue[_Queued | _VerifyAccounting | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._num_queued = 0
+        self._running: deque[_Queued] = deque()
+        self._waiting: deque[_Queued] = deque()
         self._num_unfinished = 0
         self._next_step_id = 0
         self._has_stream = False
@@ -222,11 +225,16 @@ class EpochSession:
     async def _take(self, received: ReceivedFrame) -> None:
         """Compute at once if nothing is queued; send an immediate output without a task switch."""
         if self._num_queued:
-            await self._queue(_Queued(received))
+            queued = _Queued(received)
+            self._waiting.append(queued)
+            self._submit_ahead()
+            await self._queue(queued)
             return
         running = self._backend.submit(self._executor, received)
         if not running.done() or running.exception() is not None:
-            await self._queue(_Queued(received, running))
+            queued = _Queued(received, running)
+            self._running.append(queued)
+            await self._queue(queued)
             return
         self._finished(received)
         try:
@@ -238,6 +246,13 @@ class EpochSession:
     def _finished(self, received: ReceivedFrame) -> None:
         self._next_step_id = received.frame.step.step_id + 1
         self._num_unfinished -= 1
+
+    def _submit_ahead(self) -> None:
+        """Submit waiting frames until the device has as many steps as it takes."""
+        while self._waiting and len(self._running) < self._executor.depth:
+            queued = self._waiting.popleft()
+            queued.running = self._backend.submit(self._executor, queued.received)
+            self._running.append(queued)
 
     async def _queue(self, queued: "_Queued") -> None:
         self._num_queued += 1
@@ -279,7 +294,15 @@ class EpochSession:
             await self._next_stage.close()
 
     async def _serve(self) -> None:
-        """Compute frames in order; send each output while the next frame is computed."""
+        """Finish frames in order; send each output while later frames are computed."""
+        try:
+            await self._finish_frames()
+        finally:
+            self._waiting.clear()
+            while self._running:
+                _discard(self._running.popleft())
+
+    async def _finish_frames(self) -> None:
         ready: tuple[TimedOutput, ReceivedFrame] | None = None
         while True:
             queued = await self._inbox.get()
@@ -291,20 +314,23 @@ class EpochSession:
                 ready = None
                 await self._backend.verify_accounting(self._executor)
                 continue
-            received = queued.received
-            running = queued.running or self._backend.submit(self._executor, received)
-            try:
-                await self._send_if(ready)
-                ready = self._timed(await running, received), received
-            finally:
-                _discard(running)
-            self._finished(received)
+            await self._send_if(ready)
+            ready = await self._finish_oldest(queued)
             if self._inbox.empty():
                 await self._send_if(ready)
                 ready = None
             self._num_queued -= 1
             if not self._num_queued:
                 self._next_stage.flush()
+
+    async def _finish_oldest(self, queued: _Queued) -> tuple[TimedOutput, ReceivedFrame]:
+        """Wait for the oldest frame, and submit the next one before it is sent."""
+        assert queued.running is not None, "all frames before are finished"
+        ran = await queued.running
+        self._running.popleft()
+        self._submit_ahead()
+        self._finished(queued.received)
+        return self._timed(ran, queued.received), queued.received
 
     async def _verify_when_idle(self) -> None:
         while True:
@@ -352,7 +378,9 @@ class EpochSession:
     def _keep(self, output: StageOutput) -> None:
         num_kept = sum(view.shape[0] for view in self.handed_on)
         if isinstance(output, HandedOn) and output.hidden and num_kept < KEPT_TOKENS:
-            self.handed_on.append(output.hidden[0])
+            # A copy, since the device reuses the memory of what it sends.
+            first = output.hidden[0]
+            self.handed_on.append(replace(first, data=bytes(first.data)))
 
     def _fail(self, fault: StepFault) -> None:
         """Report the first fault, unless the epoch was ended externally."""
@@ -392,9 +420,10 @@ class EpochSession:
             self._over.set_result(reason)
 
 
-def _discard(running: "asyncio.Future[RanStep]") -> None:
-    """Discard the future's result or error."""
-    if not running.cancel() and not running.cancelled():
+def _discard(queued: _Queued) -> None:
+    """Discard the result or error of a submitted frame."""
+    running = queued.running
+    if running is not None and not running.cancel() and not running.cancelled():
         running.exception()
 
 

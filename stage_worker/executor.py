@@ -1,16 +1,19 @@
-"""The routine that runs every step on every stage, for all roles and backends, in two halves.
+"""The routine that runs every step on every stage, for all roles and backends, in three parts.
 
-the step arrives:           apply ends, starts, signals -> compare digests -> check the slices -> layouts
-its hidden states arrive:   check them -> compute -> [hidden states for the next stage | results]
+prepare, when the step arrives:          apply ends, starts, signals -> compare digests -> check the slices
+begin, when its hidden states arrive:    check them -> start the computation
+finish, when the device has computed:    [hidden states for the next stage | results]
 
-Steps are prepared in their order, and computed in their order; several may be prepared ahead.
+Each part runs in the order of the steps; several steps may be prepared, and begun, ahead.
 """
 
 import logging
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from kvcache import (
     BlockTables,
@@ -21,7 +24,7 @@ from kvcache import (
     combined_digest,
 )
 from stage_worker.assignment import Assignment
-from stage_worker.backends.contract import DeviceError, HandedOn, StageCompute, StageOutput
+from stage_worker.backends.contract import DeviceError, Finish, HandedOn, StageCompute, StageOutput
 from stage_worker.validation import (
     StageSequences,
     StepRules,
@@ -67,8 +70,25 @@ class _PreparedStep:
     prepared: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step to be finished: `refusal` is raised, or `finish` called. A step without slices has neither."""
+
+    step: Step
+    step_checksum: int
+    refusal: StepFault | None = None
+    finish: Finish | None = None
+
+
+T = TypeVar("T")
+
+
 class StepExecutor:
-    """Owns block tables and sequences of one stage. Thread-safe are `stats` and `max_hidden_bytes` only."""
+    """Owns block tables and sequences of one stage.
+
+    One thread prepares and begins steps; the same or another one finishes them. Otherwise thread-safe are
+    `stats` and `max_hidden_bytes` only.
+    """
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
         """`compute` holds the assigned layers and their KV blocks.
@@ -83,24 +103,38 @@ class StepExecutor:
         self._busy_s = 0.0
         self._integrity = IntegrityMonitor()
         self._refused: StepFault | None = None
+        self._failed: StepFault | None = None
         self._device_failure: str | None = None
         self._epoch = 0
         self.begin_epoch(0, stage=assignment.stage)
 
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
-        """Reset all but the weights, with step 0 next. Raises DeviceError once the device has failed."""
+        """Reset all but the weights, with step 0 next, once all begun steps are finished.
+
+        Raises DeviceError once the device has failed.
+        """
         if self._device_failure is not None:
             raise DeviceError(self._device_failure)
         self._epoch = epoch
         self._next_step_id = 0
         self._num_steps = 0
         self._ahead: deque[_PreparedStep] = deque()
-        self._refused = None
+        self._refused = self._failed = None
         self._integrity.restart()
         self._groups = [BlockTables(count, block_size=self._block_size) for count in self._group_blocks]
         self._tables = self._groups[0]
         self._sequences = StageSequences()
-        self._compute.begin_epoch(stage=stage)
+        self._begin_computation(stage)
+
+    def _begin_computation(self, stage: int) -> None:
+        try:
+            self._compute.begin_epoch(stage=stage)
+        except Exception as error:
+            if self._compute.fault_kind(error) is not StepFaultKind.DEVICE:
+                raise
+            self._device_failure = f"{type(error).__name__}: {error}"
+        if self._device_failure is not None:
+            raise DeviceError(self._device_failure)
 
     def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
         """Maximum size of a frame's hidden states."""
@@ -111,47 +145,53 @@ class StepExecutor:
         """Hidden states that do not travel in a frame's wire dtype."""
         return frozenset(tensor.name for tensor in self._rules.boundary if tensor.dtype is not None)
 
+    @property
+    def depth(self) -> int:
+        """Steps that may be begun before the first of them is finished; with 1, `begin` computes the step."""
+        return self._compute.depth
+
     def run(self, frame: Frame) -> StageOutput:
         self.prepare(frame.step)
         return self.compute(frame)
 
+    def compute(self, frame: Frame) -> StageOutput:
+        """Begin and finish the oldest prepared step. Raises like `finish`."""
+        return self.finish(self.begin(frame))
+
     def prepare(self, step: Step) -> None:
         """Account for the next step and prepare its computation, ahead of its hidden states.
 
-        A refusal is kept for `compute`, so that all steps before it are computed.
+        A refusal is kept for `finish`, so that all steps before it are computed.
         """
         ahead = _PreparedStep(step)
         self._ahead.append(ahead)
-        try:
-            self._check_order(step)
-            self._prepare(ahead)
-        except StepFault as refusal:
-            ahead.refusal = self._refuse(refusal, step)
-            return
-        except Exception as error:
-            fault = self._unexpected(error, step)
+        fault = self._fault_in(partial(self._check_and_prepare, ahead), step)
+        if isinstance(fault, StepFault):
+            ahead.refusal = self._refuse(fault, step)
         else:
             self._next_step_id += 1
-            return
-        # Outside of the handler, so that no traceback references the failed step.
-        ahead.refusal = self._refuse(fault, step)
 
-    def compute(self, frame: Frame) -> StageOutput:
-        """Compute the oldest prepared step. Raises StepFault; then all later steps are refused."""
+    def begin(self, frame: Frame) -> BegunStep:
+        """Begin to compute the oldest prepared step; `finish` has its output, or raises its fault."""
         ahead = self._ahead.popleft()
-        if ahead.refusal is not None:
-            raise ahead.refusal from ahead.refusal.__cause__
-        try:
-            output = self._compute_step(frame, ahead)
-        except StepFault as refusal:
-            raise self._fail(refusal, frame.step) from refusal.__cause__
-        except Exception as error:
-            fault = self._unexpected(error, frame.step)
-        else:
-            self._num_steps += 1
-            return output
-        # Outside of the handler, so that no traceback references the failed step.
-        raise self._fail(fault, frame.step)
+        refusal = ahead.refusal or self._refusal_after_failure(frame.step)
+        if refusal is not None:
+            return BegunStep(frame.step, frame.step_checksum, refusal)
+        finish = self._fault_in(partial(self._begin, frame, ahead), frame.step)
+        if isinstance(finish, StepFault):
+            return BegunStep(frame.step, frame.step_checksum, self._fail(finish, frame.step))
+        return BegunStep(frame.step, frame.step_checksum, finish=finish)
+
+    def finish(self, begun: BegunStep) -> StageOutput:
+        """Wait for the oldest begun step. Raises StepFault; then all later steps are refused."""
+        refusal = begun.refusal or self._refusal_after_failure(begun.step)
+        if refusal is not None:
+            raise refusal from refusal.__cause__
+        output = self._fault_in(partial(self._finish, begun), begun.step)
+        if isinstance(output, StepFault):
+            raise self._fail(output, begun.step) from output.__cause__
+        self._num_steps += 1
+        return output
 
     def note_busy(self, seconds: float) -> None:
         """Add the computation time of the last step."""
@@ -191,14 +231,15 @@ class StepExecutor:
         if step.epoch != self._epoch:
             raise StepFault(StepFaultKind.EPOCH, f"frame of epoch {step.epoch}, expected {self._epoch}")
         if self._refused is not None:
-            raise self._since_refused()
+            raise self._since(self._refused)
         if step.step_id != self._next_step_id:
             raise StepFault(
                 StepFaultKind.STEP_ID, f"frame of step {step.step_id}, expected {self._next_step_id}"
             )
 
-    def _prepare(self, ahead: _PreparedStep) -> None:
+    def _check_and_prepare(self, ahead: _PreparedStep) -> None:
         step = ahead.step
+        self._check_order(step)
         check_limits(step, self._rules)
         self._apply(step)
         ahead.has_records = bool(step.ends or step.starts)
@@ -219,20 +260,24 @@ class StepExecutor:
             for start in ahead.step.starts:
                 self._compute.start(start)
 
-    def _compute_step(self, frame: Frame, ahead: _PreparedStep) -> StageOutput:
+    def _begin(self, frame: Frame, ahead: _PreparedStep) -> Finish | None:
         step = frame.step
         if step is not ahead.step:
             raise InvariantBroken(f"step {step.step_id} is computed where {ahead.step.step_id} was prepared")
         check_hidden_states(frame, self._rules)
         self._take_records(ahead)
-        computed = self._compute.compute(frame, ahead.prepared) if step.num_slices else None
+        return self._compute.begin(frame, ahead.prepared) if step.num_slices else None
+
+    def _finish(self, begun: BegunStep) -> StageOutput:
+        step = begun.step
+        computed = None if begun.finish is None else begun.finish()
         if self._role.has_head:
             if computed is not None and not isinstance(computed, StepResult):
                 raise InvariantBroken("LAST computed hidden states, expected results")
             return computed or StepResult(step.epoch, step.step_id)
         if isinstance(computed, StepResult):
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
-        return HandedOn(step.step_id, frame.step_checksum, computed or ())
+        return HandedOn(step.step_id, begun.step_checksum, computed or ())
 
     def _apply(self, step: Step) -> None:
         for end in step.ends:
@@ -289,9 +334,24 @@ class StepExecutor:
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)
                 ) from error
 
-    def _since_refused(self) -> StepFault:
-        assert self._refused is not None
-        return StepFault(self._refused.kind, f"epoch {self._epoch} is refused since {self._refused.message}")
+    def _since(self, fault: StepFault) -> StepFault:
+        return StepFault(fault.kind, f"epoch {self._epoch} is refused since {fault.message}")
+
+    def _refusal_after_failure(self, step: Step) -> StepFault | None:
+        """The refusal of a step behind one that failed in its computation."""
+        failed = self._failed
+        if failed is None or failed.step_id is None or step.step_id <= failed.step_id:
+            return None
+        return self._refuse(self._since(failed), step)
+
+    def _fault_in(self, work: Callable[[], T], step: Step) -> T | StepFault:
+        """The result or the fault of `work`; returned, so that no traceback references the failed step."""
+        try:
+            return work()
+        except StepFault as refusal:
+            return refusal
+        except Exception as error:
+            return self._unexpected(error, step)
 
     def _unexpected(self, error: Exception, step: Step) -> StepFault:
         """Convert an unexpected error to a fault; a failed device is remembered."""
@@ -309,10 +369,11 @@ class StepExecutor:
         return fault
 
     def _fail(self, fault: StepFault, step: Step) -> StepFault:
-        """Refuse a step in its computation, and with it all that were prepared behind it."""
+        """Refuse a step in its computation, and with it all behind it; the first step that fails counts."""
         refused = self._refuse(fault, step)
-        for ahead in self._ahead:
-            ahead.refusal = ahead.refusal or self._refuse(self._since_refused(), ahead.step)
+        failed = self._failed
+        if failed is None or failed.step_id is None or step.step_id < failed.step_id:
+            self._failed = StepFault(fault.kind, fault.message, step_id=step.step_id)
         return refused
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:

@@ -96,9 +96,8 @@ def frequencies(
     What is drawn by inverting a cumulative distribution is then off by less than 1 / count.
     """
 
-    def even(draws: Sequence[Draw], device: torch.device) -> Tensor:
-        taken = torch.tensor([draw.position - 1 for draw in draws], dtype=torch.float64)
-        return ((taken + 0.5) / count)[:, None]
+    def even(draws: Sequence[Draw]) -> NDArray[np.float64]:
+        return (np.array([draw.position - 1 for draw in draws], np.float64) + 0.5) / count
 
     with monkeypatch.context() as patch:
         patch.setattr(random_choice, "uniform_samples", even)

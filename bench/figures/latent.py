@@ -20,8 +20,9 @@ from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import LayerKv, Rotary, StepLayout, ViewRules
+from stage_worker.model.step_layout import LayerKv, Rotary, StepArrays, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
+from tests.step_layouts import layout_by
 
 HIDDEN = 2048
 MIXER = Latent(
@@ -154,13 +155,12 @@ def _layout(num_sequences: int, length: int, num_pages: int) -> StepLayout:
         )
         for number in range(num_sequences)
     ]
-    return StepLayout.build(
+    arrays = StepArrays.build(
         slices,
         windows={None},
-        ropes={Rotary.of(MIXER): Rope(MIXER.rope, MIXER.rope_dim, BF16, CPU)},
-        rules=ViewRules(block_size=BLOCK_SIZE, dtype=BF16, kernels=KERNELS, max_keys=MAX_KEYS),
-        device=CPU,
+        rules=ViewRules(device=CPU, block_size=BLOCK_SIZE, dtype=BF16, kernels=KERNELS, max_keys=MAX_KEYS),
     )
+    return layout_by(arrays, {Rotary.of(MIXER): Rope(MIXER.rope, MIXER.rope_dim, BF16, CPU)})
 
 
 def _random(*shape: int) -> Tensor:

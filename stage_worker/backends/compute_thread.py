@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -45,51 +45,61 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Job:
-    work: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    done: "asyncio.Future[Any]"
+class FutureResult(Generic[T]):
+    """A future of an event loop that another thread settles."""
 
-    def run(self) -> None:
-        if self.done.cancelled():
-            return
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[T] = loop.create_future()
+
+    def set(self, result: T) -> None:
+        self._settle(self.future.set_result, result)
+
+    def set_error(self, error: BaseException) -> None:
+        self._settle(self.future.set_exception, error)
+
+    def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
         try:
-            self._hand_back(self.work(), None)
-        except BaseException as error:
-            self._hand_back(None, error)
-
-    def _hand_back(self, result: Any, error: BaseException | None) -> None:
-        def settle() -> None:
-            if self.done.cancelled():
-                return
-            if error is None:
-                self.done.set_result(result)
-            else:
-                self.done.set_exception(error)
-
-        try:
-            self.loop.call_soon_threadsafe(settle)
+            self.loop.call_soon_threadsafe(self._settle_now, settle, value)
         except RuntimeError:
             log.debug("the event loop ended before a computation did")
+
+    def _settle_now(self, settle: Callable[[Any], None], value: Any) -> None:
+        if not self.future.cancelled():
+            settle(value)
+
+
+@dataclass(slots=True)
+class _Job(Generic[T]):
+    work: Callable[[], T]
+    result: FutureResult[T]
+
+    def run(self) -> None:
+        if self.result.future.cancelled():
+            return
+        try:
+            found = self.work()
+        except BaseException as error:
+            self.result.set_error(error)
+        else:
+            self.result.set(found)
 
 
 class ComputeThread:
     """Owner of a stage's model, pages, pool and sequences; a daemon, so that a process can exit in a load."""
 
-    def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *, on_start: Callable[[], None] = lambda: None, name: str = "stage-compute") -> None:
         """`on_start` runs first on the thread."""
         self._on_start = on_start
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
         """Run `function` after everything submitted before; cancellation before its start skips it."""
-        loop = asyncio.get_running_loop()
-        job = _Job(partial(function, *args, **kwargs), loop, loop.create_future())
-        self._jobs.put(job.run)
-        return job.done
+        result: FutureResult[T] = FutureResult(asyncio.get_running_loop())
+        self._jobs.put(_Job(partial(function, *args, **kwargs), result).run)
+        return result.future
 
     def post(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Like `submit`, for a function that raises nothing."""
@@ -97,6 +107,12 @@ class ComputeThread:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.submit(function, *args, **kwargs)
+
+    def join(self) -> None:
+        """Wait, on another thread, until everything submitted before has run."""
+        has_run = threading.Event()
+        self.post(has_run.set)
+        has_run.wait()
 
     def stop(self, *, timeout_s: float) -> bool:
         """Stop the thread after its current job; returns False if it is still busy after `timeout_s`."""

@@ -1,7 +1,7 @@
 """Contract between a worker and its stage computation, without torch. Times are `time.monotonic`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -97,11 +97,18 @@ Computed = HiddenStates | StepResult
 """Hidden states for the next stage; on LAST, the result without stage times."""
 
 
+Finish = Callable[[], Computed]
+"""Waits for the end of a step; raises StepFault. Called once, in step order, by any one thread."""
+
+
 class StageCompute(ABC):
     """The layers of a model, or a mock of them. Used by one executor, in step order.
 
-    `boundary` are the tensors that it takes from the stage before, and hands to the next one.
+    `boundary` are the tensors that it takes from the stage before, and hands to the next one. `depth` steps
+    may be begun before the first of them is finished; with 1, `begin` computes the step.
     """
+
+    depth: int = 1
 
     boundary: tuple[BoundaryTensor, ...]
     vocab_size: int
@@ -128,6 +135,11 @@ class StageCompute(ABC):
     @abstractmethod
     def compute(self, frame: Frame, prepared: object) -> Computed:
         """Compute a step with what `prepare` returned for it. Raises StepFault."""
+
+    def begin(self, frame: Frame, prepared: object) -> Finish:
+        """Begin to compute a step, with what `prepare` returned for it; see `depth`. Raises StepFault."""
+        computed = self.compute(frame, prepared)
+        return lambda: computed
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
         """Classify `error`, which is not a StepFault: out of memory, device, or internal."""

@@ -5,10 +5,12 @@ fail that request only, on LAST. If no sequence with finite input has finite out
 and the coordinator repeats the step.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,26 +19,27 @@ from torch import Tensor
 
 from kvcache import KvCacheError, group_windows
 from kvcache.pages import KvPages, PageGroups
-from stage_worker.backends.contract import Computed, StageCompute
-from stage_worker.backends.tensor_views import from_frame, to_frame
+from stage_worker.backends.contract import Computed, Finish, StageCompute
+from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
-from stage_worker.model.decode_rows import PageMatrix
+from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
+from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.step_layout import StepLayout
-from stage_worker.sampling import Sampler
+from stage_worker.model.step_layout import HostArray, Place, StepArrays, StepLayout
+from stage_worker.sampling import PlainRows, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice, pack_column
+from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice
 from wire.tensors import WireDType
 
 
-def are_finite(hidden: Tensor) -> bool:
-    """Whether `hidden` [tokens, hidden_size] is finite, by one sum; False also if the sum overflows."""
-    return math.isfinite(hidden.sum(dtype=torch.float32).item())
+def sum_of(carried: Sequence[Tensor]) -> Tensor:
+    """The sum of all values, float32: finite if they are, but for an overflow."""
+    return _columns(carried).sum(dtype=torch.float32)
 
 
 def _columns(carried: Sequence[Tensor]) -> Tensor:
@@ -54,25 +57,29 @@ class FiniteStates:
         """Drop all sequences."""
         self._tainted.clear()
 
-    def end(self, sequence: SequenceKey) -> None:
-        self._tainted.discard(sequence)
+    def end(self, sequences: Iterable[SequenceKey]) -> None:
+        self._tainted.difference_update(sequences)
 
-    def check_handed_on(self, step: Step, outgoing: Tensor, incoming: Callable[[], Tensor]) -> None:
-        """Raises StepFault if this stage produced the non-finite values; both tensors are [tokens,
-        hidden_size].
+    def check_handed_on(
+        self, step: Step, total: float, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    ) -> None:
+        """Raises StepFault if this stage produced the non-finite values.
+
+        All tensors are [tokens, width], `total` is `sum_of` those that go out. Others are only looked at if
+        it is not finite.
         """
-        if not are_finite(outgoing):
+        if not math.isfinite(total):
             # The begin of a prompt may be finite.
-            good = [bool(rows.any()) for rows in _finite_rows(step, outgoing)]
-            self._check(step.slices, good, step, incoming())
+            good = [bool(rows.any()) for rows in _finite_rows(step, _columns(outgoing))]
+            self._check(step.slices, good, step, _columns(incoming))
 
-    def check_answered(self, step: Step, result: StepResult, incoming: Callable[[], Tensor]) -> None:
+    def check_answered(self, step: Step, result: StepResult, incoming: Sequence[Tensor]) -> None:
         """Like `check_handed_on`, for a result with non-finite logits."""
         if not any(_is_not_finite(detail.outcome) for detail in result.details):
             return
         answered = [step_slice for step_slice in step.slices if step_slice.is_answered]
         good = [not _is_not_finite(entry.outcome) for entry in result.results]
-        self._check(answered, good, step, incoming())
+        self._check(answered, good, step, _columns(incoming))
 
     def _check(self, parts: Sequence[StepSlice], good: list[bool], step: Step, incoming: Tensor) -> None:
         came_good = self._came_good(step, incoming)
@@ -114,8 +121,23 @@ def _is_not_finite(outcome: object) -> bool:
     return isinstance(outcome, SliceError) and outcome.kind == kind
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A step ahead of its hidden states: `rows` int64 [m] need logits (None: all of them).
+
+    A CPU has the layout already; a device makes it of the arrays.
+    """
+
+    arrays: list[StepArrays]
+    layout: StepLayout | None
+    rows: Column | None
+
+
 class ModelCompute(StageCompute):
-    """Model, pages and, with the head, sampler of one stage; used from the compute thread only."""
+    """Model, pages and, with the head, sampler of one stage.
+
+    All but `Finish` runs on the compute thread.
+    """
 
     def __init__(
         self,
@@ -124,10 +146,12 @@ class ModelCompute(StageCompute):
         grammars: GrammarMasks | None = None,
         *,
         wire_dtype: WireDType | None = None,
+        transfers: StepTransfers | None = None,
     ) -> None:
         """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is the output's.
 
-        Raises ValueError for pages of another number of block groups than the layers have windows.
+        `transfers` are to the model's device, by default a CPU. Raises ValueError for pages of another
+        number of block groups than the layers have windows.
         """
         self.boundary = model.config.boundary
         self.vocab_size = model.config.vocab_size
@@ -139,20 +163,25 @@ class ModelCompute(StageCompute):
             raise ValueError(f"pages of {len(pages.groups)} block groups for {len(self._windows)} windows")
         self._grammars = grammars
         self._wire_dtype = wire_dtype or model.dtype
+        self._transfers = transfers or HostTransfers()
+        self.depth = self._transfers.depth
         self._sampler: Sampler | None = None
         self._finite = FiniteStates()
+        self._ended: list[SequenceKey] = []
         self._matrices: WeakKeyDictionary[DecodeBatch, dict[int, PageMatrix]] = WeakKeyDictionary()
 
     def begin_epoch(self, *, stage: int) -> None:
+        self._transfers.synchronize()
         self._finite.clear()
+        self._ended.clear()
         if self._grammars is not None:
             self._grammars.clear()
         if self._model.has_head:
             self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
 
     def close(self) -> None:
-        """Release model and pages, even if this object is still referenced; it can no longer compute."""
-        del self._model, self._pages
+        """Release model, pages and buffers, even if this object is referenced; it can no longer compute."""
+        del self._model, self._pages, self._transfers
         self._sampler = None
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
@@ -167,106 +196,246 @@ class ModelCompute(StageCompute):
             self._sampler.start(record)
 
     def end(self, sequence: SequenceKey) -> None:
-        self._finite.end(sequence)
+        # The steps before may not be finished.
+        self._ended.append(sequence)
         if self._sampler is not None:
             self._sampler.end(sequence)
 
     @torch.inference_mode()
-    def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> StepLayout:
-        layout = self._layout(layouts)
-        self._check_writes(layout)
-        return layout
+    def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> _Prepared:
+        arrays = self._arrays(layouts)
+        self._check_writes(arrays)
+        layout = self._model.layout(arrays, torch.from_numpy) if self._transfers.is_host else None
+        return _Prepared(arrays, layout, _rows_of_logits(step) if self._model.has_head else None)
+
+    def compute(self, frame: Frame, prepared: object) -> Computed:
+        return self.begin(frame, prepared)()
 
     @torch.inference_mode()
-    def compute(self, frame: Frame, prepared: object) -> Computed:
-        assert isinstance(prepared, StepLayout)
-        carried = self._model.advance(self._input(frame), prepared, self._pages)
+    def begin(self, frame: Frame, prepared: object) -> Finish:
+        assert isinstance(prepared, _Prepared)
+        model, transfer = self._model, self._transfers.begin()
+        plain = None if self._sampler is None else _PlainSlices.of(frame.step, self._sampler, model.device)
+        inputs = _inputs(frame)
+        place = transfer.upload(_arrays_of(inputs, prepared, plain))
+        entered = self._entered(frame, [place(array) for array in inputs])
+        layout = prepared.layout or model.layout(prepared.arrays, place)
+        carried = model.advance(entered, layout, self._pages)
         if self._sampler is None:
-            self._finite.check_handed_on(frame.step, _columns(carried), lambda: _columns(self._input(frame)))
-            return to_frame(carried, self.boundary, self._wire_dtype)
-        result = self._answer(frame.step, self._model.leave(carried), self._sampler)
-        self._finite.check_answered(frame.step, result, lambda: _columns(self._input(frame)))
-        return result
+            return self._hand_on(frame.step, entered, carried, transfer)
+        hidden = model.leave(carried)
+        rows = None if prepared.rows is None else place(prepared.rows)
+        answer = _Answer(frame.step, self._sampler, plain, transfer)
+        answer.begin(hidden, rows, model.logits, place)
+        return self._answer(frame.step, entered, answer, transfer)
 
-    def _layout(self, slices: Sequence[SliceLayout]) -> StepLayout:
+    def _hand_on(
+        self, step: Step, entered: Sequence[Tensor], carried: Sequence[Tensor], transfer: StepTransfer
+    ) -> Finish:
+        total = transfer.fetch(sum_of(carried))
+        hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch)
+        transfer.download()
+        ended = self._take_ended()
+
+        @torch.inference_mode()
+        def finish() -> Computed:
+            transfer.wait()
+            self._finite.end(ended)
+            self._finite.check_handed_on(step, float(np.frombuffer(total, np.float32)[0]), carried, entered)
+            return hidden
+
+        return finish
+
+    def _answer(
+        self, step: Step, entered: Sequence[Tensor], answer: _Answer, transfer: StepTransfer
+    ) -> Finish:
+        transfer.download()
+        ended = self._take_ended()
+
+        @torch.inference_mode()
+        def finish() -> Computed:
+            transfer.wait()
+            self._finite.end(ended)
+            result = answer.finish()
+            self._finite.check_answered(step, result, entered)
+            return result
+
+        return finish
+
+    def _take_ended(self) -> list[SequenceKey]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _arrays(self, slices: Sequence[SliceLayout]) -> list[StepArrays]:
+        """Those of each block group."""
         if not isinstance(slices, StepSlices):
-            return self._model.layout(list(slices), block_size=self._pages.block_size)
-        first, *others = [
-            self._group_layout(slices.groups[number], number, window) for number, window in self._windows
-        ]
-        return replace(first, others=tuple(others)) if others else first
+            return [self._model.step_arrays(list(slices), block_size=self._pages.block_size)]
+        return [self._group_arrays(slices.groups[number], number, window) for number, window in self._windows]
 
-    def _group_layout(self, slices: StepSlices, number: int, window: int | None) -> StepLayout:
-        """The layout for the layers of one block group."""
+    def _group_arrays(self, slices: StepSlices, number: int, window: int | None) -> StepArrays:
+        """The arrays for the layers of one block group."""
         windows, block_size = (window,), self._pages.block_size
         if not slices.are_decodes_plain:
-            return self._model.layout(list(slices), block_size=block_size, windows=windows)
+            return self._model.step_arrays(list(slices), block_size=block_size, windows=windows)
         matrices = self._matrices.setdefault(slices.decodes, {})
         if (matrix := matrices.get(number)) is None:
             matrix = matrices[number] = PageMatrix(slices.block_tables())
         decodes = matrix.rows(slices.positions)
-        return self._model.layout(slices.chunks, block_size=block_size, decodes=decodes, windows=windows)
+        return self._model.step_arrays(slices.chunks, block_size=block_size, decodes=decodes, windows=windows)
 
-    def _input(self, frame: Frame) -> tuple[Tensor, ...]:
+    def _entered(self, frame: Frame, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of the boundary before the first layer."""
         if frame.hidden:
-            model = self._model
-            return from_frame(frame.hidden, self.boundary, device=model.device, dtype=model.torch_dtype)
-        step = frame.step
-        tokens = np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)
-        if step.chunks:
-            tokens = np.array(step.tokens, np.int64)
-        return self._model.enter(torch.from_numpy(tokens))
+            return from_frame(frame.hidden, inputs, self.boundary, self._model.torch_dtype)
+        return self._model.enter(inputs[0])
 
-    def _check_writes(self, layout: StepLayout) -> None:
+    def _check_writes(self, arrays: Sequence[StepArrays]) -> None:
         """Check before the first layer, since all layers write the same slots."""
         try:
-            for part, pages in zip(layout.groups, self._pages.groups, strict=True):
-                slots = part.writes.slots
+            for part, pages in zip(arrays, self._pages.groups, strict=True):
                 pages.validate_write(
-                    slots,
-                    shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
+                    part.slots,
+                    shape=(part.slots.size, pages.num_kv_heads, pages.head_dim),
                     dtype=self._model.torch_dtype,
                     device=self._model.device,
                 )
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 
-    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> StepResult:
-        """One row per sampled or scored slice, in slice order."""
+
+def _inputs(frame: Frame) -> list[HostArray]:
+    """Token ids int64 [n], or the bytes of each tensor of the boundary."""
+    if frame.hidden:
+        return [payload(view) for view in frame.hidden]
+    step = frame.step
+    if step.chunks:
+        return [np.array(step.tokens, np.int64)]
+    return [np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)]
+
+
+def _arrays_of(
+    inputs: Sequence[HostArray], prepared: _Prepared, plain: _PlainSlices | None
+) -> Iterator[HostArray]:
+    """All that the device needs of a step."""
+    yield from inputs
+    for part in prepared.arrays:
+        yield from part.arrays
+    if prepared.rows is not None:
+        yield prepared.rows
+    if plain is not None:
+        yield from plain.rows.arrays
+
+
+def _rows_of_logits(step: Step) -> Column | None:
+    """The last row of each sampled slice; None if it is every row of the step."""
+    num_decodes = len(step.decodes)
+    if not step.chunks:
+        return None
+    ends = list(itertools.accumulate((len(chunk.tokens) for chunk in step.chunks), initial=num_decodes))
+    rows = [*range(num_decodes)]
+    rows += [end - 1 for chunk, end in zip(step.chunks, ends[1:], strict=True) if chunk.is_sampled]
+    return None if len(rows) == ends[-1] else np.array(rows, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainSlices:
+    """Slices of a step that a device samples without a look: its decodes, and `chunks` or none of them."""
+
+    rows: PlainRows
+    chunks: list[StepSlice]
+
+    @classmethod
+    def of(cls, step: Step, sampler: Sampler, device: torch.device) -> _PlainSlices | None:
+        """None if there are decodes that need a look."""
+        chunks = [chunk for chunk in step.chunks if chunk.is_sampled]
+        choices = [chunks, []] if not any(chunk.is_scored for chunk in step.chunks) else [[]]
+        for some in choices:
+            if (rows := sampler.plain_rows(step.decodes, some, device=device)) is not None:
+                return cls(rows, some)
+        return None
+
+
+class _Answer:
+    """The result of a step on LAST: one row per sampled or scored slice, in slice order.
+
+    The device samples plain slices; for the others `begin` waits for it.
+    """
+
+    def __init__(
+        self, step: Step, sampler: Sampler, plain: _PlainSlices | None, transfer: StepTransfer
+    ) -> None:
+        self._step = step
+        self._sampler = sampler
+        self._plain = plain
+        self._transfer = transfer
+        self._logits: Tensor | None = None
+        self._tokens: memoryview | None = None
+        self._others: tuple[SliceResult, ...] = ()
+
+    def begin(
+        self, hidden: Tensor, rows: Tensor | None, head: Callable[[Tensor], Tensor], place: Place
+    ) -> None:
+        """Sample from `hidden` [n, hidden_size], whose `rows` int64 [m] (None: all) need logits by `head`."""
+        logits = None
+        if rows is None or len(rows):
+            logits = head(hidden if rows is None else hidden.index_select(0, rows))
+        plain, step = self._plain, self._step
+        num_plain = 0 if plain is None else len(plain.rows)
+        if plain is not None and num_plain:
+            assert logits is not None, "a plain row has logits"
+            self._logits = logits[:num_plain]
+            self._tokens = self._transfer.fetch(plain.rows.choose(self._logits, place))
+        others = step.slices if plain is None else () if plain.chunks else step.chunks
+        if any(other.is_answered for other in others):
+            first_row = 0 if plain is None else len(step.decodes)
+            rest = logits[num_plain:] if logits is not None and num_plain < len(logits) else None
+            self._others = self._results(others, hidden[first_row:], rest, head)
+
+    def finish(self) -> StepResult:
+        """The result, once the download has ended."""
+        step, plain = self._step, self._plain
+        if plain is None:
+            return StepResult.of(step.epoch, step.step_id, self._others)
+        tokens: list[int | None] = []
+        if self._tokens is not None and self._logits is not None:
+            tokens = plain.rows.settle(self._logits, np.frombuffer(self._tokens, np.int64).tolist())
         num_decodes = len(step.decodes)
-        ends = list(itertools.accumulate((len(chunk.tokens) for chunk in step.chunks), initial=num_decodes))
-        rows = [*range(num_decodes)]
-        rows += [end - 1 for chunk, end in zip(step.chunks, ends[1:], strict=True) if chunk.is_sampled]
-        logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows]) if rows else None
-        tokens: list[int] | None = []
-        if num_decodes and logits is not None:
-            tokens = sampler.choose_plain(step.decodes, logits[:num_decodes])
-        if tokens is None:
-            results = self._results(step.slices, hidden, logits, sampler)
-            return StepResult.of(step.epoch, step.step_id, results)
-        if not step.chunks:
-            return StepResult(step.epoch, step.step_id, step.decodes.identities, pack_column(tokens))
-        rest = None if logits is None else logits[num_decodes:]
-        chunks = self._results(step.chunks, hidden[num_decodes:], rest, sampler)
-        return StepResult.of(step.epoch, step.step_id, chunks).after(step.decodes.identities, tokens)
+        decoded = [token for token in tokens[:num_decodes] if token is not None]
+        chunks = self._plain_results(plain.chunks, tokens[num_decodes:])
+        if len(decoded) == num_decodes:
+            rest = StepResult.of(step.epoch, step.step_id, [*chunks, *self._others])
+            return rest.after(step.decodes.identities, decoded)
+        decodes = self._plain_results(step.decodes.slices, tokens[:num_decodes])
+        return StepResult.of(step.epoch, step.step_id, [*decodes, *chunks, *self._others])
+
+    def _plain_results(self, slices: Sequence[StepSlice], tokens: Sequence[int | None]) -> list[SliceResult]:
+        return [
+            self._sampler.not_finite(part)
+            if token is None
+            else SliceResult(part.sequence, part.restart_count, token)
+            for part, token in zip(slices, tokens, strict=True)
+        ]
 
     def _results(
-        self, slices: Sequence[StepSlice], hidden: Tensor, logits: Tensor | None, sampler: Sampler
+        self,
+        slices: Sequence[StepSlice],
+        hidden: Tensor,
+        logits: Tensor | None,
+        head: Callable[[Tensor], Tensor],
     ) -> tuple[SliceResult, ...]:
         """One result per sampled or scored slice of `hidden` [tokens of the slices, hidden_size], in order.
 
         `logits` has a row for each sampled slice, None if there is none.
         """
+        sampler = self._sampler
         results: dict[SequenceKey, SliceResult] = {}
         if logits is not None:
-            chosen = sampler.choose([step_slice for step_slice in slices if step_slice.is_sampled], logits)
+            chosen = sampler.choose([part for part in slices if part.is_sampled], logits)
             results = {result.sequence: result for result in chosen}
-        ends = itertools.accumulate(len(step_slice.tokens) for step_slice in slices)
-        for step_slice, end in zip(slices, ends, strict=True):
-            if step_slice.is_scored:
-                unscored = results.get(
-                    step_slice.sequence, SliceResult(step_slice.sequence, step_slice.restart_count, None)
-                )
-                rows = hidden[end - len(step_slice.tokens) : end]
-                results[step_slice.sequence] = sampler.score(step_slice, rows, self._model.logits, unscored)
-        return tuple(results[step_slice.sequence] for step_slice in slices if step_slice.is_answered)
+        ends = itertools.accumulate(len(part.tokens) for part in slices)
+        for part, end in zip(slices, ends, strict=True):
+            if part.is_scored:
+                unscored = results.get(part.sequence, SliceResult(part.sequence, part.restart_count, None))
+                rows = hidden[end - len(part.tokens) : end]
+                results[part.sequence] = sampler.score(part, rows, head, unscored)
+        return tuple(results[part.sequence] for part in slices if part.is_answered)

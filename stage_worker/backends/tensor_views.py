@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint import BoundaryTensor, DType, ScaledDType
 from checkpoint.blueprint import HIDDEN_STATES
 from kvcache.scaled_pages import scaled_rows, unscaled_rows
+from stage_worker.backends.transfers import host_bytes
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.reference import NUM_PROJECTIONS
 from wire.tensors import HiddenStates, TensorView, WireDType
@@ -48,6 +50,8 @@ def _signs(width: int) -> Tensor:
     return torch.from_numpy(1.0 - 2.0 * (bits >> np.uint32(31)).astype(np.float32)).view(width, -1)
 
 
+Fetch = Callable[[Tensor], memoryview]
+"""Has the bytes of a tensor: now, or once a download has ended."""
 ELEMENTS = {ScaledDType.F8_E4M3: torch.float8_e4m3fn, ScaledDType.I8: torch.int8}
 
 
@@ -68,64 +72,64 @@ def unscale_rows(payload: Tensor, dtype: ScaledDType, shape: tuple[int, int], in
 _DTYPES: dict[torch.dtype, DType] = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
-    # torch warns once per process about tensors over read-only bytes; this module never writes them.
+    # torch warns once per process and function about tensors over read-only bytes, which are never written.
     warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
     torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
-def to_view(tensor: Tensor, *, name: str = HIDDEN_STATES) -> TensorView:
+def to_view(tensor: Tensor, *, name: str = HIDDEN_STATES, fetch: Fetch = host_bytes) -> TensorView:
     """View of the tensor's bytes, without a copy on a CPU; keeps them alive."""
-    dense = tensor.detach().contiguous().cpu()
-    return TensorView(_DTYPES[dense.dtype], tuple(dense.shape), dense.view(torch.uint8).numpy().data, name)
+    return TensorView(_DTYPES[tensor.dtype], tuple(tensor.shape), fetch(tensor), name)
 
 
-def from_view(view: TensorView, *, device: torch.device) -> Tensor:
-    """Tensor over the view's bytes on a CPU, unless misaligned; must not be modified."""
-    assert isinstance(view.dtype, DType), "rows with scales are for from_wire"
-    raw = _raw(view)
-    if raw.data_ptr() % view.dtype.size_bytes:
-        raw = raw.clone()
-    return raw.view(TORCH_DTYPES[view.dtype]).view(view.shape).to(device)
-
-
-def to_wire(hidden: Tensor, wire_dtype: WireDType, *, name: str = HIDDEN_STATES) -> TensorView:
-    """Encode hidden states [n, width] for sending, on their device where possible."""
+def to_wire(
+    hidden: Tensor, wire_dtype: WireDType, *, name: str = HIDDEN_STATES, fetch: Fetch = host_bytes
+) -> TensorView:
+    """Encode hidden states [n, width] for sending, on their device where possible; `fetch` has the bytes."""
     if isinstance(wire_dtype, DType):
-        return to_view(hidden.to(TORCH_DTYPES[wire_dtype]), name=name)
-    payload = scale_rows(hidden.detach(), wire_dtype).cpu()
-    return TensorView(wire_dtype, tuple(hidden.shape), payload.numpy().data, name)
+        return to_view(hidden.to(TORCH_DTYPES[wire_dtype]), name=name, fetch=fetch)
+    return TensorView(wire_dtype, tuple(hidden.shape), fetch(scale_rows(hidden.detach(), wire_dtype)), name)
 
 
 def to_frame(
-    tensors: Sequence[Tensor], boundary: Sequence[BoundaryTensor], wire_dtype: WireDType
+    tensors: Sequence[Tensor],
+    boundary: Sequence[BoundaryTensor],
+    wire_dtype: WireDType,
+    fetch: Fetch = host_bytes,
 ) -> HiddenStates:
     """Encode what crosses a cut: a tensor [n, width] for each of `boundary`, in its order."""
     return tuple(
-        to_wire(tensor, one.dtype or wire_dtype, name=one.name)
+        to_wire(tensor, one.dtype or wire_dtype, name=one.name, fetch=fetch)
         for tensor, one in zip(tensors, boundary, strict=True)
     )
 
 
 def from_frame(
-    hidden: HiddenStates, boundary: Sequence[BoundaryTensor], *, device: torch.device, dtype: torch.dtype
+    hidden: HiddenStates, payloads: Sequence[Tensor], boundary: Sequence[BoundaryTensor], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Decode what crosses a cut, with the run dtype `dtype`; must not be modified."""
+    """Decode what crosses a cut, with the run dtype `dtype`, from `payload` of each; must not be modified."""
     return tuple(
-        from_wire(view, device=device, dtype=dtype if one.dtype is None else TORCH_DTYPES[one.dtype])
-        for view, one in zip(hidden, boundary, strict=True)
+        decoded(payload, view, dtype if one.dtype is None else TORCH_DTYPES[one.dtype])
+        for view, payload, one in zip(hidden, payloads, boundary, strict=True)
     )
 
 
 def from_wire(view: TensorView, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Decode hidden states [n, width] to `dtype`; must not be modified."""
+    return decoded(torch.from_numpy(payload(view)).to(device), view, dtype)
+
+
+def payload(view: TensorView) -> NDArray[np.uint8]:
+    """The view's bytes."""
+    return np.frombuffer(view.data, np.uint8)
+
+
+def decoded(payload: Tensor, view: TensorView, dtype: torch.dtype) -> Tensor:
+    """Decode hidden states [n, width] from uint8 `payload` with the bytes of `view`; must not be modified."""
     if isinstance(view.dtype, ScaledDType):
         num_rows, width = view.shape
-        return unscale_rows(_raw(view).to(device), view.dtype, (num_rows, width), dtype)
-    return from_view(view, device=device).to(dtype)
-
-
-def _raw(view: TensorView) -> Tensor:
-    """uint8 tensor over the view's bytes."""
-    if not view.size_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(view.data, dtype=torch.uint8)
+        return unscale_rows(payload, view.dtype, (num_rows, width), dtype)
+    if payload.device.type == "cpu" and payload.data_ptr() % view.dtype.size_bytes:
+        payload = payload.clone()
+    return payload.view(TORCH_DTYPES[view.dtype]).view(view.shape).to(dtype)

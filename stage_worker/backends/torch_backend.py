@@ -1,17 +1,18 @@
 """The torch backend: models and KV pages on one compute thread."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
-from stage_worker.backends.contract import ReceivedFrame
+from stage_worker.backends.contract import DeviceError, ReceivedFrame
 from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
+from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.tensor_views import as_array, from_wire, project
 from stage_worker.backends.torch_device import (
     check_memory,
@@ -31,12 +32,13 @@ from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice
 from weights.serving import yield_to_others
-from wire.errors import StepFault, StepFaultKind
-from wire.frames import Frame
 from wire.gpu import Gpu
 from wire.reference import Reference, encode_states
 from wire.steps import Step
 from wire.tensors import TensorView
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 CLAIMS_FOLDER = "gpus"
@@ -76,6 +78,7 @@ class TorchBackend(StageBackend):
         self._cache = StageCache()
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
+        self._steps = StepPipeline(self._thread, self._fail, on_start=lambda: prepare_thread(device))
         self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._prefetches = ComputeThread(on_start=yield_to_others)
 
@@ -95,7 +98,7 @@ class TorchBackend(StageBackend):
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
         try:
-            return await self._thread.run(load_stage, assignment, self._resources, progress, self._cache)
+            return await self._after_steps(load_stage, assignment, self._resources, progress, self._cache)
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
@@ -110,14 +113,17 @@ class TorchBackend(StageBackend):
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         self._watch_steps()
-        await self._thread.run(executor.begin_epoch, number, stage=stage)
+        try:
+            await self._after_steps(executor.begin_epoch, number, stage=stage)
+        except DeviceError as error:
+            self._fail(str(error))
+            raise
 
     def prepare(self, executor: StepExecutor, step: Step) -> None:
         self._thread.post(executor.prepare, step)
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        loop = asyncio.get_running_loop()
-        return self._thread.submit(_run, executor, received.frame, loop, self._fail)
+        return self._steps.submit(executor, received.frame)
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
         await self._thread.run(executor.verify_accounting)
@@ -151,14 +157,19 @@ class TorchBackend(StageBackend):
         self._prefetches.stop(timeout_s=timeout_s)
         if self._claims is not None:
             self._claims.close()
-        is_stopped = self._thread.stop(timeout_s=timeout_s)
+        is_stopped = self._thread.stop(timeout_s=timeout_s) and self._steps.stop(timeout_s=timeout_s)
         if is_stopped:
             self._remote.close()
         return is_stopped
 
+    async def _after_steps(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` on the compute thread once all steps are finished."""
+        self._thread.post(self._steps.drain)
+        return await self._thread.run(function, *args, **kwargs)
+
     def _watch_steps(self) -> None:
         """Watch the steps that the coordinator gave up until they end."""
-        self._watchdog.expect(self._thread.submit(_nothing))
+        self._watchdog.expect(self._thread.submit(self._steps.drain))
 
     def _fail(self, reason: str) -> None:
         self.on_device_failure(reason)
@@ -167,26 +178,6 @@ class TorchBackend(StageBackend):
         """References use host memory, which a GPU's budget does not cover."""
         device = self._resources.device
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
-
-
-def _run(
-    executor: StepExecutor, frame: Frame, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]
-) -> RanStep:
-    """Report a failed device directly: the epoch may have ended, leaving the step's error unread."""
-    started_s = time.monotonic()
-    try:
-        output = executor.compute(frame)
-    except StepFault as fault:
-        if fault.kind is StepFaultKind.DEVICE:
-            loop.call_soon_threadsafe(on_failure, fault.message)
-        raise
-    ended_s = time.monotonic()
-    executor.note_busy(ended_s - started_s)
-    return RanStep(output, started_s, ended_s)
-
-
-def _nothing() -> None:
-    """Job that marks the end of the jobs before it."""
 
 
 def handed_on_states(handed_on: list[TensorView]) -> bytes:

@@ -37,6 +37,7 @@ from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
+from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StagingSizes, StepTransfers
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
 from stage_worker.loading.warmup import warm_up
@@ -76,9 +77,10 @@ class StageCache:
         grammars: GrammarMasks | None,
         *,
         wire_dtype: WireDType | None = None,
+        transfers: StepTransfers | None = None,
     ) -> ModelCompute:
         """Set the loaded stage; `model` consists of `parts`."""
-        self._compute = ModelCompute(model, pages, grammars, wire_dtype=wire_dtype)
+        self._compute = ModelCompute(model, pages, grammars, wire_dtype=wire_dtype, transfers=transfers)
         return self._compute
 
     def clear(self) -> None:
@@ -226,16 +228,13 @@ def _load(
     checkpoint = weighted.with_long_rope(is_long=assignment.has_long_rope)
     model = _new_model(assignment, checkpoint, resources)
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
-    _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
+    _check_memory(assignment, resources, model, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
     read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare)
     free_memory(resources.device)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
-    pages = new_pages(assignment, checkpoint.config, resources.device)
-    grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
-    compute = cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
-    executor = StepExecutor(assignment, compute)
+    executor = StepExecutor(assignment, _new_compute(assignment, checkpoint, model, cache))
     loaded = time.perf_counter()
     budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
     warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
@@ -268,6 +267,16 @@ def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: Worker
         device=resources.device,
         choice=resources.kernels,
     )
+
+
+def _new_compute(
+    assignment: Assignment, checkpoint: Checkpoint, model: DecoderStage, cache: StageCache
+) -> ModelCompute:
+    """The computation of a loaded `model`, with all its buffers; pages come last."""
+    grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
+    transfers = _new_transfers(assignment, checkpoint.config, model.device)
+    pages = new_pages(assignment, checkpoint.config, model.device)
+    return cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers)
 
 
 def _source(model: DecoderStage, checkpoint: Checkpoint, cache: StageCache) -> LoadedFrom:
@@ -321,14 +330,29 @@ def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeM
 
 
 def _check_memory(
-    assignment: Assignment, resources: WorkerResources, *, weight_bytes: int, kv_bytes: int
+    assignment: Assignment, resources: WorkerResources, model: DecoderStage, *, kv_bytes: int
 ) -> None:
-    if weight_bytes + kv_bytes > resources.memory_bytes:
+    weight_bytes = model.weight_bytes
+    staging_bytes = _staging_bytes(assignment, model.config, resources.device)
+    needed = weight_bytes + kv_bytes + staging_bytes
+    if needed > resources.memory_bytes:
+        staging = f", {staging_bytes} of buffers for copies" if staging_bytes else ""
         raise StageLoadError(
             f"layers [{assignment.layer_begin}, {assignment.layer_end}) need {weight_bytes} bytes of weights "
-            f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens), "
-            f"{weight_bytes + kv_bytes} in all; this worker has {resources.memory_bytes}"
+            f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens)"
+            f"{staging}, {needed} in all; this worker has {resources.memory_bytes}"
         )
+
+
+def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.device) -> int:
+    """Memory of a device for copies from and to the host."""
+    return 0 if device.type == "cpu" else StagingSizes.of(assignment, config.boundary).total_bytes
+
+
+def _new_transfers(assignment: Assignment, config: Blueprint, device: torch.device) -> StepTransfers:
+    if device.type == "cpu":
+        return HostTransfers()
+    return StagingRing(CudaQueue(device), StagingSizes.of(assignment, config.boundary))
 
 
 def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -41,7 +42,7 @@ from stage_worker.model.parts import (
     nothing_to_prepare,
 )
 from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import PagedLayers, Rotary, StepLayout, ViewRules
+from stage_worker.model.step_layout import PagedLayers, Place, Rotary, StepArrays, StepLayout, ViewRules
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout
 
@@ -151,32 +152,37 @@ class DecoderStage:
         )
         return read
 
-    @torch.inference_mode()
-    def layout(
+    def step_arrays(
         self,
         slices: list[SliceLayout],
         *,
         block_size: int,
         decodes: DecodeRows = NO_DECODES,
         windows: Collection[int | None] | None = None,
-    ) -> StepLayout:
-        """Build the StepLayout of `decodes`, then `slices`, for layers with `windows` (default: all).
+    ) -> StepArrays:
+        """Build the StepArrays of `decodes`, then `slices`, for layers with `windows` (default: all).
 
-        Raises ValueError, see `StepLayout.build`.
+        Raises ValueError, see `StepArrays.build`.
         """
-        return StepLayout.build(
+        return StepArrays.build(
             slices,
             decodes=decodes,
             windows=self._windows if windows is None else windows,
-            ropes=self._ropes,
             rules=ViewRules(
                 block_size=block_size,
+                device=self.device,
                 dtype=self.torch_dtype,
                 kernels=self.kernels,
                 max_keys=self._max_keys,
             ),
-            device=self.device,
         )
+
+    @torch.inference_mode()
+    def layout(self, arrays: Sequence[StepArrays], place: Place) -> StepLayout:
+        """The layout of a step with `arrays` for each block group of the stage, which are on the device."""
+        rotary = arrays[0].rotary(self._ropes, place)
+        first, *others = [part.layout(rotary, place) for part in arrays]
+        return replace(first, others=tuple(others)) if others else first
 
     def enter(self, token_ids: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the boundary before the first layer for ids int64 [n]. Raises like `embed`."""

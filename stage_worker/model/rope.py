@@ -10,9 +10,7 @@ get the angle 0. Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -34,20 +32,20 @@ class Rope:
         self._inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._num_still = head_dim // 2 - len(self._inv_freq)
         self._attention_factor = 1.0 if config is None else attention_factor(config)
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
         self._kept = self._compute(torch.arange(0, device=device))
 
-    def cos_sin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin of n positions, [n, 1, head_dim] each; the first half of `sin` is negated."""
-        index = torch.from_numpy(np.array(positions, np.int64)).to(self._device)
-        end = max(positions) + 1
+    def cos_sin(self, positions: Tensor, *, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of `positions` int64 [n] below `end`, [n, 1, head_dim] each; the first half of `sin` is
+        negated.
+        """
         if end > _KEPT_POSITIONS:
-            both = self._compute(index)
+            both = self._compute(positions)
         else:
             if end > len(self._kept):
                 kept = min(_KEPT_POSITIONS, 2 * end)
-                self._kept = self._compute(torch.arange(kept, device=self._device))
-            both = self._kept.index_select(0, index)
+                self._kept = self._compute(torch.arange(kept, device=self._kept.device))
+            both = self._kept.index_select(0, positions)
         return both[:, 0], both[:, 1]
 
     def _compute(self, positions: Tensor) -> Tensor:

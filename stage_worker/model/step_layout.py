@@ -1,13 +1,19 @@
-"""Data of a step that all layers share: KV writes and attention views. Masks are additive, 0 or -inf."""
+"""Data of a step that all layers share: KV writes and attention views. Masks are additive, 0 or -inf.
+
+All of it is computed on the host, in numpy, and may be checked there (`StepArrays`). Its arrays then reach
+the device in one copy, with the step's other data; only masks and rotary tables are computed there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint import Attention, Mixer, RopeConfig
@@ -59,6 +65,21 @@ class PagedKv(Protocol):
         """
 
 
+HostArray = NDArray[Any]
+Place = Callable[[HostArray], Tensor]
+"""Returns an array of the host where the stage computes; it has been copied there before."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnHost(Generic[T]):
+    """A part of a step before it is on the device: the `arrays` that it needs there, and how it is made."""
+
+    arrays: tuple[HostArray, ...]
+    make: Callable[[Place], T]
+
+
 _SHORT_TOKENS = 512
 """Minimum length for grouping one-token slices: padding shorter slices costs less than another call."""
 
@@ -72,9 +93,15 @@ class ViewRules:
     """Rules for views: the run dtype, and at most `max_keys` gathered keys beyond one sequence."""
 
     block_size: int
+    device: torch.device
     dtype: torch.dtype
     kernels: Kernels
     max_keys: int
+
+    @property
+    def gathers_decodes(self) -> bool:
+        """Whether attention of one-token slices copies their keys, and hides some of them by a mask."""
+        return self.kernels.decode in (AttentionMethod.SDPA, AttentionMethod.PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -92,14 +119,6 @@ class DecodeView:
     highest_page: int
     mask: Tensor | None
     ranges: Tensor | None
-
-    def to(self, device: torch.device) -> DecodeView:
-        """This view on `device`."""
-        if device.type == "cpu":
-            return self
-        return replace(
-            self, rows=_on(self.rows, device), pages=self.pages.to(device), mask=_on(self.mask, device)
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -129,38 +148,24 @@ class PrefillView:
     mask: Tensor | None
     blocks: tuple[QueryBlock, ...]
 
-    def to(self, device: torch.device) -> PrefillView:
-        """This view on `device`."""
-        if device.type == "cpu":
-            return self
-        blocks = tuple(
-            replace(block, edges=tuple((begin, mask.to(device)) for begin, mask in block.edges))
-            for block in self.blocks
-        )
-        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device), blocks=blocks)
 
-
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-def decode_views(slices: DecodeRows, rows: Column, window: int | None, rules: ViewRules) -> list[DecodeView]:
-    """The DecodeViews of one-token slices in `rows` int64 [n] of the step, on the CPU; `rows` is never None.
+def decode_views(
+    slices: DecodeRows, rows: Column, window: int | None, rules: ViewRules, *, are_all: bool
+) -> list[OnHost[DecodeView]]:
+    """The DecodeViews of one-token slices in `rows` int64 [n] of the step; `are_all` if it has no others.
 
     Padding at most doubles a slice's gathered keys, or extends them to twice `_SHORT_TOKENS`. Without
     groups, one long sequence would pad all others to its length.
     """
     if not len(slices):
         return []
-    if rules.kernels.decode is AttentionMethod.IN_PLACE:
-        return [_decode_view(slices, rows, window, rules)]
     begin, end = slices.visible_blocks(rules.block_size, window)
-    return [
-        _decode_view(slices, rows, window, rules)
-        if len(group) == len(slices)
-        else _decode_view(slices.take(group), rows[group], window, rules)
-        for group in _gathered_together((end - begin).tolist(), rules)
-    ]
+    groups = [list(range(len(slices)))]
+    if rules.gathers_decodes:
+        groups = list(_gathered_together((end - begin).tolist(), rules))
+    if len(groups) == 1:
+        return [_decode_view(slices, None if are_all else rows, window, rules)]
+    return [_decode_view(slices.take(group), rows[group], window, rules) for group in groups]
 
 
 def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
@@ -185,7 +190,9 @@ def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _decode_view(slices: DecodeRows, rows: Column, window: int | None, rules: ViewRules) -> DecodeView:
+def _decode_view(
+    slices: DecodeRows, rows: Column | None, window: int | None, rules: ViewRules
+) -> OnHost[DecodeView]:
     """Pad with the sequence's own first page: another's NaN times weight 0 would be NaN."""
     size = rules.block_size
     begin, end = slices.visible_blocks(size, window)
@@ -194,50 +201,63 @@ def _decode_view(slices: DecodeRows, rows: Column, window: int | None, rules: Vi
     require(int(pages.min()) >= 0, "a page before the first one of the stage's pool")
     first_key = (begin + slices.first_blocks) * size
     ranges = np.stack((slices.first_visible(window) - first_key, slices.positions + 1 - first_key), 1)
-    is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
-    return DecodeView(
-        rows=torch.from_numpy(rows),
-        pages=torch.from_numpy(pages),
-        highest_page=int(pages.max()),
-        mask=None if is_in_place else _decode_mask(ranges.tolist(), pages.shape[1] * size, rules),
-        ranges=torch.from_numpy(ranges) if is_in_place else None,
-    )
+    highest_page = int(pages.max())
+
+    def make(place: Place) -> DecodeView:
+        return DecodeView(
+            rows=None if rows is None else place(rows),
+            pages=place(pages),
+            highest_page=highest_page,
+            mask=_decode_mask(ranges, pages.shape[1] * size, place, rules) if rules.gathers_decodes else None,
+            ranges=None if rules.gathers_decodes else place(ranges),
+        )
+
+    return OnHost((pages, ranges) if rows is None else (rows, pages, ranges), make)
 
 
-def _decode_mask(ranges: Sequence[Sequence[int]], num_keys: int, rules: ViewRules) -> Tensor | None:
+def _decode_mask(ranges: Column, num_keys: int, place: Place, rules: ViewRules) -> Tensor | None:
     """Hide the keys outside of each sequence's (begin, end)."""
-    if all(begin == 0 and end == num_keys for begin, end in ranges):
+    if (ranges[:, 0] == 0).all() and (ranges[:, 1] == num_keys).all():
         return None
+    dtype = torch.float32 if rules.kernels.decode is AttentionMethod.PRODUCTS else rules.dtype
+    if rules.device.type != "cpu":
+        keys = torch.arange(num_keys, device=rules.device)
+        begin, end = (bound[:, None] for bound in place(ranges).unbind(1))
+        return _additive((keys < begin) | (keys >= end), dtype)[None, :, None]
     # numpy: a step's first calls of torch operators cost more than the rest of its layout.
     mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
-    for row, (begin, end) in zip(mask[0, :, 0], ranges, strict=True):
+    for row, (begin, end) in zip(mask[0, :, 0], ranges.tolist(), strict=True):
         row[:begin] = -np.inf
         row[end:] = -np.inf
-    found = torch.from_numpy(mask)
-    return found if rules.kernels.decode is AttentionMethod.PRODUCTS else found.to(rules.dtype)
+    return torch.from_numpy(mask).to(dtype)
 
 
-def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> PrefillView:
-    """The PrefillView of one slice, on the CPU."""
-    if item.first_position == 0:
-        first_key, pages = 0, None
-    else:
+def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> OnHost[PrefillView]:
+    """The PrefillView of one slice."""
+    first_key, pages = 0, None
+    if item.first_position:
         first, seen = item.visible_pages(rules.block_size, window)
-        first_key, pages = first * rules.block_size, torch.tensor([seen])
-    num_keys = item.end_position - first_key
-    mask: Tensor | None = None
-    blocks: tuple[QueryBlock, ...] = ()
-    if rules.kernels.prefill is AttentionMethod.PRODUCTS:
-        blocks = tuple(_query_blocks(item, first_key, window))
-    elif rules.kernels.prefill is AttentionMethod.SDPA and (
-        item.first_position or (window is not None and window < item.num_tokens)
-    ):
-        queries = (item.first_position, item.end_position)
-        mask = _causal(queries, (first_key, item.end_position), window, rules.dtype)
-    return PrefillView(pages=pages, num_keys=num_keys, mask=mask, blocks=blocks)
+        first_key, pages = first * rules.block_size, np.array([seen], np.int64)
+    queries, keys = (item.first_position, item.end_position), (first_key, item.end_position)
+    method = rules.kernels.prefill
+    is_partly_hidden = item.first_position or (window is not None and window < item.num_tokens)
+    has_mask = method is AttentionMethod.SDPA and is_partly_hidden
+    has_blocks = method is AttentionMethod.PRODUCTS
+
+    def make(place: Place) -> PrefillView:
+        return PrefillView(
+            pages=None if pages is None else place(pages),
+            num_keys=item.end_position - first_key,
+            mask=_causal(queries, keys, window, rules.dtype, rules.device) if has_mask else None,
+            blocks=tuple(_query_blocks(item, first_key, window, rules.device)) if has_blocks else (),
+        )
+
+    return OnHost(() if pages is None else (pages,), make)
 
 
-def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iterator[QueryBlock]:
+def _query_blocks(
+    item: SliceLayout, first_key: int, window: int | None, device: torch.device
+) -> Iterator[QueryBlock]:
     most_keys = item.end_position if window is None else min(item.end_position, window + _QUERIES_PER_BLOCK)
     size = max(16, min(_QUERIES_PER_BLOCK, _SCORES_PER_BLOCK // most_keys))
     for begin in range(item.first_position, item.end_position, size):
@@ -246,27 +266,31 @@ def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iter
         yield QueryBlock(
             queries=(begin - item.first_position, end - item.first_position),
             keys=(low - first_key, end - first_key),
-            edges=tuple(_edges((begin, end), (low, end), window)),
+            edges=tuple(_edges((begin, end), (low, end), window, device)),
         )
 
 
 def _edges(
-    queries: tuple[int, int], keys: tuple[int, int], window: int | None
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
     """Masks for partly visible keys, which may overlap: after the first query, and outside the window."""
     first_query, low = queries[0], keys[0]
     if queries[1] - first_query > 1:
         begin = first_query + 1
-        yield begin - low, _causal(queries, (begin, keys[1]), None, torch.float32)
+        yield begin - low, _causal(queries, (begin, keys[1]), None, torch.float32, device)
     if window is not None and (end := queries[1] - window) > low:
-        yield 0, _causal(queries, (low, end), window, torch.float32)
+        yield 0, _causal(queries, (low, end), window, torch.float32, device)
 
 
 def _causal(
-    queries: tuple[int, int], keys: tuple[int, int], window: int | None, dtype: torch.dtype
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Additive mask [num_queries, num_keys] for positions given as (begin, end)."""
-    query, key = torch.arange(*queries)[:, None], torch.arange(*keys)
+    query, key = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
     hidden = key > query
     if window is not None:
         hidden |= key <= query - window
@@ -274,7 +298,7 @@ def _causal(
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -339,15 +363,16 @@ class Rotary:
         return cls(mixer.rope, width, mixer.query_growth)
 
 
-def _rotary_table(key: Rotary, rope: Rope, positions: Sequence[int]) -> RotaryTable:
-    cos, sin = rope.cos_sin(positions)
-    return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos))
+def _rotary_table(key: Rotary, rope: Rope, positions: Tensor, *, end: int) -> RotaryTable:
+    """The table of `positions` int64 [n], which are below `end`."""
+    cos, sin = rope.cos_sin(positions, end=end)
+    return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos, end=end))
 
 
-def _query_scale(growth: QueryGrowth | None, positions: Sequence[int], like: Tensor) -> Tensor | None:
-    if growth is None or max(positions) < growth.original_length:
+def _query_scale(growth: QueryGrowth | None, positions: Tensor, like: Tensor, *, end: int) -> Tensor | None:
+    if growth is None or end <= growth.original_length:
         return None
-    turns = torch.tensor(positions) // growth.original_length
+    turns = positions // growth.original_length
     scale = 1 + growth.beta * torch.log1p(turns.to(torch.float32))
     return scale.to(like)[:, None, None]
 
@@ -374,6 +399,18 @@ class StepLayout:
         """The layout of each block group of the stage, this one first."""
         return (self, *self.others)
 
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepArrays:
+    """A StepLayout on the host, where it can be checked: positions int64 [num_tokens], writes and views."""
+
+    rules: ViewRules
+    positions: Column
+    slots: Column
+    writes: OnHost[KvWrites]
+    prefill_rows: tuple[tuple[int, int], ...]
+    views: Mapping[int | None, OnHost[AttentionViews]]
+
     @classmethod
     def build(
         cls,
@@ -381,10 +418,8 @@ class StepLayout:
         *,
         decodes: DecodeRows = NO_DECODES,
         windows: Collection[int | None],
-        ropes: Mapping[Rotary, Rope],
         rules: ViewRules,
-        device: torch.device,
-    ) -> StepLayout:
+    ) -> StepArrays:
         """Build the layout of `decodes`, which write their positions, and of the `slices` after them.
 
         Rows are consecutive in this order.
@@ -402,13 +437,38 @@ class StepLayout:
         positions = decodes.positions.tolist()
         for item in slices:
             positions.extend(range(item.first_position, item.end_position))
+        slots, writes = _kv_writes(decodes, slices, ranges, rules.block_size)
         return cls(
-            num_tokens=len(positions),
-            kernels=rules.kernels,
-            rotary={key: _rotary_table(key, rope, positions) for key, rope in ropes.items()},
-            writes=_kv_writes(decodes, slices, ranges, rules.block_size, device),
+            rules=rules,
+            positions=np.array(positions, np.int64),
+            slots=slots,
+            writes=writes,
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
-            views={window: _views(decodes, slices, ranges, window, rules, device) for window in windows},
+            views={window: _views(decodes, slices, ranges, window, rules) for window in windows},
+        )
+
+    @property
+    def arrays(self) -> Iterator[HostArray]:
+        """What `layout` needs on the device."""
+        yield self.positions
+        yield from self.writes.arrays
+        for views in self.views.values():
+            yield from views.arrays
+
+    def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
+        """The tables of a step, the same for all block groups, once `arrays` are on the device."""
+        positions, end = place(self.positions), int(self.positions.max()) + 1
+        return {key: _rotary_table(key, rope, positions, end=end) for key, rope in ropes.items()}
+
+    def layout(self, rotary: Mapping[Rotary, RotaryTable], place: Place) -> StepLayout:
+        """The layout, once `arrays` are on the device."""
+        return StepLayout(
+            num_tokens=len(self.positions),
+            kernels=self.rules.kernels,
+            rotary=rotary,
+            writes=self.writes.make(place),
+            prefill_rows=self.prefill_rows,
+            views={window: views.make(place) for window, views in self.views.items()},
         )
 
 
@@ -461,8 +521,7 @@ def _views(
     ranges: Sequence[tuple[int, int]],
     window: int | None,
     rules: ViewRules,
-    device: torch.device,
-) -> AttentionViews:
+) -> OnHost[AttentionViews]:
     """Views of `decodes`, and of `slices` in rows `ranges`, through one window."""
     singles = [item for item in slices if item.num_tokens == 1]
     longer = [item for item in slices if item.num_tokens > 1]
@@ -471,14 +530,17 @@ def _views(
         single_rows = [begin for begin, end in ranges if end - begin == 1]
         rows = np.concatenate((rows, np.array(single_rows, np.int64)))
         decodes = decodes + DecodeRows.of(singles)
-    views = decode_views(decodes, rows, window, rules)
-    prefills = [prefill_view(item, window, rules) for item in longer]
-    if len(views) == 1 and not longer:
-        views = [replace(views[0], rows=None)]
-    return AttentionViews(
-        decodes=tuple(view.to(device) for view in views),
-        prefills=tuple(view.to(device) for view in prefills),
-    )
+    of_decodes = decode_views(decodes, rows, window, rules, are_all=not longer)
+    of_longer = [prefill_view(item, window, rules) for item in longer]
+
+    def make(place: Place) -> AttentionViews:
+        return AttentionViews(
+            decodes=tuple(view.make(place) for view in of_decodes),
+            prefills=tuple(view.make(place) for view in of_longer),
+        )
+
+    arrays = [view.arrays for view in of_decodes] + [view.arrays for view in of_longer]
+    return OnHost(tuple(itertools.chain.from_iterable(arrays)), make)
 
 
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:
@@ -490,12 +552,9 @@ def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, in
 
 
 def _kv_writes(
-    decodes: DecodeRows,
-    slices: Sequence[SliceLayout],
-    ranges: Sequence[tuple[int, int]],
-    block_size: int,
-    device: torch.device,
-) -> KvWrites:
+    decodes: DecodeRows, slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], block_size: int
+) -> tuple[Column, OnHost[KvWrites]]:
+    """Slots and the writes to them."""
     decode_slots = decodes.slots(block_size)
     begun = (decode_slots[decode_slots % block_size == 0] // block_size).tolist() if block_size > 1 else []
     rows = list(range(len(decodes)))
@@ -509,20 +568,28 @@ def _kv_writes(
             if begin == 0 and end < block_size:
                 begun.append(page)
     num_rows = ranges[-1][1] if ranges else len(decodes)
-    where = _indices(slots, device)
-    if len(rows) == num_rows:
-        every, by_row = None, where
-    else:
-        every = _indices(rows, device)
-        by_row = torch.full((num_rows,), -1, device=device).index_copy_(0, every, where)
-    return KvWrites(
-        rows=every,
-        slots=where,
-        by_row=by_row,
-        highest_slot=max(slots, default=-1),
-        begun=_indices(begun, device) if begun else None,
-    )
+    where = np.array(slots, np.int64)
+    return where, _writes_to(where, rows, begun, num_rows)
 
 
-def _indices(values: list[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(values, np.int64)).to(device)
+def _writes_to(slots: Column, rows: list[int], begun: list[int], num_rows: int) -> OnHost[KvWrites]:
+    """Writes of `rows`, of `num_rows` in the step, to `slots`; the pages `begun` are cleared first."""
+    every: Column | None = None
+    by_row = slots
+    if len(rows) < num_rows:
+        every = np.array(rows, np.int64)
+        by_row = np.full(num_rows, -1, np.int64)
+        by_row[every] = slots
+    cleared = np.array(begun, np.int64) if begun else None
+
+    def make(place: Place) -> KvWrites:
+        return KvWrites(
+            rows=None if every is None else place(every),
+            slots=place(slots),
+            by_row=place(by_row),
+            highest_slot=int(slots.max(initial=-1)),
+            begun=None if cleared is None else place(cleared),
+        )
+
+    arrays = (slots, None if every is None else by_row, every, cleared)
+    return OnHost(tuple(array for array in arrays if array is not None), make)

@@ -18,8 +18,9 @@ depends on the row alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,22 +140,30 @@ def row_sums(weights: Tensor) -> Tensor:
     return blocks.sum(dim=-1).sum(dim=-1, keepdim=True)
 
 
-def uniform_samples(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """Uniform number of each row, float64 [n, 1]."""
+def uniform_samples(draws: Sequence[Draw]) -> NDArray[np.float64]:
+    """Uniform number of each row, [n]."""
     seeds, choices, positions = (
         np.array(column, dtype=np.uint64)
         for column in zip(*((draw.sampling.seed, draw.choice, draw.position) for draw in draws), strict=True)
     )
-    return torch.from_numpy(uniforms(seeds, choices, positions)).to(device)[:, None]
+    return uniforms(seeds, choices, positions)
+
+
+def is_any(flags: Tensor) -> bool:
+    """Whether a flag is set. On a device always true: looking would wait for it."""
+    return flags.device.type != "cpu" or bool(flags.any())
 
 
 def inverse_cdf_sample(weights: Tensor, at: Tensor) -> Tensor:
-    """First columns [n, 1] whose cumulative weight (float64 [n, m]) exceeds `at` [n, 1] times the total."""
+    """First columns [n, 1] whose cumulative weight (float64 [n, m]) exceeds `at` [n, 1] times the total.
+
+    Any column for weights that are not finite.
+    """
     cumulative = weights.cumsum(dim=-1)
     totals = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, at * totals, right=True)
     last = torch.searchsorted(cumulative, totals, right=False)
-    return torch.minimum(index, last)
+    return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1)
 
 
 def _block_width(size: int) -> int:
@@ -173,22 +182,17 @@ _LOG_SPAN = 40.0
 
 @dataclass(frozen=True, slots=True)
 class FilterColumns:
-    """Parameters of n rows, float64 [n, 1] each; `top_k` is int64, with vocab_size for all tokens."""
+    """Parameters of n rows, float64 [n, 1] each; `top_k` is int64, with vocab_size for all tokens.
+
+    `share` is the row's uniform number.
+    """
 
     temperature: Tensor
-    top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     typical_p: Tensor
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw], *, vocab_size: int, device: torch.device) -> "FilterColumns":
-        rows = [draw.sampling for draw in draws]
-        reals = [[row.temperature, row.top_p, row.min_p, row.typical_p] for row in rows]
-        temperature, top_p, min_p, typical_p = torch.tensor(reals, dtype=torch.float64, device=device).T
-        limits = [min(row.top_k or vocab_size, vocab_size) for row in rows]
-        top_k = torch.tensor(limits, dtype=torch.int64, device=device)
-        return cls(*(column[:, None] for column in (temperature, top_k, top_p, min_p, typical_p)))
+    share: Tensor
+    top_k: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,7 @@ def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
     """Keep the smallest set of the most likely tokens that reaches top_p of `totals` [n, 1]."""
     top_p = tokens.columns.top_p
     is_used = top_p < 1.0
-    if not bool(is_used.any()):
+    if not is_any(is_used):
         return
     span = _LOG_SPAN * tokens.columns.temperature
     keys, targets = -tokens.scores, top_p * totals
@@ -231,7 +235,7 @@ def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
     tokens.keep(keys <= torch.where(is_used, edge.key, math.inf))
     weight = _log_weights(-edge.key, tokens.maxima, tokens.columns.temperature).exp_()
     is_surplus = is_used & (edge.mass_below + (edge.num_equal - 1) * weight >= targets)
-    if bool(is_surplus.any()):
+    if is_any(is_surplus):
         at_edge = keys == edge.key
         equals_before = at_edge.cumsum(dim=-1) - 1
         tokens.keep(~(at_edge & is_surplus & (edge.mass_below + equals_before * weight >= targets)))
@@ -240,7 +244,7 @@ def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
 def keep_min_p(tokens: KeptTokens) -> None:
     """Drop tokens less than min_p times as likely as the most likely token."""
     min_p = tokens.columns.min_p
-    if bool((min_p > 0.0).any()):
+    if is_any(min_p > 0.0):
         tokens.keep(tokens.weights >= min_p)
 
 
@@ -251,7 +255,7 @@ def keep_typical(tokens: KeptTokens) -> None:
     """
     typical_p = tokens.columns.typical_p
     is_used = typical_p < 1.0
-    if not bool(is_used.any()):
+    if not is_any(is_used):
         return
     log_weights = _log_weights(tokens.scores, tokens.maxima, tokens.columns.temperature)
     # Surprise is log(total) - log weight; the total is omitted from both surprise and entropy.
@@ -270,24 +274,8 @@ def _log_weights(scores: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
 
 NUM_CANDIDATES = 256
 
-
-def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Token ids [n] from `scores` float32 [n, vocab_size] with finite row maxima [n] and temperatures above
-    0.
-    """
-    vocab_size, device = scores.shape[-1], scores.device
-    tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-    plain, few, many = _by_width([draw.sampling for draw in draws], vocab_size)
-    batch = _Batch(scores, maxima[:, None], list(draws))
-    if few:
-        chosen, is_exact = _choose_among_candidates(batch.part(few))
-        tokens[few] = chosen
-        many += [row for row, is_done in zip(few, is_exact.tolist(), strict=True) if not is_done]
-    if plain:
-        tokens[plain] = _choose_unfiltered(batch.part(plain))
-    for row in many:
-        tokens[row] = _choose_at_full_width(batch.part([row]))
-    return tokens
+Place = Callable[[NDArray[Any]], Tensor]
+"""Returns an array of the host on the device of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,39 +284,126 @@ class _Batch:
 
     scores: Tensor
     maxima: Tensor
-    draws: list[Draw]
-
-    def part(self, rows: list[int]) -> "_Batch":
-        if len(rows) == len(self.draws):
-            return self
-        return _Batch(self.scores[rows], self.maxima[rows], [self.draws[row] for row in rows])
-
-    @property
-    def columns(self) -> FilterColumns:
-        return FilterColumns.of(self.draws, vocab_size=self.scores.shape[-1], device=self.scores.device)
+    columns: FilterColumns
 
     @property
     def tokens(self) -> KeptTokens:
         return KeptTokens.all_of(self.scores, self.maxima, self.columns)
 
+
+@dataclass(frozen=True, slots=True)
+class _DrawnRows:
+    """Rows int64 [n] of a batch on the host, with `reals` float64 [5, n] and `top_k` int64 [n].
+
+    `reals` are in the order of FilterColumns.
+    """
+
+    rows: NDArray[np.int64]
+    reals: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, draws: Mapping[int, Draw], vocab_size: int) -> "_DrawnRows":
+        rows = [draw.sampling for draw in draws.values()]
+        reals = [[row.temperature, row.top_p, row.min_p, row.typical_p] for row in rows]
+        columns = [*np.array(reals, np.float64).T, uniform_samples(list(draws.values()))]
+        top_k = [min(row.top_k or vocab_size, vocab_size) for row in rows]
+        return cls(np.array(list(draws), np.int64), np.stack(columns), np.array(top_k, np.int64))
+
     @property
-    def shares(self) -> Tensor:
-        return uniform_samples(self.draws, self.scores.device)
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.rows, self.reals, self.top_k
+
+    def batch(self, scores: Tensor, maxima: Tensor, place: Place) -> _Batch:
+        """These rows of all `scores` and `maxima` [m]."""
+        if len(self.rows) < len(scores):
+            index = place(self.rows)
+            scores, maxima = scores.index_select(0, index), maxima.index_select(0, index)
+        temperature, top_p, min_p, typical_p, share = place(self.reals)[:, :, None].unbind()
+        top_k = place(self.top_k)[:, None]
+        columns = FilterColumns(temperature, top_p, min_p, typical_p, share, top_k)
+        return _Batch(scores, maxima[:, None], columns)
 
 
-def _by_width(samplings: list[StepSampling], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
+class RandomRows:
+    """The random rows of a batch, with their parameters on the host until the device has `arrays`."""
+
+    def __init__(self, draws: Mapping[int, Draw], vocab_size: int) -> None:
+        """`draws` by row, with temperatures above 0."""
+        self._draws = draws
+        self._vocab_size = vocab_size
+        self._plain, self._few, self._many = (
+            _DrawnRows.of(part, vocab_size) if part else None for part in _by_width(draws, vocab_size)
+        )
+
+    @property
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        for part in (self._plain, self._few, self._many):
+            if part is not None:
+                yield from part.arrays
+
+    def sample(self, scores: Tensor, maxima: Tensor, tokens: Tensor, place: Place) -> Tensor:
+        """Write their tokens into `tokens` [n], and return which are final, bool [n]; see `sample_again`.
+
+        `scores` are float32 [n, vocab_size] with finite maxima [n]. On a device, nothing waits for it.
+        """
+        is_exact = torch.ones_like(tokens, dtype=torch.bool)
+        if self._few is not None:
+            chosen, is_done = _choose_among_candidates(self._few.batch(scores, maxima, place))
+            tokens.index_copy_(0, place(self._few.rows), chosen)
+            is_exact.index_copy_(0, place(self._few.rows), is_done)
+        if self._plain is not None:
+            chosen = _choose_unfiltered(self._plain.batch(scores, maxima, place))
+            tokens.index_copy_(0, place(self._plain.rows), chosen)
+        if self._many is not None:
+            is_exact.index_fill_(0, place(self._many.rows), False)
+        return is_exact
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._draws
+
+    def sample_again(self, row: int, scores: Tensor, maxima: Tensor) -> int:
+        """The token of a `row` that `sample` left open, from its own scores [1, vocab_size] and maximum [1].
+
+        Waits for the device.
+        """
+        drawn = _DrawnRows.of({0: self._draws[row]}, self._vocab_size)
+        return int(_choose_at_full_width(drawn.batch(scores, maxima, _copies_to(scores.device))))
+
+
+def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Token ids [n] from `scores` float32 [n, vocab_size] with finite row maxima [n] and temperatures above
+    0.
+    """
+    tokens = torch.empty(len(draws), dtype=torch.int64, device=scores.device)
+    rows = RandomRows(dict(enumerate(draws)), scores.shape[-1])
+    is_exact = rows.sample(scores, maxima, tokens, _copies_to(scores.device))
+    for row, is_done in enumerate(is_exact.tolist()):
+        if not is_done:
+            tokens[row] = rows.sample_again(row, scores[row : row + 1], maxima[row : row + 1])
+    return tokens
+
+
+def _copies_to(device: torch.device) -> Place:
+    return lambda array: torch.from_numpy(array).to(device)
+
+
+def _by_width(
+    draws: Mapping[int, Draw], vocab_size: int
+) -> tuple[dict[int, Draw], dict[int, Draw], dict[int, Draw]]:
     """Partition rows: without filters, probably decidable by few candidates, and others."""
-    plain: list[int] = []
-    few: list[int] = []
-    many: list[int] = []
-    for row, sampling in enumerate(samplings):
+    plain: dict[int, Draw] = {}
+    few: dict[int, Draw] = {}
+    many: dict[int, Draw] = {}
+    for row, draw in draws.items():
+        sampling = draw.sampling
         is_limited = _is_limited(sampling, vocab_size)
         if is_limited and sampling.top_k >= NUM_CANDIDATES:
-            many.append(row)
+            many[row] = draw
         elif is_limited or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-            few.append(row)
+            few[row] = draw
         else:
-            (many if sampling.typical_p < 1.0 else plain).append(row)
+            (many if sampling.typical_p < 1.0 else plain)[row] = draw
     return plain, few, many
 
 
@@ -338,7 +413,7 @@ def _is_limited(sampling: StepSampling, vocab_size: int) -> bool:
 
 
 def _choose_unfiltered(batch: _Batch) -> Tensor:
-    return inverse_cdf_sample(batch.tokens.weights, batch.shares)[:, 0]
+    return inverse_cdf_sample(batch.tokens.weights, batch.columns.share)[:, 0]
 
 
 def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
@@ -364,26 +439,23 @@ def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
     is_exact = torch.where(is_limited, kth > last, reaches_top_p | (last_weights < columns.min_p))
     is_exact |= torch.isneginf(last) | (num_candidates == vocab_size)
     _filter(tokens, totals)
-    return ids.gather(-1, inverse_cdf_sample(tokens.weights, batch.shares))[:, 0], is_exact[:, 0]
+    return ids.gather(-1, inverse_cdf_sample(tokens.weights, columns.share))[:, 0], is_exact[:, 0]
 
 
 def _totals(batch: _Batch, tokens: KeptTokens) -> Tensor:
     """Weight [n, 1] of the tokens within top_k, the base of top_p; `tokens` are the candidates."""
-    totals = tokens.totals
-    samplings, vocab_size = [draw.sampling for draw in batch.draws], batch.scores.shape[-1]
-    rows = [i for i, s in enumerate(samplings) if s.top_p < 1.0 and not _is_limited(s, vocab_size)]
-    if rows:
-        totals[rows] = batch.part(rows).tokens.totals
-    return totals
+    totals, columns = tokens.totals, batch.columns
+    is_whole = (columns.top_p < 1.0) & (columns.top_k == batch.scores.shape[-1])
+    return torch.where(is_whole, batch.tokens.totals, totals) if is_any(is_whole) else totals
 
 
 def _choose_at_full_width(batch: _Batch) -> Tensor:
     """Sample the token id [1] of one row."""
-    tokens, vocab_size, top_k = batch.tokens, batch.scores.shape[-1], batch.draws[0].sampling.top_k
-    if 0 < top_k < vocab_size:
+    tokens, vocab_size, top_k = batch.tokens, batch.scores.shape[-1], int(batch.columns.top_k)
+    if top_k < vocab_size:
         tokens.keep(tokens.scores >= tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
     _filter(tokens, tokens.totals)
-    return inverse_cdf_sample(tokens.weights, batch.shares)[:, 0]
+    return inverse_cdf_sample(tokens.weights, batch.columns.share)[:, 0]
 
 
 def _filter(tokens: KeptTokens, totals: Tensor) -> None:

@@ -19,6 +19,7 @@ from stage_worker.sampling.logits_processors import (
     penalise,
     token_logprobs,
 )
+from stage_worker.sampling.plain_rows import PlainRows, rows_per_block
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
@@ -235,8 +236,6 @@ def score(
 
 
 NO_GRAMMARS = "structured output is not available on this stage"
-MAX_BLOCK_ELEMENTS = 1 << 20
-"""Logits per block: fits the processor's caches, and takes 8 MiB in float64."""
 
 
 class Sampler:
@@ -271,28 +270,32 @@ class Sampler:
         if self._grammars is not None:
             self._grammars.end(key)
 
-    def choose_plain(self, decodes: Decodes, logits: Tensor) -> list[int] | None:
-        """Token of each of `decodes`, as `choose` would choose it.
+    def plain_rows(
+        self, decodes: Decodes, chunks: Sequence[StepSlice] = (), *, device: torch.device
+    ) -> PlainRows | None:
+        """The rows of `decodes`, and then of `chunks`, all of them sampled, for logits on `device`.
 
-        None if `choose` must do it, because a row has parameters or a result of its own; nothing has changed
-        then. `logits` is float32 [len(decodes), vocab_size].
+        None if `choose` must sample them, because a row has parameters or a result of its own; nothing has
+        changed then.
         """
-        states = self._plain_states(decodes.identities)
-        if states is None or non_finite_rows(logits):
+        of_chunks = [self._live[chunk.sequence] for chunk in chunks]
+        if not all(state.is_plain for state in of_chunks):
             return None
-        positions = unpack_column(decodes.positions)
-        num_rows = max(MAX_BLOCK_ELEMENTS // self._vocab_size, torch.get_num_threads())
-        tokens: list[int] = []
-        for first in range(0, len(states), num_rows):
-            block = logits[first : first + num_rows]
-            draws = {
-                row: Draw(state.sampling, state.choice, positions[first + row] + 1)
-                for row, state in enumerate(states[first : first + num_rows])
-                if state.sampling.temperature > 0.0
-            }
-            maxima, likeliest = argmax_rows(block)
-            tokens += _with_draws(likeliest, block, maxima, draws).tolist()
-        return tokens
+        states = self._plain_states(decodes.identities)
+        if states is None:
+            return None
+        positions = [position + 1 for position in unpack_column(decodes.positions)]
+        positions += [_position(chunk) for chunk in chunks]
+        draws = {
+            row: Draw(state.sampling, state.choice, positions[row])
+            for row, state in enumerate([*states, *of_chunks])
+            if state.sampling.temperature > 0.0
+        }
+        return PlainRows(draws, len(positions), vocab_size=self._vocab_size, device=device)
+
+    def not_finite(self, step_slice: StepSlice) -> SliceResult:
+        """The result of a sampled slice whose logits are not finite."""
+        return self._not_finite(step_slice, _position(step_slice))
 
     def _plain_states(self, identities: bytes) -> list[SamplerState] | None:
         """States of a batch that decodes; None if one is not plain. Steady decoding repeats its batches."""
@@ -324,7 +327,7 @@ class Sampler:
         rows = [row for row in range(len(slices)) if row not in results]
         if len(rows) < len(slices):
             logits = logits[rows]
-        num_rows = max(MAX_BLOCK_ELEMENTS // self._vocab_size, torch.get_num_threads())
+        num_rows = rows_per_block(self._vocab_size, logits.device)
         for first in range(0, len(rows), num_rows):
             block = rows[first : first + num_rows]
             chosen = self._choose_block(

@@ -19,6 +19,7 @@ from tests.checkpoints import load_reference, make_checkpoint
 from tests.e2e.clusters import random_prompt, reference_tokens
 from tests.families import make_family
 from tests.local_pipeline import LocalPipeline
+from tests.step_layouts import layout_for
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +104,8 @@ def _logits(
     with torch.inference_mode():
         for first, end in itertools.pairwise(bounds):
             owned = tuple(range(-(-end // BLOCK_SIZE)))
-            layout = stage.layout(
+            layout = layout_for(
+                stage,
                 [SliceLayout(first_position=first, num_tokens=end - first, pages=owned)],
                 block_size=BLOCK_SIZE,
             )

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.step_layout import LayerKv, RotaryTable, StepLayout
+from stage_worker.model.step_layout import LayerKv, RotaryTable, StepArrays
 from stage_worker.validation import SliceLayout
 
 Plant = Callable[[DecoderStage], None]
@@ -90,24 +90,16 @@ def slots_are_off_by_one(stage: DecoderStage) -> None:
 
 def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
     untyped: Any = stage
-    layout = stage.layout
+    step_arrays = stage.step_arrays
 
-    def shifted(
-        slices: list[SliceLayout], *, block_size: int, decodes: DecodeRows = NO_DECODES, **others: Any
-    ) -> StepLayout:
-        positions = [position + 1 for position in decodes.positions.tolist()]
-        positions += [
-            position + (item.num_tokens == 1)
-            for item in slices
-            for position in range(item.first_position, item.end_position)
-        ]
-        tables = {}
-        for key, rope in untyped._ropes.items():
-            cos, sin = rope.cos_sin(positions)
-            tables[key] = RotaryTable(cos=cos, sin=sin)
-        return replace(layout(slices, block_size=block_size, decodes=decodes, **others), rotary=tables)
+    def shifted(slices: list[SliceLayout], **others: Any) -> StepArrays:
+        arrays = step_arrays(slices, **others)
+        is_longer = np.zeros(len(arrays.positions), np.int64)
+        for begin, end in arrays.prefill_rows:
+            is_longer[begin:end] = 1
+        return replace(arrays, positions=arrays.positions + 1 - is_longer)
 
-    untyped.layout = shifted
+    untyped.step_arrays = shifted
 
 
 def pages_of_another_sequence_are_read(stage: DecoderStage) -> None:
@@ -125,25 +117,25 @@ _OTHER_PAGE, _FRESH_PAGE = 1, 31
 
 def _change_slices(stage: DecoderStage, change: Callable[[SliceLayout], SliceLayout]) -> None:
     untyped: Any = stage
-    layout = stage.layout
+    step_arrays = stage.step_arrays
 
-    def changed(slices: list[SliceLayout], **others: Any) -> StepLayout:
-        return layout(
+    def changed(slices: list[SliceLayout], **others: Any) -> StepArrays:
+        return step_arrays(
             [change(item) if item.first_position and item.num_tokens > 1 else item for item in slices],
             **others,
         )
 
-    untyped.layout = changed
+    untyped.step_arrays = changed
 
 
 def second_chunks_do_not_see_the_first(stage: DecoderStage) -> None:
     untyped: Any = stage
-    layout = stage.layout
+    step_arrays = stage.step_arrays
 
-    def blind(slices: list[SliceLayout], *, block_size: int, **others: Any) -> StepLayout:
-        return layout([_blind(item, block_size) for item in slices], block_size=block_size, **others)
+    def blind(slices: list[SliceLayout], *, block_size: int, **others: Any) -> StepArrays:
+        return step_arrays([_blind(item, block_size) for item in slices], block_size=block_size, **others)
 
-    untyped.layout = blind
+    untyped.step_arrays = blind
 
 
 def _blind(item: SliceLayout, block_size: int) -> SliceLayout:

@@ -6,7 +6,7 @@ import torch
 
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import HandedOn, StageOutput
-from stage_worker.backends.tensor_views import from_view
+from stage_worker.backends.tensor_views import from_wire
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import PredecessorDouble
@@ -88,7 +88,7 @@ def _content(output: StageOutput) -> HiddenStates | StepResult:
 def comparable_of(output: HiddenStates | StepResult) -> Comparable:
     if isinstance(output, StepResult):
         return [entry.outcome for entry in output.results]
-    return from_view(output[0], device=torch.device("cpu"))
+    return from_wire(output[0], device=torch.device("cpu"), dtype=torch.float32)
 
 
 def assert_same(outputs: list[Comparable], expected: list[Comparable]) -> None:

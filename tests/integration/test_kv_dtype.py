@@ -21,6 +21,7 @@ from tests.families import make_family
 from tests.integration.cluster import Cluster, RequestCase
 from tests.integration.test_sliding_window import prompt_of
 from tests.local_pipeline import LocalPipeline, Request
+from tests.step_layouts import layout_for
 
 CUTS = [(5,), (2, 3), (1, 1, 3), (1, 1, 1, 1, 1)]
 LIMITS = {ScaledDType.I8: (3e-5, 3e-4), ScaledDType.F8_E4M3: (1e-3, 1e-3)}
@@ -120,7 +121,7 @@ def _logprobs(tokens: list[int], dtype: DType, kv_dtype: ScaledDType | None) -> 
     for begin in range(0, len(tokens), 32):
         chunk = torch.tensor(tokens[begin : begin + 32])
         item = SliceLayout(first_position=begin, num_tokens=len(chunk), pages=table, num_valid=begin)
-        hidden = stage.forward(stage.embed(chunk), stage.layout([item], block_size=16), pages)
+        hidden = stage.forward(stage.embed(chunk), layout_for(stage, [item], block_size=16), pages)
         logits.append(stage.logits(hidden))
     return torch.cat(logits).double().log_softmax(dim=1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint import BoundaryTensor, Checkpoint, DType, ScaledDType
 from kvcache.pages import PageGroups
 from stage_worker.backends.contract import StageOutput
-from stage_worker.backends.tensor_views import from_frame, to_frame
+from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.executor import StepExecutor
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.step_layout import StepLayout
@@ -148,7 +148,8 @@ def test_a_smaller_wire_dtype_leaves_exact_tensors_as_they_are(
     tensors = (torch.randn(3, 64), torch.randn(3, HALF), torch.tensor([[1.0], [70_001.0], [16_777_215.0]]))
     sent = to_frame(tensors, boundary, wire_dtype)
     assert [tensor.dtype for tensor in sent] == [wire_dtype, wire_dtype, DType.F32]
-    received = from_frame(sent, boundary, device=torch.device("cpu"), dtype=torch.float32)
+    payloads = [torch.from_numpy(payload(view)) for view in sent]
+    received = from_frame(sent, payloads, boundary, torch.float32)
     assert torch.equal(received[2], tensors[2])
     assert torch.allclose(received[1], tensors[1], rtol=0.07, atol=0.05)
     assert not torch.equal(received[1], tensors[1])

@@ -1,5 +1,6 @@
 """The one routine of every role: what it refuses, what it answers, and that a refused epoch stays refused."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.sampling import Sampler
+from stage_worker.sampling import PlainRows, Sampler
 from stage_worker.validation import StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
@@ -468,12 +469,14 @@ def test_decodes_as_columns_compute_what_objects_compute(
 
 def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of decodes alone and with chunks, of plain sequences and others."""
-    choose_plain, num_plain = Sampler.choose_plain, [0]
+    plain_rows, num_plain = Sampler.plain_rows, [0]
 
-    def counted(self: Sampler, decodes: Decodes, logits: torch.Tensor) -> list[int] | None:
-        tokens = choose_plain(self, decodes, logits)
-        num_plain[0] += tokens is not None
-        return tokens
+    def counted(
+        self: Sampler, decodes: Decodes, chunks: Sequence[StepSlice] = (), *, device: torch.device
+    ) -> PlainRows | None:
+        rows = plain_rows(self, decodes, chunks, device=device)
+        num_plain[0] += rows is not None
+        return rows
 
     def results() -> list[StepResult]:
         only.begin(2)
@@ -492,9 +495,9 @@ def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.
             only.log.complete(result)
         return found
 
-    monkeypatch.setattr(Sampler, "choose_plain", counted)
+    monkeypatch.setattr(Sampler, "plain_rows", counted)
     by_columns = results()
     assert num_plain[0] > 10
     assert any(result.details for result in by_columns)
-    monkeypatch.setattr(Sampler, "choose_plain", lambda self, decodes, logits: None)
+    monkeypatch.setattr(Sampler, "plain_rows", lambda self, decodes, chunks=(), *, device: None)
     assert results() == by_columns

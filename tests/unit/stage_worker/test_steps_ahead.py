@@ -9,7 +9,7 @@ import torch
 
 from stage_worker.backends.contract import StageOutput
 from stage_worker.backends.model_compute import ModelCompute
-from stage_worker.backends.tensor_views import from_view
+from stage_worker.backends.tensor_views import from_wire
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import new_assignment
 from tests.unit.stage_worker.test_executor import Stage
@@ -50,7 +50,10 @@ def scripted_steps(stage: Stage) -> Iterator[Step]:
 def comparable(output: StageOutput) -> object:
     if isinstance(output, StepResult):
         return [result.outcome for result in output.results]
-    return [from_view(tensor, device=torch.device("cpu")).tolist() for tensor in output.hidden]
+    return [
+        from_wire(tensor, device=torch.device("cpu"), dtype=torch.float32).tolist()
+        for tensor in output.hidden
+    ]
 
 
 @pytest.mark.parametrize("num_ahead", [1, 3, 12])
@@ -97,7 +100,7 @@ def test_a_step_that_fails_in_its_computation_refuses_the_prepared_ones(
     def fail(*_: object) -> None:
         raise RuntimeError("made up")
 
-    monkeypatch.setattr(ModelCompute, "compute", fail)
+    monkeypatch.setattr(ModelCompute, "begin", fail)
     with pytest.raises(StepFault, match="RuntimeError: made up"):
         stage.executor.compute(stage.frame(steps[0]))
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stage_worker.backends.model_compute import FiniteStates, are_finite
+from stage_worker.backends.model_compute import FiniteStates, sum_of
 from stageline_rpc.internal.v1 import step_pb2
 from tests.step_slices import with_slices
 from wire.errors import StepFault, StepFaultKind
@@ -42,6 +42,10 @@ def states(*bad_rows: int, value: float = math.nan) -> torch.Tensor:
     return hidden
 
 
+def are_finite(hidden: torch.Tensor) -> bool:
+    return math.isfinite(sum_of([hidden]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_single_non_finite_value_is_detected(dtype: torch.dtype, value: float) -> None:
@@ -54,7 +58,11 @@ def test_large_values_that_add_up_to_more_than_the_dtype_holds_are_finite() -> N
 
 
 def handed_on(incoming: torch.Tensor, outgoing: torch.Tensor, step: Step = STEP) -> None:
-    FiniteStates().check_handed_on(step, outgoing, lambda: incoming)
+    check(FiniteStates(), step, outgoing, incoming)
+
+
+def check(finite: FiniteStates, step: Step, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    finite.check_handed_on(step, float(sum_of([outgoing])), [outgoing], [incoming])
 
 
 ALL = tuple(range(6))
@@ -90,11 +98,11 @@ def test_non_finite_pages_of_a_sequence_affect_its_later_tokens() -> None:
     finite = FiniteStates()
     first = with_slices(STEP, STEP.chunks)
     later = with_slices(STEP, (StepSlice(key(1), 0, (8,), Prefill(3, 1, 4)),))
-    finite.check_handed_on(first, states(0, 1, 2)[:3], lambda: states(0)[:3])
-    finite.check_handed_on(later, states(0)[:1], lambda: states()[:1])
-    finite.end(key(1))
+    check(finite, first, states(0, 1, 2)[:3], states(0)[:3])
+    check(finite, later, states(0)[:1], states()[:1])
+    finite.end([key(1)])
     with pytest.raises(StepFault):
-        finite.check_handed_on(later, states(0)[:1], lambda: states()[:1])
+        check(finite, later, states(0)[:1], states()[:1])
 
 
 def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
@@ -102,7 +110,7 @@ def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
     results = [
         SliceResult(part.sequence, 0, error if place in bad else 7) for place, part in enumerate(STEP.slices)
     ]
-    FiniteStates().check_answered(STEP, StepResult.of(1, 3, results), lambda: incoming)
+    FiniteStates().check_answered(STEP, StepResult.of(1, 3, results), [incoming])
 
 
 def test_logits_are_judged_like_hidden_states() -> None:

@@ -17,6 +17,7 @@ from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
+from tests.step_layouts import layout_for
 
 
 class NanPages(KvPages):
@@ -136,7 +137,8 @@ class Pipeline:
     def _layout(self, stage: DecoderStage, slices: list[SliceLayout]) -> StepLayout:
         """The layout of each set of pages."""
         first, *others = (
-            stage.layout(
+            layout_for(
+                stage,
                 slices,
                 block_size=self.block_size,
                 windows={window for window in stage.windows if stage.config.page_shape(window) == shape},

@@ -17,9 +17,10 @@ from kvcache import BlockTables, Deref, Destroy, FullBlock, Grow, PartialBlock, 
 from stage_worker.model.decode_rows import DecodeRows, PageMatrix
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import Rotary, StepLayout, ViewRules
+from stage_worker.model.step_layout import Rotary, StepArrays, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.step_layouts import layout_by
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -46,14 +47,15 @@ def layout(
     max_keys: int = 1 << 20,
 ) -> StepLayout:
     columns = {} if decodes is None else {"decodes": decodes}
-    return StepLayout.build(
+    arrays = StepArrays.build(
         slices,
         **columns,
         windows=[window],
-        ropes={Rotary(None, 16, None): rope},
-        rules=ViewRules(block_size=BLOCK, dtype=torch.float32, kernels=kernels(method), max_keys=max_keys),
-        device=CPU,
+        rules=ViewRules(
+            device=CPU, block_size=BLOCK, dtype=torch.float32, kernels=kernels(method), max_keys=max_keys
+        ),
     )
+    return layout_by(arrays, {Rotary(None, 16, None): rope})
 
 
 def assert_equal(one: Any, two: Any) -> None:

@@ -20,6 +20,7 @@ from stage_worker.model.kernels import PLAIN, Kernels, ProductMethod
 from stage_worker.model.parts import LoadedParts, PartsRead
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
+from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, PACKED_SDPA, skip_unless_possible
 from tests.unit.stage_worker.model.pipeline import NanPages
 
@@ -105,8 +106,8 @@ def outputs(stage: DecoderStage) -> list[Tensor]:
     found, done = [], 0
     for count in (21, 8, 1, 1, 1, 1):
         order = tuple(7 * block % NUM_BLOCKS for block in range(-(-(done + count) // BLOCK)))
-        layout = stage.layout(
-            [SliceLayout(first_position=done, num_tokens=count, pages=order)], block_size=BLOCK
+        layout = layout_for(
+            stage, [SliceLayout(first_position=done, num_tokens=count, pages=order)], block_size=BLOCK
         )
         if stage.has_embeddings:
             hidden = stage.embed(torch.randint(0, config.vocab_size, (count,), generator=generator))

@@ -35,6 +35,7 @@ from stage_worker.model.layer_weights import (
 from stage_worker.model.operations import operations
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, PACKED_SDPA, skip_unless_possible
 from tests.unit.stage_worker.model.pipeline import NanPages
 
@@ -95,7 +96,7 @@ class Runner:
             self._done[sequence] = first + count
         tokens = torch.randint(0, 128, (num_tokens,), generator=self._generator)
         hidden = self._stage.embed(tokens)
-        return self._stage.forward(hidden, self._stage.layout(slices, block_size=BLOCK), self.pages)
+        return self._stage.forward(hidden, layout_for(self._stage, slices, block_size=BLOCK), self.pages)
 
 
 def scenario(runner: Runner) -> list[Tensor]:

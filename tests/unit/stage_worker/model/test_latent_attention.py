@@ -21,6 +21,7 @@ from stage_worker.model.latent_attention import LatentAttention, is_expanded
 from stage_worker.model.step_layout import LayerKv
 from stage_worker.validation import SliceLayout
 from tests.families import make_family
+from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.pipeline import NanPages
 from wire.ids import StageRole
 
@@ -62,7 +63,7 @@ class Layer:
             SliceLayout(first_position=begin, num_tokens=end - begin, pages=self.table, num_valid=begin)
             for begin, end in ranges
         ]
-        layout = self.stage.layout(slices, block_size=BLOCK)
+        layout = layout_for(self.stage, slices, block_size=BLOCK)
         (layer,) = self.stage._loaded().layers
         assert isinstance(layer._mix, LatentAttention)
         given = torch.cat([self.rows[begin:end] for begin, end in ranges])
@@ -191,7 +192,7 @@ def test_rows_of_8_bits_are_rounded_as_in_the_reference_of_self_checks(
     )
     stage.load(checkpoint)
     pages = new_pages(assignment(checkpoint, kv_dtype, DType.F32), config, torch.device("cpu"))
-    layout = stage.layout([SliceLayout(first_position=0, num_tokens=33, pages=(2, 0, 1))], block_size=16)
+    layout = layout_for(stage, [SliceLayout(first_position=0, num_tokens=33, pages=(2, 0, 1))], block_size=16)
     found = stage.logits(stage.forward(stage.embed(torch.tensor(tokens)), layout, pages))
     model = StreamedModel(checkpoint, DType.F32, kv_dtype=kv_dtype)
     with torch.inference_mode():

@@ -13,9 +13,10 @@ from stage_worker.model.decoder_layer import attend
 from stage_worker.model.kernels import ALL_COMPILED, PLAIN, Kernels
 from stage_worker.model.operations import Operations, attend_prompt, operations, rms_norm
 from stage_worker.model.rope import Rope, rotate_
-from stage_worker.model.step_layout import LayerKv, Rotary, StepLayout, ViewRules
+from stage_worker.model.step_layout import LayerKv, Rotary, StepArrays, StepLayout, ViewRules
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.step_layouts import layout_by
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, PRODUCTS, skip_unless_possible
 from tests.unit.stage_worker.model.pipeline import NanPages
 
@@ -61,9 +62,9 @@ def test_the_norm_equals_transformers_bit_by_bit(size: tuple[int, ...], dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_equals_transformers_bit_by_bit(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
-    positions = [0, 3, 700, 16_383, 20_000]
-    cos, sin = _rope(checkpoint, dtype, torch.device("cpu")).cos_sin(positions)
-    angles = torch.tensor(positions)[:, None] * (1.0 / 10_000.0 ** (torch.arange(0, 32, 2) / 32))
+    positions = torch.tensor([0, 3, 700, 16_383, 20_000])
+    cos, sin = _rope(checkpoint, dtype, torch.device("cpu")).cos_sin(positions, end=20_001)
+    angles = positions[:, None] * (1.0 / 10_000.0 ** (torch.arange(0, 32, 2) / 32))
     doubled = torch.cat((angles, angles), dim=-1)[:, None]
     plain_cos, plain_sin = doubled.cos().to(dtype), doubled.sin().to(dtype)
     x = random(5, HEADS, 32, dtype=dtype)
@@ -75,8 +76,9 @@ def test_rotation_equals_transformers_bit_by_bit(dtype: torch.dtype, checkpoint:
 
 def test_cached_angles_equal_computed_ones(checkpoint: Checkpoint) -> None:
     rope = _rope(checkpoint, torch.bfloat16, torch.device("cpu"))
-    alone = [rope.cos_sin([position]) for position in (5, 900, 40_000)]
-    for together, single in zip(rope.cos_sin([5, 900, 40_000]), zip(*alone, strict=True), strict=True):
+    alone = [rope.cos_sin(torch.tensor([position]), end=position + 1) for position in (5, 900, 40_000)]
+    both = rope.cos_sin(torch.tensor([5, 900, 40_000]), end=40_001)
+    for together, single in zip(both, zip(*alone, strict=True), strict=True):
         assert torch.equal(together, torch.cat(single))
 
 
@@ -99,13 +101,14 @@ def layout(
     checkpoint: Checkpoint, kernels: Kernels, slices: list[SliceLayout], window: int | None
 ) -> StepLayout:
     device, mixer = torch.device("cpu"), checkpoint.config.layers[0].mixer
-    return StepLayout.build(
+    arrays = StepArrays.build(
         slices,
         windows=[window],
-        ropes={Rotary.of(mixer): Rope(mixer.rope, mixer.head_dim, torch.bfloat16, device)},
-        rules=ViewRules(block_size=BLOCK, dtype=torch.bfloat16, kernels=kernels, max_keys=1 << 20),
-        device=device,
+        rules=ViewRules(
+            device=device, block_size=BLOCK, dtype=torch.bfloat16, kernels=kernels, max_keys=1 << 20
+        ),
     )
+    return layout_by(arrays, {Rotary.of(mixer): Rope(mixer.rope, mixer.head_dim, torch.bfloat16, device)})
 
 
 def mixer_of(head_dim: int, window: int | None = None) -> Attention:

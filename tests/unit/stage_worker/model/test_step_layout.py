@@ -13,6 +13,7 @@ from stage_worker.model.layer_weights import PlainProjection
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.pipeline import NanPages
 
 BLOCK = 4
@@ -48,7 +49,7 @@ def make_pages() -> NanPages:
 
 def run(stage: DecoderStage, pages: NanPages, tokens: list[int], slices: list[SliceLayout]) -> torch.Tensor:
     hidden = stage.embed(torch.tensor(tokens))
-    return stage.logits(stage.forward(hidden, stage.layout(slices, block_size=BLOCK), pages))
+    return stage.logits(stage.forward(hidden, layout_for(stage, slices, block_size=BLOCK), pages))
 
 
 def prefill(num_tokens: int, *pages: int, first: int = 0, num_valid: int = 0) -> SliceLayout:
@@ -56,7 +57,7 @@ def prefill(num_tokens: int, *pages: int, first: int = 0, num_valid: int = 0) ->
 
 
 def layout(checkpoint: Checkpoint, *slices: SliceLayout) -> StepLayout:
-    return make_stage(checkpoint).layout(list(slices), block_size=BLOCK)
+    return layout_for(make_stage(checkpoint), list(slices), block_size=BLOCK)
 
 
 def test_rows_and_slots_follow_the_slices(checkpoint: Checkpoint) -> None:
@@ -164,13 +165,13 @@ def test_sequences_of_different_groups_compute_what_each_does_alone(checkpoint: 
     run(stage, pages, short, [prefill(5, 300, 301)])
     slices = [prefill(1, 300, 301, first=5), prefill(1, *range(300), first=1199)]
     alone = [run(stage, pages, [6], [item]) for item in slices]
-    assert len(stage.layout(slices, block_size=BLOCK).views[None].decodes) == 2
+    assert len(layout_for(stage, slices, block_size=BLOCK).views[None].decodes) == 2
     torch.testing.assert_close(run(stage, pages, [6, 6], slices), torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_wrong_hidden_states_and_token_ids_are_rejected_with_the_numbers(checkpoint: Checkpoint) -> None:
     stage, pages = make_stage(checkpoint), make_pages()
-    step = stage.layout([prefill(3, 0)], block_size=BLOCK)
+    step = layout_for(stage, [prefill(3, 0)], block_size=BLOCK)
     for wrong in (torch.zeros(2, 64), torch.zeros(3, 63), torch.zeros(3, 64, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"the step needs \(3, 64\) torch\.float32"):
             stage.forward(wrong, step, pages)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_worker.sampling import Sampler, sampler
+from stage_worker.sampling import Sampler, plain_rows, sampler
 from tests.sampled import PROMPT, STAGE, Row, decode, key, start_record, token_of
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
 from wire.sampling import GrammarSpec, StepSampling
@@ -46,6 +46,15 @@ def started(*samplings: StepSampling) -> tuple[Sampler, list[StepSlice]]:
     return made, parts
 
 
+def choose_plain(made: Sampler, parts: list[StepSlice], logits: torch.Tensor) -> list[int | None] | None:
+    """Tokens of plain decodes, None for a row that is not finite; None if `choose` must sample them."""
+    device = torch.device("cpu")
+    rows = made.plain_rows(Decodes.of(parts), device=device)
+    if rows is None:
+        return None
+    return rows.settle(logits, rows.choose(logits, torch.from_numpy).tolist())
+
+
 @pytest.mark.parametrize("max_elements", [2 * VOCAB, 1 << 20])
 @given(samplings=st.lists(st.sampled_from(PLAIN), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_columns_get_the_tokens_of_slices(
@@ -54,10 +63,10 @@ def test_columns_get_the_tokens_of_slices(
     assert len(FILTERED) > 3
     logits = some_logits(20, vocab_size=VOCAB)[seed % 10 :][: len(samplings)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "MAX_BLOCK_ELEMENTS", max_elements)
+        patch.setattr(plain_rows, "MAX_BLOCK_ELEMENTS", max_elements)
         patch.setattr(torch, "get_num_threads", lambda: 1)
         by_columns, parts = started(*samplings)
-        tokens = by_columns.choose_plain(Decodes.of(parts), logits)
+        tokens = choose_plain(by_columns, parts, logits)
         by_slices, parts = started(*samplings)
         assert tokens == [token_of(result) for result in by_slices.choose(parts, logits)]
 
@@ -66,37 +75,47 @@ def test_columns_get_the_tokens_of_slices(
 def test_a_row_with_parameters_or_a_result_of_its_own_is_left_to_slices(special: StepSampling) -> None:
     made, parts = started(GREEDY, special)
     logits = some_logits(2, vocab_size=VOCAB)
-    assert made.choose_plain(Decodes.of(parts), logits) is None
-    assert made.choose_plain(Decodes.of(parts), logits) is None
-    assert made.choose_plain(Decodes.of(parts[:1]), logits[:1]) is not None
+    assert choose_plain(made, parts, logits) is None
+    assert choose_plain(made, parts, logits) is None
+    assert choose_plain(made, parts[:1], logits[:1]) is not None
 
 
+@pytest.mark.parametrize("sampling", PLAIN)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_row_without_finite_logits_is_left_to_slices(value: float) -> None:
-    made, parts = started(GREEDY, GREEDY)
+def test_a_row_without_finite_logits_has_no_token(value: float, sampling: StepSampling) -> None:
+    made, parts = started(GREEDY, sampling)
     logits = some_logits(2, vocab_size=VOCAB).clone()
-    assert made.choose_plain(Decodes.of(parts), logits) is not None
+    tokens = choose_plain(made, parts, logits)
+    assert tokens is not None and None not in tokens
     logits[1, 5] = value
-    assert made.choose_plain(Decodes.of(parts), logits) is None
+    assert choose_plain(made, parts, logits) == [tokens[0], None]
+
+
+@pytest.mark.parametrize("sampling", PLAIN)
+def test_finite_logits_whose_sum_overflows_have_a_token(sampling: StepSampling) -> None:
+    made, parts = started(sampling)
+    logits = torch.full((1, VOCAB), 3e38)
+    logits[0, 5] = 3.3e38
+    assert choose_plain(made, parts, logits) == [5]
 
 
 def test_batches_are_forgotten_when_sequences_start_or_end() -> None:
     made, parts = started(GREEDY, GREEDY)
     logits = some_logits(2, vocab_size=VOCAB)
-    assert made.choose_plain(Decodes.of(parts), logits) is not None
+    assert choose_plain(made, parts, logits) is not None
     made.end(parts[1].sequence)
     with pytest.raises(KeyError):
-        made.choose_plain(Decodes.of(parts), logits)
+        choose_plain(made, parts, logits)
     row = Row(sampling=replace(GREEDY, logit_bias=((3, 1.0),)), choice=parts[1].sequence.choice)
     made.start(start_record(parts[1].sequence, row))
-    assert made.choose_plain(Decodes.of(parts), logits) is None
+    assert choose_plain(made, parts, logits) is None
 
 
 def test_a_bounded_number_of_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "MAX_BATCHES", 3)
     made, parts = started(*[GREEDY] * 8)
     for part in parts:
-        assert made.choose_plain(Decodes.of([part]), some_logits(1, vocab_size=VOCAB)) is not None
+        assert choose_plain(made, [part], some_logits(1, vocab_size=VOCAB)) is not None
         assert len(made._batches) <= 3
 
 
@@ -105,5 +124,5 @@ def test_a_plain_sequence_keeps_its_prompt_until_its_first_decode() -> None:
     made, parts = started(GREEDY)
     (state,) = made._live.values()
     assert state.prompt
-    made.choose_plain(Decodes.of(parts), some_logits(1, vocab_size=VOCAB))
+    choose_plain(made, parts, some_logits(1, vocab_size=VOCAB))
     assert state.prompt == ()

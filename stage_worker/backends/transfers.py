@@ -1,0 +1,302 @@
+"""Copies of a step between the host and its device: one in each direction.
+
+On a GPU they go through a ring of pinned memory. Upload, computation and download of a step follow each
+other; those of successive steps overlap. A slot of the ring is free again when nobody holds the step's
+output: neither the step itself, nor a connection that sends it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint import BoundaryTensor
+from stage_worker.assignment import Assignment
+from stage_worker.model.step_layout import HostArray, Place
+from wire.tensors import payload_bytes
+
+NUM_SLOTS = 4
+"""Of a ring: a step that is uploaded, one that is computed, one that is downloaded, and one that is sent."""
+_ALIGNMENT = 64
+"""Bytes, for any dtype and for coalesced reads."""
+
+_DTYPES = {
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+class StepTransfer(ABC):
+    """The copies of one step."""
+
+    @abstractmethod
+    def upload(self, arrays: Iterable[HostArray]) -> Place:
+        """Copy `arrays` to the device, once per step; what is computed afterwards may use them."""
+
+    @abstractmethod
+    def fetch(self, tensor: Tensor) -> memoryview:
+        """Include a tensor in the download; its bytes, to be read after `wait` only."""
+
+    @abstractmethod
+    def download(self) -> None:
+        """Copy what was fetched to the host, once per step, after all earlier computation."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the download. Raises an error of the device."""
+
+
+class StepTransfers(ABC):
+    """The transfers of a stage's steps. `depth` steps may be begun before the first of them has ended.
+
+    `is_host` if `upload` does nothing: a step's layout can be made before its slot is free.
+    """
+
+    depth: int
+    is_host: bool
+
+    @abstractmethod
+    def begin(self) -> StepTransfer:
+        """The transfer of the next step; waits while all memory is in use."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has nothing to do. Raises its error."""
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy on a CPU; they keep it alive."""
+    found: memoryview = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
+    return found
+
+
+class HostTransfer(StepTransfer):
+    """A CPU computes in the memory of the host: nothing is copied, and all is done when it returns."""
+
+    def upload(self, arrays: Iterable[HostArray]) -> Place:
+        return torch.from_numpy
+
+    def fetch(self, tensor: Tensor) -> memoryview:
+        return host_bytes(tensor)
+
+    def download(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class HostTransfers(StepTransfers):
+    """Transfers of a CPU."""
+
+    depth = 1
+    is_host = True
+
+    def begin(self) -> StepTransfer:
+        return HostTransfer()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event(Protocol):
+    """The end of a copy."""
+
+    def synchronize(self) -> None:
+        """Wait for it, without the interpreter's lock. Raises an error of the device."""
+
+
+class DeviceQueue(ABC):
+    """Memory of a device, and its copies in each direction beside its computation; each keeps its order."""
+
+    @abstractmethod
+    def host_memory(self, num_bytes: int) -> HostArray:
+        """Pinned memory uint8 [num_bytes]."""
+
+    @abstractmethod
+    def device_memory(self, num_bytes: int) -> Tensor:
+        """Memory of the device, uint8 [num_bytes]."""
+
+    @abstractmethod
+    def upload(self, target: Tensor, source: HostArray) -> Event:
+        """Copy `source` to the device beside earlier computation, and before later one."""
+
+    @abstractmethod
+    def download(self, target: HostArray, source: Tensor) -> Event:
+        """Copy `source` to the host after earlier computation, and beside later one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all is done. Raises an error of the device."""
+
+
+class CudaQueue(DeviceQueue):
+    """Streams of CUDA or ROCm: one for each direction of copies; computation is on the default stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._up, self._down = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def host_memory(self, num_bytes: int) -> HostArray:
+        memory: HostArray = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
+
+    def device_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def upload(self, target: Tensor, source: HostArray) -> Event:
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._up):
+            target.copy_(torch.from_numpy(source), non_blocking=True)
+            ended.record()
+        torch.cuda.current_stream(self._device).wait_event(ended)
+        return ended
+
+    def download(self, target: HostArray, source: Tensor) -> Event:
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._down):
+            torch.from_numpy(target).copy_(source, non_blocking=True)
+            ended.record()
+        return ended
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSizes:
+    """Bytes of one step's arrays and of its output, at most."""
+
+    input_bytes: int
+    output_bytes: int
+
+    @classmethod
+    def of(cls, assignment: Assignment, boundary: Sequence[BoundaryTensor]) -> StagingSizes:
+        """For steps within the limits of `assignment`."""
+        num_tokens, num_rows = assignment.max_step_tokens, assignment.max_step_sequences
+        pages_per_row = -(-assignment.max_sequence_tokens // assignment.block_size) + 1
+        # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages.
+        of_group = 4 * num_tokens + (3 + pages_per_row) * num_rows
+        # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
+        columns = 2 * num_tokens + 8 * num_rows + len(assignment.group_blocks) * of_group
+        num_arrays = 16 + len(assignment.group_blocks) * (8 + num_rows) + len(boundary)
+        states = [
+            sum(
+                _aligned(payload_bytes(tensor.dtype or dtype, (num_tokens, tensor.width)))
+                for tensor in boundary
+            )
+            for dtype in (assignment.dtype, assignment.sent_dtype)
+        ]
+        return cls(
+            input_bytes=8 * columns + _ALIGNMENT * num_arrays + max(states),
+            output_bytes=_aligned(8 * num_rows) + _ALIGNMENT + max(states),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of all slots, on the device, and as much on the host."""
+        return NUM_SLOTS * (self.input_bytes + self.output_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for one step: arrays on host and device, and output on device and host.
+
+    `last` is the last copy from or to it.
+    """
+
+    host_arrays: HostArray
+    arrays: Tensor
+    output: Tensor
+    host_output: HostArray
+    last: Event | None = None
+
+
+class StagingRing(StepTransfers):
+    """Transfers through slots of pinned memory, all of it allocated at once."""
+
+    depth = NUM_SLOTS - 1
+    is_host = False
+
+    def __init__(self, queue: DeviceQueue, sizes: StagingSizes) -> None:
+        self._queue = queue
+        # The only queue whose `put` may be called by a finalizer at any moment.
+        self._free: SimpleQueue[_Slot] = SimpleQueue()
+        for _ in range(NUM_SLOTS):
+            self._free.put(
+                _Slot(
+                    queue.host_memory(sizes.input_bytes),
+                    queue.device_memory(sizes.input_bytes),
+                    queue.device_memory(sizes.output_bytes),
+                    queue.host_memory(sizes.output_bytes),
+                )
+            )
+
+    def begin(self) -> StepTransfer:
+        slot = self._free.get()
+        if slot.last is not None:
+            slot.last.synchronize()  # nobody waited for a step that was refused
+        return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot))
+
+    def synchronize(self) -> None:
+        self._queue.synchronize()
+
+
+class _StagedTransfer(StepTransfer):
+    """One step in a slot."""
+
+    def __init__(self, queue: DeviceQueue, slot: _Slot, release: Callable[[], None]) -> None:
+        """`release` is called when neither this object nor a part of the output is referenced."""
+        self._queue = queue
+        self._slot = slot
+        output = slot.host_output[:]
+        weakref.finalize(output, release)
+        self._output = output.data
+        self._end = 0
+
+    def upload(self, arrays: Iterable[HostArray]) -> Place:
+        slot, end = self._slot, 0
+        placed: dict[int, tuple[HostArray, Tensor]] = {}
+        for array in arrays:
+            begin, end = _aligned(end), _aligned(end) + array.nbytes
+            _check_room(end, len(slot.host_arrays))
+            slot.host_arrays[begin:end] = array.reshape(-1).view(np.uint8)
+            twin = slot.arrays.narrow(0, begin, array.nbytes).view(_DTYPES[array.dtype]).view(array.shape)
+            placed[id(array)] = array, twin
+        slot.last = self._queue.upload(slot.arrays.narrow(0, 0, end), slot.host_arrays[:end])
+        return lambda array: placed[id(array)][1]
+
+    def fetch(self, tensor: Tensor) -> memoryview:
+        begin, num_bytes = _aligned(self._end), tensor.numel() * tensor.element_size()
+        self._end = begin + num_bytes
+        _check_room(self._end, len(self._output))
+        output = self._slot.output
+        output.narrow(0, begin, num_bytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self._output[begin : self._end]
+
+    def download(self) -> None:
+        slot, end = self._slot, self._end
+        slot.last = self._queue.download(slot.host_output[:end], slot.output.narrow(0, 0, end))
+
+    def wait(self) -> None:
+        downloaded = self._slot.last
+        assert downloaded is not None, "wait before download"
+        downloaded.synchronize()
+
+
+def _check_room(needed: int, available: int) -> None:
+    assert needed <= available, f"a step needs {needed} bytes of staging memory, {available} are allocated"

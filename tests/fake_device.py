@@ -1,0 +1,94 @@
+"""A device whose copies and computation end when a test says so, on memory of the host.
+
+What was not waited for has other bytes: a download arrives when its event ends. A device can fail, and then
+does so at every later call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_worker.backends.contract import DeviceError
+from stage_worker.backends.transfers import DeviceQueue, Event
+from stage_worker.model.step_layout import HostArray
+
+GARBAGE = 0xA5
+
+
+@dataclass(eq=False)
+class _Download(Event):
+    queue: FakeQueue
+    target: HostArray
+    content: HostArray
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def synchronize(self) -> None:
+        self.ended.wait()
+        self.queue.check()
+
+
+class _Ended(Event):
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeQueue(DeviceQueue):
+    """Downloads end in their order: at once, or by `end_oldest`."""
+
+    def __init__(self, *, is_manual: bool = False) -> None:
+        self.is_manual = is_manual
+        self.failure: str | None = None
+        self.running: deque[_Download] = deque()
+        self.num_uploads = 0
+        self._started = threading.Semaphore(0)
+
+    def host_memory(self, num_bytes: int) -> HostArray:
+        return np.full(num_bytes, GARBAGE, np.uint8)
+
+    def device_memory(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
+
+    def upload(self, target: Tensor, source: HostArray) -> Event:
+        self.check()
+        self.num_uploads += 1
+        target.copy_(torch.from_numpy(source))
+        return _Ended()
+
+    def download(self, target: HostArray, source: Tensor) -> Event:
+        self.check()
+        target[:] = GARBAGE
+        download = _Download(self, target, source.clone().numpy())
+        self.running.append(download)
+        self._started.release()
+        if not self.is_manual:
+            self.end_oldest()
+        return download
+
+    def end_oldest(self) -> None:
+        """End the oldest download; waits for one."""
+        assert self._started.acquire(timeout=30), "no step was begun"
+        download = self.running.popleft()
+        download.target[:] = download.content
+        download.ended.set()
+
+    def fail(self, failure: str) -> None:
+        """The device fails with all that it has not ended, and never recovers."""
+        self.failure = failure
+        while self.running:
+            self._started.acquire()
+            self.running.popleft().ended.set()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise DeviceError(self.failure)
+
+    def synchronize(self) -> None:
+        for download in list(self.running):
+            download.ended.wait()
+        self.check()

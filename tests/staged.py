@@ -1,0 +1,33 @@
+"""Executors of stages whose steps go through a ring of staging memory, as on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from checkpoint import Checkpoint
+from stage_worker.assignment import Assignment
+from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.transfers import DeviceQueue, StagingRing, StagingSizes
+from stage_worker.executor import StepExecutor
+from stage_worker.loading.stage_loader import new_pages
+from stage_worker.model import DecoderStage
+
+
+def staged_executor(assignment: Assignment, queue: DeviceQueue, device: torch.device) -> StepExecutor:
+    """The stage on `device`, where `queue` copies; it begins with epoch 0."""
+    checkpoint = Checkpoint.open(Path(assignment.model_directory))
+    model = DecoderStage(
+        checkpoint.config,
+        layer_begin=assignment.layer_begin,
+        layer_end=assignment.layer_end,
+        has_embeddings=assignment.role.has_embeddings,
+        has_head=assignment.role.has_head,
+        dtype=assignment.dtype,
+        device=device,
+    )
+    model.load(checkpoint)
+    ring = StagingRing(queue, StagingSizes.of(assignment, checkpoint.config.boundary))
+    pages = new_pages(assignment, checkpoint.config, device)
+    return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring))
