@@ -27,6 +27,7 @@ from coordinator.observability.metrics import LoopLag
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.server import CoordinatorServer
 from stage_worker.assignment import Assignment
+from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
 from stage_worker.executor import StepExecutor
@@ -38,7 +39,7 @@ from tests.simulation.observed import ObservedState
 from tests.simulation.oracle import Oracle
 from tests.simulation.payloads import SimListener, SimSender
 from tests.simulation.self_check import SimCheck
-from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE
+from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE, SimDevice
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.frames import Frame
 from wire.ids import Incarnation, RequestId
@@ -65,6 +66,8 @@ class Shape:
     poison: frozenset[RequestId] = frozenset()
     """Requests that crash the worker that computes `poisoned_layer`."""
     poisoned_layer: int = 0
+    depth: int = 1
+    """Steps that a device takes."""
     journal: Path | None = None
     keep_s: float = 60.0
     """How long a restarted coordinator keeps what the journal has."""
@@ -79,6 +82,8 @@ class Host:
     machine: Machine = field(default_factory=Machine)
     process: Process | None = None
     worker: Worker | None = None
+    device: SimDevice = field(default_factory=SimDevice)
+    """Of the last process."""
     is_bad: bool = False
     """The weights of the last process are wrong."""
 
@@ -123,6 +128,7 @@ class Cluster:
             return
         process = host.process = Process(host.name, self.network)
         host.is_bad = host.machine.is_bad
+        host.device = SimDevice(self.shape.depth)
         process.spawn(self._run_worker(host, process))
 
     def kill_worker(self, host: Host) -> None:
@@ -244,12 +250,15 @@ class Cluster:
             host.machine,
             lambda epoch: self.oracle.epoch_begins(host.name, epoch),
             lambda assignment, frame: self._kills(host, assignment, frame),
+            host.device,
         )
         with patch.object(stage_worker.server, "_new_backend", lambda config: backend):
             worker = host.worker = Worker(config)
         try:
             await worker.start()
             await worker.run()
+        except DeviceError:
+            self.loop.call_later(RESTART_S, self.start_worker, host)
         finally:
             await worker.stop()
         if host.process is process:

@@ -245,6 +245,43 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
+def poison_device(cluster: Cluster, random: Random) -> str:
+    """Every step fails until the process is another one."""
+    host = _some_host(cluster, random)
+    host.device.failure = "the context is poisoned"
+    cluster.oracle.num_device_faults += 1
+    return f"the device of {host.name} is poisoned"
+
+
+def exhaust_device(cluster: Cluster, random: Random) -> str:
+    host = _some_host(cluster, random)
+    host.device.num_out_of_memory += 1
+    cluster.oracle.num_device_faults += 1
+    return f"a step on {host.name} finds too little memory"
+
+
+def hang_device(cluster: Cluster, random: Random) -> str:
+    """No step ends, and the process goes on."""
+    host = _some_host(cluster, random)
+    host.device.is_hung = True
+    cluster.oracle.num_device_faults += 1
+    cluster.network.num_stalls += 1
+    return f"the device of {host.name} hangs"
+
+
+def kill_in_flight(cluster: Cluster, random: Random) -> str:
+    """A process that dies with steps on its device, and is restarted."""
+    host = _some_host(cluster, random)
+    if not cluster.coordinator.engine.scheduler.num_steps_in_flight:
+        return ""
+    cluster.kill_worker(host)
+    cluster.loop.call_later(random.uniform(0.05, 1.0), cluster.start_worker, host)
+    return f"{host.name} is killed with steps in flight"
+
+
+DEVICE_FAULTS: tuple[Fault, ...] = (poison_device, exhaust_device, hang_device, kill_in_flight)
+
+
 def relieve(cluster: Cluster) -> None:
     """End all faults: the network works and is fast, and workers that could not load are restarted."""
     _speed_up(cluster)
@@ -254,6 +291,8 @@ def relieve(cluster: Cluster) -> None:
         is_cured, host.machine.is_bad = host.machine.is_bad, False
         if host.process is not None:
             host.process.thaw()
+        if host.is_up and host.device.is_hung:
+            cluster.kill_worker(host)
         record = cluster.coordinator.controller.state.workers.get(host.name)
         if host.is_up and (is_cured or (record is not None and record.shown_state in _OUT)):
             cluster.kill_worker(host)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.network import Network
 
 _OF_NO_STEP = (StepFaultKind.NEIGHBOUR, StepFaultKind.EPOCH)
+_OF_DEVICES = (StepFaultKind.DEVICE, StepFaultKind.OUT_OF_MEMORY)
 EACH_RESULTS = 8
 """Number of results between two checks of the ledger."""
 
@@ -30,6 +31,7 @@ class Oracle:
         self.problems: list[str] = []
         self._network = network
         self.num_results = 0
+        self.num_device_faults = 0
         self._loop = loop
         self._epochs: dict[str, int] = {}
         self._answered: dict[int, int] = {}
@@ -66,8 +68,10 @@ class Oracle:
 
         def judged(report: FaultReport) -> None:
             is_present = report.epoch == server.controller.state.epoch
-            has_cause = self._network.num_tampered or (
-                report.kind is StepFaultKind.OVERDUE and self._network.num_stalls
+            has_cause = (
+                self._network.num_tampered
+                or (report.kind is StepFaultKind.OVERDUE and self._network.num_stalls)
+                or (report.kind in _OF_DEVICES and self.num_device_faults)
             )
             if is_present and report.kind not in _OF_NO_STEP and not has_cause:
                 self.note(f"a fault without a cause: {report}")

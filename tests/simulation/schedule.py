@@ -12,7 +12,7 @@ from uuid import UUID
 from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
 from tests.simulation.customers import Customer, Habit, Visit, draw_customers, late_guest
-from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve, spoil_weights
+from tests.simulation.faults import DEVICE_FAULTS, FAULTS, Fault, fail_load, kill, relieve, spoil_weights
 from tests.simulation.observed import TAKEN, Transition
 from tests.simulation.oracle import Listener
 from tests.simulation.stage_compute import NUM_LAYERS
@@ -104,6 +104,18 @@ def draw(seed: int, number: int) -> Schedule:
         shape=shape,
         customers=customers,
         faults=_siege(random) if random.random() < 0.15 else faults,
+    )
+
+
+def on_failing_devices(seed: int, number: int) -> Schedule:
+    """A random schedule whose devices take several steps, and fail instead of all else."""
+    schedule, random = draw(seed, number), Random(f"{seed}/{number}/devices")
+    return replace(
+        schedule,
+        shape=replace(schedule.shape, depth=3),
+        faults=[
+            replace(strike, fault=random.choice(DEVICE_FAULTS), phase=None) for strike in schedule.faults
+        ],
     )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from checkpoint import BoundaryTensor, DType
 from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.assignment import Assignment
-from stage_worker.backends.contract import Computed, StageCompute
+from stage_worker.backends.contract import Computed, DeviceError, Finish, StageCompute
 from stage_worker.validation import SliceLayout
 from wire.frames import Frame
 from wire.ids import SequenceKey
@@ -37,13 +38,32 @@ def mix(one: int, other: int) -> int:
     return value ^ (value >> 13)
 
 
+@dataclass(slots=True)
+class SimDevice:
+    """What one process computes on. It takes `depth` steps, and may fail."""
+
+    depth: int = 1
+    failure: str = ""
+    """Why every step fails from now on, until the process is another one."""
+    num_out_of_memory: int = 0
+    """Steps that find too little memory."""
+    is_hung: bool = False
+    """No step ends any more."""
+
+    def check(self) -> None:
+        if self.failure:
+            raise DeviceError(self.failure)
+
+
 class SimCompute(StageCompute):
     """The layers of one stage."""
 
     boundary = (BoundaryTensor(name=HIDDEN_STATES, width=1),)
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, device: SimDevice | None = None) -> None:
+        self._device = device or SimDevice()
+        self.depth = self._device.depth
         self._block_size = assignment.block_size
         self._num_blocks = assignment.num_blocks
         self._has_head = assignment.role.has_head
@@ -60,6 +80,20 @@ class SimCompute(StageCompute):
 
     def end(self, sequence: SequenceKey) -> None:
         pass
+
+    def begin(self, frame: Frame, prepared: object) -> Finish:
+        """The device may fail between the begin and the end of a step."""
+        self._device.check()
+        if self._device.num_out_of_memory:
+            self._device.num_out_of_memory -= 1
+            raise MemoryError("this step was to find too little memory")
+        computed = self.compute(frame, prepared)
+
+        def finish() -> Computed:
+            self._device.check()
+            return computed
+
+        return finish
 
     def compute(self, frame: Frame, prepared: object) -> Computed:
         layouts: Sequence[SliceLayout] = cast(list[SliceLayout], prepared)

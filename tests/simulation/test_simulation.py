@@ -10,8 +10,9 @@ from tests.simulation.campaign import Tally, campaign, examine
 from tests.simulation.coverage import DIRECTED, EXPECTED, missing, unlisted
 from tests.simulation.directed import DIRECTED as DIRECTED_SCHEDULES
 from tests.simulation.directed import directed
+from tests.simulation.faults import DEVICE_FAULTS
 from tests.simulation.observed import Transition
-from tests.simulation.schedule import LEAST_EVENTS, run
+from tests.simulation.schedule import LEAST_EVENTS, on_failing_devices, run
 
 QUICK, FULL, LONG = 60, 600, 4000
 SEED = 0
@@ -37,6 +38,19 @@ def check(tally: Tally) -> None:
 )
 def test_tokens_arrive_once_in_order_under_any_fault(seed: int, num_schedules: int) -> None:
     check(campaign(seed, num_schedules=num_schedules))
+
+
+@pytest.mark.parametrize(
+    "num_schedules", [16, pytest.param(200, marks=pytest.mark.full)], ids=["quick", "full"]
+)
+def test_no_request_fails_by_a_device_that_a_new_process_cures(num_schedules: int) -> None:
+    """Devices take several steps, and fail with them: poisoned, out of memory, hung, or killed."""
+    tally = Tally(SEED)
+    for number in range(num_schedules):
+        tally.add(run(on_failing_devices(SEED, number)))
+    check(tally)
+    assert "ABORTED" not in tally.ends
+    assert {fault.__name__ for fault in DEVICE_FAULTS} <= set(tally.faults)
 
 
 def test_directed_schedules_reach_the_rare_transitions() -> None:
