@@ -39,9 +39,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NoReturn
@@ -147,10 +147,16 @@ class StageMemory:
 
     def outside_bytes(self, role: StageRole) -> int:
         """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
-        with_one_layer = stage_weight_bytes(
-            self.config, self.dtype, 0, 1, has_embeddings=role.has_embeddings, has_head=role.has_head
-        )
-        return with_one_layer - self.layer_bytes[0]
+        return self._outside_bytes[role]
+
+    @cached_property
+    def _outside_bytes(self) -> Mapping[StageRole, int]:
+        """By role; a search of a split asks hundreds of times."""
+        one_layer = partial(stage_weight_bytes, self.config, self.dtype, 0, 1)
+        return {
+            role: one_layer(has_embeddings=role.has_embeddings, has_head=role.has_head) - self.layer_bytes[0]
+            for role in StageRole
+        }
 
     @cached_property
     def windows(self) -> tuple[KvWindow | None, ...]:
