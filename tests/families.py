@@ -269,7 +269,7 @@ BLOCK_KINDS = (
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
-FAMILIES_A_DAY = 6
+FAMILIES_A_DAY = 4
 """Others that `make test-full` has, in rotation; `make test-models` has all."""
 
 

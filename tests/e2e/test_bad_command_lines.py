@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,28 +23,30 @@ BAD_USAGE = {
 }
 
 
-async def test_bad_flags_are_rejected_with_exit_code_2() -> None:
-    finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
-    for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
-        assert run.code == 2, line
-        assert text in run.the_error(), line
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("line", BAD_USAGE)
+async def test_bad_flags_are_rejected_with_exit_code_2(line: str) -> None:
+    run = await run_stageline(*line.split())
+    assert run.code == 2
+    assert BAD_USAGE[line] in run.the_error()
 
 
-async def test_an_impossible_split_is_rejected_at_startup() -> None:
-    layers = run_stageline("coordinator", "--stages", "2", "--layers", "1,1", "--no-http")
-    stages = run_stageline("coordinator", "--stages", "40", "--no-http")
-    length = run_stageline("coordinator", "--stages", "2", "--max-model-len", "2049", "--no-http")
-    for run, text in zip(
-        await asyncio.gather(layers, stages, length),
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--stages 2 --layers 1,1", "layers 1,1 sum to 2, the model has 12"),
+        ("--stages 40", "40 stages for a model of 12 layers"),
         (
-            "layers 1,1 sum to 2, the model has 12",
-            "40 stages for a model of 12 layers",
+            "--stages 2 --max-model-len 2049",
             "--max-model-len is 2049, but the model's limit is 2048 (max_position_embeddings)",
         ),
-        strict=True,
-    ):
-        assert run.code == 1
-        assert f"error[PLAN_IMPOSSIBLE]: {text}" in run.the_error()
+    ],
+)
+async def test_an_impossible_split_is_rejected_at_startup(flags: str, text: str) -> None:
+    run = await run_stageline("coordinator", *flags.split(), "--no-http")
+    assert run.code == 1
+    assert f"error[PLAN_IMPOSSIBLE]: {text}" in run.the_error()
 
 
 async def test_a_folder_with_a_gguf_file_is_rejected_with_instructions(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ async def test_insecure_processes_listen_anywhere(tmp_path: Path) -> None:
         await until_logged(process, "OpenAI's API at", timeout_s=START_TIMEOUT_S)
 
 
+@pytest.mark.full  # in one process: tests/integration/test_enrolment.py
 async def test_workers_with_a_join_token_need_no_certificate(tmp_path: Path) -> None:
     for line in (
         "certs ca --out ca",

@@ -5,26 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from httpx2 import AsyncClient, ConnectError
 
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client
-from tests.e2e.clusters import START_TIMEOUT_S, wait_for_status
+from tests.e2e.clusters import START_TIMEOUT_S, is_serving, wait_for_status
 from tests.e2e.commands import ENVIRONMENT, Shell, exit_code, run_stageline
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TIMEOUT_S = 60.0
 
 
-async def test_requests_through_a_gateway_and_its_drain(tmp_path: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """Mock stages, which no test disturbs."""
     config = LocalClusterConfig(
-        num_workers=2, mocks=("step=20ms",), environment=ENVIRONMENT, log_directory=tmp_path,
+        num_workers=2,
+        mocks=("step=10ms",),
         coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
-    )  # fmt: skip
-    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
-        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        environment=ENVIRONMENT,
+        log_directory=tmp_path_factory.mktemp("gateways"),
+    )
+    async with LocalCluster(config) as running:
+        await running.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        yield running
+
+
+async def test_requests_through_a_gateway_and_its_drain(cluster: LocalCluster, tmp_path: Path) -> None:
+    async with Shell(tmp_path) as shell:
         gateway = await shell.start(
             "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
         )
@@ -58,13 +72,8 @@ async def test_requests_through_a_gateway_and_its_drain(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> None:
-    config = LocalClusterConfig(
-        num_workers=1, mocks=("step=20ms",), environment=ENVIRONMENT, log_directory=tmp_path,
-        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
-    )  # fmt: skip
-    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
-        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+async def test_a_client_that_leaves_leaves_nothing_behind(cluster: LocalCluster, tmp_path: Path) -> None:
+    async with Shell(tmp_path) as shell:
         gateway = await shell.start(
             "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
         )
@@ -79,13 +88,8 @@ async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> Non
             await wait_for_status(cluster.address, lambda status: status.requests.decode == 0)
 
 
-async def test_a_batch_has_the_tokens_of_the_grpc_client(tmp_path: Path) -> None:
-    config = LocalClusterConfig(
-        num_workers=1, mocks=("step=1ms",), environment=ENVIRONMENT, log_directory=tmp_path,
-        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
-    )  # fmt: skip
-    async with LocalCluster(config) as cluster, Shell(tmp_path) as shell:
-        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+async def test_a_batch_has_the_tokens_of_the_grpc_client(cluster: LocalCluster, tmp_path: Path) -> None:
+    async with Shell(tmp_path) as shell:
         gateway = await shell.start(
             "gw", "gateway", "--coordinator", cluster.address, "--listen", "127.0.0.1:0"
         )
@@ -139,18 +143,12 @@ async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address:
         assert await exit_code(gateway) == "exit code 0"
 
 
-async def test_what_no_gateway_can_use_is_one_line(tmp_path: Path) -> None:
-    config = LocalClusterConfig(
-        num_workers=1, mocks=("step=1ms",), environment=ENVIRONMENT, log_directory=tmp_path,
-        coordinator_arguments=("--mock-model", "layers=8,hidden=64"),
-    )  # fmt: skip
-    async with LocalCluster(config) as cluster:
-        status = await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        worker = status.workers[0].address
-        finished = await run_stageline("gateway", "--coordinator", worker, "--listen", "127.0.0.1:0")
-        assert finished.code == 1
-        assert "Traceback" not in finished.stderr
-        assert f"coordinator {worker} answers UNIMPLEMENTED" in finished.stderr.splitlines()[-1]
+async def test_what_no_gateway_can_use_is_one_line(cluster: LocalCluster, tmp_path: Path) -> None:
+    worker = (await wait_for_status(cluster.address, is_serving)).workers[0].address
+    finished = await run_stageline("gateway", "--coordinator", worker, "--listen", "127.0.0.1:0")
+    assert finished.code == 1
+    assert "Traceback" not in finished.stderr
+    assert f"coordinator {worker} answers UNIMPLEMENTED" in finished.stderr.splitlines()[-1]
     (tmp_path / "template").write_bytes(b"\xff")
     finished = await run_stageline("gateway", "--chat-template", str(tmp_path / "template"))
     assert finished.code == 1

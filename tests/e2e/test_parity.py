@@ -34,7 +34,7 @@ async def test_a_llama_on_one_worker(llama: Reference, tmp_path: Path) -> None:
         assert await generate_all(cluster.address, llama) == llama.expected
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # in one process: tests/integration/test_parity.py
 async def test_a_qwen3_on_three_unequal_workers(qwen3: Reference, tmp_path: Path) -> None:
     flags = ("--layers", "5,1,2")
     async with LocalCluster(config(qwen3.directory, 3, *flags, log_directory=tmp_path)) as cluster:
@@ -57,7 +57,7 @@ async def test_the_built_in_model_by_text_on_three_workers(tmp_path: Path) -> No
     assert "".join(output.text for output in outputs) == tokenizer.decode(expected)
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # in one process: tests/integration/test_stories260k.py
 async def test_stories260k_on_five_workers(tmp_path: Path) -> None:
     expected = json.loads((STORIES260K / "expected.json").read_text())
     async with LocalCluster(config(STORIES260K, 5, log_directory=tmp_path)) as cluster:

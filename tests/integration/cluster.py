@@ -36,7 +36,7 @@ DEADLINE_S = 120.0
 TOKEN = "token-of-the-operators-of-tests"
 
 TEST_POLICY = RecoveryPolicy(
-    heartbeat_interval_s=0.05,
+    heartbeat_interval_s=0.1,
     lease_s=60.0,
     epoch_timeout_s=60.0,
     recovery_timeout_s=60.0,

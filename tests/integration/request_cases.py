@@ -14,7 +14,7 @@ VOCAB_SIZE = 128
 def mixed_cases(
     count: int,
     *,
-    max_tokens: int = 24,
+    max_tokens: int = 16,
     seed: int = 0,
     prompt_lengths: Sequence[int] = (1, 8, 23, 50),
     tokens_below: int = VOCAB_SIZE,

@@ -72,7 +72,7 @@ async def test_streams_continue_when_a_worker_restarts(
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         epoch, before = cluster.epoch, cluster.incarnations()
-        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=24)) as answers:
             await until_tokens(answers, 3)
             await cluster.workers[f"w{stage}"].stop()
             await cluster.start_worker(f"w{stage}")
@@ -89,7 +89,7 @@ async def test_a_spare_replaces_a_lost_worker(varied_llama: Path, solo: SoloRuns
     async with Cluster(varied_llama, layers=LAYERS, num_workers=4) as cluster:
         before = places(await cluster.wait_status(lambda status: len(status.workers) == 4))
         (spare,) = set(cluster.workers) - set(before.values())
-        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=24)) as answers:
             await until_tokens(answers, 3)
             await cluster.workers[before[stage]].stop()
         solo.check(answers)
@@ -99,7 +99,7 @@ async def test_a_spare_replaces_a_lost_worker(varied_llama: Path, solo: SoloRuns
 @pytest.mark.full
 async def test_streams_continue_when_all_workers_restart(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
-        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=40)) as answers:
+        async with cluster.generating(mixed_cases(NUM_STREAMS, max_tokens=24)) as answers:
             await until_tokens(answers, 3)
             for name in ("w2", "w0", "w1"):
                 await cluster.workers[name].stop()

@@ -142,7 +142,7 @@ def test_cancels_change_no_token_of_other_requests(
     model: Path, expected: list[list[int]], num_blocks: int
 ) -> None:
     pipeline = LocalPipeline(model, LAYERS, num_blocks=num_blocks, max_step_tokens=40)
-    for first in range(0, 36, 5):
+    for first in range(0, 36, 9):
         cancels = {0: first, 3: first + 3, 4: first + 9}
         requests = [replace(request, cancelled_at=cancels.get(i)) for i, request in enumerate(load())]
         for index, tokens in enumerate(pipeline.serve(requests).tokens):

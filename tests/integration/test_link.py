@@ -91,12 +91,12 @@ async def test_a_link_reads_the_tokens_of_many_requests() -> None:
     async with mock_cluster(2) as cluster, Link(cluster.address, policy=replace(QUICK, credit=64)) as link:
         assert (link.model.name, link.model.vocab_size) == ("mock", VOCAB_SIZE)
         assert link.tokenizer_directory is None
-        requests = [message(PROMPT, 200, n=1 + index % 3) for index in range(9)]
+        requests = [message(PROMPT, 140, n=1 + index % 3) for index in range(9)]
         readings = [Reading(await link.submit(request)) for request in requests]
         await asyncio.gather(*(reading.end() for reading in readings))
         for request, reading in zip(requests, readings, strict=True):
             for choice in range(request.sampling.n):
-                assert reading.tokens[choice] == expected(200)
+                assert reading.tokens[choice] == expected(140)
                 assert reading.ends[choice].finish_reason == LENGTH
         await cluster.wait_drained()
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.campaign import campaign
+from tests.simulation.campaign import campaign, examine
 from tests.simulation.planted import BUGS
 
+SEED = 0
 MOST_SCHEDULES = 2000
 """What a minute has room for."""
-RARE = {
-    "checksums_are_not_compared",
-    "checksums_of_payloads_are_not_compared",
-    "answers_to_an_earlier_start_count",
-    "who_prefills_is_forgotten_when_an_epoch_ends",
+CAUGHT_BY = {
+    "checksums_are_not_compared": 859,
+    "checksums_of_payloads_are_not_compared": 300,
+    "answers_to_an_earlier_start_count": 24,
+    "who_prefills_is_forgotten_when_an_epoch_ends": 112,
 }
-"""What it takes some hundred schedules to see."""
+"""Schedules that see what takes some hundred schedules to see: tried first. A change of the product may make
+another schedule see it; then all are tried, and the failure of none is one of the test.
+"""
 
 
 @pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=pytest.mark.full) if bug in RARE else bug for bug in BUGS]
+    "bug", [pytest.param(bug, marks=pytest.mark.full) if bug in CAUGHT_BY else bug for bug in BUGS]
 )
 def test_a_planted_bug_is_caught(bug: str) -> None:
-    tally = campaign(0, num_schedules=MOST_SCHEDULES, num_processes=1, bug=bug)
+    if bug in CAUGHT_BY and examine(SEED, CAUGHT_BY[bug], bug).problems:
+        return
+    tally = campaign(SEED, num_schedules=MOST_SCHEDULES, num_processes=1, bug=bug)
     assert tally.failed, f"{bug} lived through {tally.num_schedules} schedules"

@@ -14,7 +14,7 @@ from tests.simulation.faults import DEVICE_FAULTS
 from tests.simulation.observed import Transition
 from tests.simulation.schedule import LEAST_EVENTS, on_failing_devices, run
 
-QUICK, FULL, LONG = 60, 600, 4000
+QUICK, FULL, LONG = 30, 300, 4000
 SEED = 0
 
 

@@ -67,7 +67,7 @@ visible (`tests/unit/stage_worker/model/test_families.py`):
 
 A change of any field that enters the computation must change the logits, so that a field which is read and
 not used fails the tests; a change of any other field must be refused, as the tensors do not fit it. `make
-test` has some families, `make test-full` families with every kind of block and six others each day, `make
+test` has some families, `make test-full` families with every kind of block and four others each day, `make
 test-models` all.
 
 Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`).

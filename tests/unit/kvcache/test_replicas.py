@@ -184,7 +184,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=examples(9), stateful_step_count=20)
+TestServing.settings = settings(max_examples=examples(5), stateful_step_count=20)
 
 
 class CollidingServing(Serving):

@@ -1,6 +1,6 @@
 """Every family computes what transformers computes, and each field of its plan matters.
 
-`make test` has some, `make test-full` those with every kind of block and six others each day, `make
+`make test` has some, `make test-full` those with every kind of block and four others each day, `make
 test-models` all.
 """
 
@@ -141,6 +141,7 @@ def router_gaps_checked(checkpoint: Checkpoint) -> Iterator[None]:
     assert min(gaps, default=1.0) > LEAST_GAP, "another rounding may choose another expert: take another seed"
 
 
+@pytest.mark.matrix(1)
 def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkpoint]) -> None:
     """With chunks, prefix hits (two prompts share their beginning), and preemption (few blocks)."""
     _, checkpoint = family
