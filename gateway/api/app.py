@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI
@@ -345,11 +346,16 @@ def _request_body(body: type[RequestBody] | None, schemas: dict[str, Any]) -> di
     """Describe the body, which handlers parse themselves, and add its parts to `schemas`."""
     if body is None:
         return {}
-    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas |= schema.pop("$defs", {})
-    schemas[body.__name__] = schema
+    schemas |= _schemas_of(body)
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+@cache
+def _schemas_of(body: type[RequestBody]) -> Mapping[str, Any]:
+    """Schemas of a body and its parts, by name; made once, as several paths take the same body."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**schema.pop("$defs", {}), body.__name__: schema}
 
 
 def _add_schemas(app: FastAPI, schemas: dict[str, Any]) -> None:
