@@ -345,12 +345,14 @@ def check_ports(together: Iterable[ProcessCommand]) -> None:
     """Raises WrongField if two processes of one host listen on one port."""
     users: dict[int, str] = {}
     for command in together:
+        section = "coordinator" if command.role is Role.COORDINATOR else f"{command.role.value}s"
         for port in command.ports:
-            if (other := users.setdefault(port.address.port, command.name)) != command.name:
-                section = "coordinator" if command.role is Role.COORDINATOR else f"{command.role.value}s"
-                raise WrongField(
-                    (section,), f"{command.name!r} and {other!r} both listen on port {port.address.port}"
-                )
+            number = port.address.port
+            if (other := users.get(number)) is not None:
+                both = f"{command.name!r} and {other!r} both listen"
+                twice = f"{command.name!r} listens twice"
+                raise WrongField((section,), f"{twice if other == command.name else both} on port {number}")
+            users[number] = command.name
 
 
 def _wrong_field(place: tuple[PathPart, ...], role: Role, text: str) -> WrongField:

@@ -66,7 +66,7 @@ def _with_ports(spec: ClusterSpec) -> Iterator[WorkerSpec]:
 
 def _file(spec: ClusterSpec, found: list[ProcessCommand]) -> str:
     head = _HEAD.format(
-        name=spec.name,
+        name=_scalar(spec.name),
         image=_scalar(spec.engine.image),
         grace=f"{drain_timeout_s(spec):g}",
         state=_STATE,
@@ -80,7 +80,7 @@ def _file(spec: ClusterSpec, found: list[ProcessCommand]) -> str:
 
 def _service(command: ProcessCommand, coordinators: set[str]) -> Iterator[str]:
     """`coordinators`: the coordinator, if this host has it."""
-    yield f"  {command.name}:"
+    yield f"  {_scalar(command.name)}:"
     yield "    <<: *process"
     yield "    command: >-"
     for line in flag_lines(command.argv, _word):
@@ -96,7 +96,7 @@ def _service(command: ProcessCommand, coordinators: set[str]) -> Iterator[str]:
         yield f"      - {_mount(directory, is_written=is_written)}"
     yield from _health(command)
     for name in sorted(coordinators - {command.name}):
-        yield f"    depends_on: {{{name}: {{condition: service_healthy}}}}"
+        yield f"    depends_on: {{{_scalar(name)}: {{condition: service_healthy}}}}"
     yield from _resources(command)
 
 

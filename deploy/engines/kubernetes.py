@@ -31,6 +31,7 @@ from deploy.engines.rendered import RenderedFile
 from deploy.spec.cluster_spec import ClusterSpec, CoordinatorSpec, GatewaySpec, Resources, WorkerSpec
 from deploy.spec.document import PathPart, WrongField
 from deploy.spec.fields import words_of
+from stage_worker.config import ALL_GPUS
 from wire.authorization import ROLES_OF_METHOD
 from wire.flags import OFF
 from wire.transport import is_loopback_host
@@ -85,6 +86,8 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
     coordinator, *others = commands(placed)
     gateways = [command for command in others if command.role is Role.GATEWAY]
     workers = [command for command in others if command.role is Role.WORKER]
+    gateway_sets, worker_sets = _groups(gateways), _groups(workers)
+    _check_names(spec.name, tuple(gateway_sets), tuple(worker_sets))
     return ChartValues(
         name=spec.name,
         image=spec.engine.image,
@@ -94,11 +97,11 @@ def chart_values(spec: ClusterSpec) -> ChartValues:
         coordinator=Coordinator(**_process(spec, coordinator)),
         gateways={
             name: Gateways(replicas=len(group), **_process(spec, group[0]))
-            for name, group in _groups(gateways).items()
+            for name, group in gateway_sets.items()
         },
         workers={
             name: Workers(replicas=len(group), **_process(spec, group[0]))
-            for name, group in _groups(workers).items()
+            for name, group in worker_sets.items()
         },
         certificates=_certificates(spec),
         network_policy=NetworkPolicy(callers={role.value: _callers(role) for role in SERVED_BY}),
@@ -143,6 +146,28 @@ _CHOOSES_NODES = "Kubernetes chooses the nodes of pods: remove the key, and set 
 _CHOOSES_ADDRESSES = "the chart chooses the addresses of pods: remove the key"
 
 
+def _check_names(name: str, gateways: tuple[str, ...], workers: tuple[str, ...]) -> None:
+    """Names that Kubernetes would refuse, and names that the chart gives to objects of its own."""
+    if name[0].isdigit():
+        raise WrongField(("name",), f"{name!r} begins with a digit: names of services begin with a letter")
+    sets = [(_COORDINATOR, ("coordinator",))]
+    sets += [(gateway, ("gateways",)) for gateway in gateways]
+    sets += [(worker, ("workers",)) for worker in workers]
+    for found, place in sets:
+        if place != ("coordinator",) and found in (_COORDINATOR, _WORKERS):
+            raise WrongField(place, f"{found!r} is a name of the chart's own: give others")
+        if len(full := f"{name}-{found}") > _LONGEST_NAME:
+            limit = f"the limit of Kubernetes is {_LONGEST_NAME}"
+            raise WrongField(
+                ("name",), f"makes {full!r}, which has {len(full)} characters, {limit}: shorten it"
+            )
+
+
+_COORDINATOR, _WORKERS = "coordinator", "workers"
+_LONGEST_NAME = 52
+"""Of a StatefulSet: a label of its pods has a hash of 11 characters more, and at most 63."""
+
+
 def _placed_processes(
     spec: ClusterSpec,
 ) -> Iterator[tuple[tuple[PathPart, ...], GatewaySpec | WorkerSpec]]:
@@ -157,6 +182,8 @@ def _check_worker(place: tuple[PathPart, ...], worker: WorkerSpec) -> None:
         raise WrongField((*place, "advertise"), _CHOOSES_ADDRESSES)
     if worker.model is not None:
         raise WrongField((*place, "model"), "all pods have the model at one path: remove the key")
+    if worker.device == ALL_GPUS:
+        raise WrongField((*place, "device"), f"is {ALL_GPUS}, and a pod runs one worker: name one per GPU")
     number = int(worker.device.partition(":")[2] or 0)
     if number >= (worker.resources.gpus or 1):
         raise WrongField(

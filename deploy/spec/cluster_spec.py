@@ -17,12 +17,14 @@ from deploy.spec.fields import (
     cpu_count,
     flag_value,
     flag_words,
+    host,
     list_of,
     number,
     section_of,
     size,
     text,
     variables,
+    word,
 )
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
@@ -77,7 +79,7 @@ WORKER_KEYS: Mapping[str, str] = {
     "--join-token-file": "security.join-token-file",
     "--enroll": "security.enroll-listen",
 }
-_host = Key("host", "host name or address at which the others reach the process", text)
+_host = Key("host", "host name or address at which the others reach the process", host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,11 +306,11 @@ class EngineSpec:
     program: Annotated[str, Key("program", "`stageline` on the hosts (systemd, slurm, ray)", text)] = (
         "stageline"
     )
-    user: Annotated[str, Key("user", "user and group of the processes (systemd)", text)] = "stageline"
-    image: Annotated[str, Key("image", "image of a container (compose, kubernetes)", text)] = "stageline"
-    partition: Annotated[str | None, Key("partition", "partition (slurm)", text)] = None
-    account: Annotated[str | None, Key("account", "account (slurm)", text)] = None
-    time: Annotated[str | None, Key("time", "time limit, such as 1-00:00:00 (slurm)", text)] = None
+    user: Annotated[str, Key("user", "user and group of the processes (systemd)", word)] = "stageline"
+    image: Annotated[str, Key("image", "image of a container (compose, kubernetes)", word)] = "stageline"
+    partition: Annotated[str | None, Key("partition", "partition (slurm)", word)] = None
+    account: Annotated[str | None, Key("account", "account (slurm)", word)] = None
+    time: Annotated[str | None, Key("time", "time limit, such as 1-00:00:00 (slurm)", word)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,7 +412,9 @@ _NOT_A_NAME = "{!r} is not a name: use 1 to 63 of a-z, 0-9 and '-', with a lette
 def default_listen_address(default: str, host: str | None) -> str:
     """The listen address of a process: `default`, on all interfaces if it has a host."""
     port = parse_address(default).port
-    return default if host is None else str(Address("0.0.0.0", port))
+    if host is None:
+        return default
+    return str(Address("::" if ":" in host else "0.0.0.0", port))
 
 
 def _reached_at(listening: str, host: str | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from deploy.spec.document import DocumentValue, SpecError, WrongField
 from weights.location import is_remote, model_location
+from wire.addresses import Address, parse_address
 from wire.flags import (
     OFF,
     Setting,
@@ -33,6 +35,7 @@ from wire.transport import tls_directory
 _Section = TypeVar("_Section")
 _ONE_PATH = (checkpoint_directory, directory_path, existing_file, file_path, tls_directory)
 _TRUTH = {"true": True, "false": False}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _MIN_CPUS, _MAX_CPUS = 0.01, 4096.0
 
 
@@ -96,6 +99,28 @@ def text(entry: DocumentValue) -> str:
     return found
 
 
+def word(entry: DocumentValue) -> str:
+    """Any text without spaces."""
+    found = text(entry)
+    if " " in found:
+        raise entry.error(f"{found!r} has spaces: give one word")
+    return found
+
+
+def host(entry: DocumentValue) -> str:
+    """A host name or an IP address, without brackets and port."""
+    found = text(entry)
+    try:
+        is_host = parse_address(str(Address(found, 0))).host == found
+    except ValueError:
+        is_host = False
+    if not is_host:
+        raise entry.error(
+            f"{found!r} is not a host name or an IP address: write for example gpu-a or fd00::1"
+        )
+    return found
+
+
 def number(entry: DocumentValue, *, low: float, high: float) -> int:
     """A whole number between `low` and `high`."""
     value = _number(int, entry.text())
@@ -137,10 +162,11 @@ def list_of(section: type[_Section]) -> Callable[[DocumentValue], tuple[_Section
 
 def variables(entry: DocumentValue) -> dict[str, str]:
     """Environment variables: texts by name."""
-    found = {name: text(value) for name, value in entry.entries().items()}
+    found: dict[str, str] = {}
     for name, value in entry.entries().items():
-        if not name.replace("_", "a").isalnum() or name[0].isdigit():
+        if _VARIABLE.fullmatch(name) is None:
             raise value.error(f"{name!r} is not the name of an environment variable")
+        found[name] = text(value) if value.text() else ""
     return found
 
 

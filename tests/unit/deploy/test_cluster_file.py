@@ -67,6 +67,23 @@ _WRONG = [
     ),
     ("workers:\n- {name: a, host: x}", "1: coordinator.host: is missing: 'a' is on a host of its own"),
     (
+        "coordinator: {host: head}\nworkers:\n- {name: a, host: ../../etc}",
+        "3: workers[0].host: '../../etc' is not a host name or an IP address",
+    ),
+    (
+        "workers: [{name: a}]\ncoordinator:\n  host: '[::1]'",
+        "3: coordinator.host: '[::1]' is not a host name",
+    ),
+    (
+        "workers: [{name: a}]\ncoordinator:\n  host: head:7480",
+        "3: coordinator.host: 'head:7480' is not a host",
+    ),
+    ("workers: [{name: a}]\nengine:\n  partition: a b", "3: engine.partition: 'a b' has spaces"),
+    (
+        "workers: [{name: a}]\nenvironment:\n  \u00c9: x",
+        "3: environment.'\u00c9': '\u00c9' is not the name of an",
+    ),
+    (
         "workers: [{name: a}]\nenvironment:\n  STAGELINE_DTYPE: f32",
         "3: environment.STAGELINE_DTYPE: is a flag of the coordinator",
     ),
@@ -99,6 +116,23 @@ def test_a_value_is_read_as_it_is_written(tmp_path: Path) -> None:
 def test_a_cluster_without_a_file_is_checked_by_the_same_rules() -> None:
     with pytest.raises(WrongField, match=r"workers\[1\].name: 'a' is the name of"):
         ClusterSpec(workers=(WorkerSpec(name="a"), WorkerSpec(name="a")))
+
+
+def test_a_variable_may_be_empty(tmp_path: Path) -> None:
+    spec = read_cluster_spec(write(tmp_path, f"{LEAST}environment: {{CUDA_VISIBLE_DEVICES: ''}}\n"))
+    assert spec.environment == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_process_of_an_ipv6_host_listens_on_ipv6(tmp_path: Path) -> None:
+    spec = read_cluster_spec(
+        write(
+            tmp_path,
+            "coordinator: {host: 'fd00::1'}\nsecurity: {insecure: true}\nworkers: [{name: a}]\n",
+        )
+    )
+    lines = lines_of(spec)
+    assert "--listen [::]:7480 " in lines["coordinator"]
+    assert "--coordinator [fd00::1]:7480 --listen [::]:7482 " in lines["gateway"]
 
 
 def _paths(spec: ClusterSpec) -> list[str]:

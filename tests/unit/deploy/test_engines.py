@@ -112,6 +112,18 @@ def test_compose_services_have_the_words_and_files_of_their_processes(tmp_path: 
     assert services["gpu-a"]["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
 
 
+@pytest.mark.parametrize("name", ["7", "on", "null"])
+def test_names_that_yaml_takes_for_other_values_are_texts_in_a_compose_file(
+    name: str, tmp_path: Path
+) -> None:
+    text = f"name: '{name}'\ncoordinator: {{name: '{name}'}}\nworkers: [{{name: w}}]\n"
+    (rendered,) = _render("compose", text, tmp_path).values()
+    found = yaml.safe_load(rendered)
+    assert found["name"] == name
+    assert set(found["services"]) == {name, "gateway", "w"}
+    assert set(found["services"]["w"]["depends_on"]) == {name}
+
+
 _FAKE = """\
 #!/bin/bash
 # Logs its start. SIGTERM ends it with code 0.
@@ -233,6 +245,10 @@ def test_two_processes_of_a_host_on_one_port_are_refused(
     for text, error in (
         (both, "workers: 'b' and 'a' both listen on port 7600"),
         ("workers: [{name: a, listen: '127.0.0.1:7480'}]", "'a' and 'coordinator' both listen on port 7480"),
+        (
+            "coordinator: {listen: '127.0.0.1:7481'}\nworkers: [{name: a}]",
+            "coordinator: 'coordinator' listens twice on port 7481",
+        ),
     ):
         file = str(write(tmp_path, text))
         assert main(["deploy", "render", engine, "-f", file, "-o", str(tmp_path / "out")]) == 2

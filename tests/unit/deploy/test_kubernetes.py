@@ -169,6 +169,14 @@ def test_kubernetes_expands_nothing_in_texts_of_the_file(tmp_path: Path) -> None
             ":7: workers[1].model: all pods have the model at one path",
         ),
         (("cuda:0", "cuda:1"), ":7: workers[1].device: is cuda:1, and a pod sees its own GPUs only"),
+        (("cuda:0", "cuda:all"), ":7: workers[1].device: is cuda:all, and a pod runs one worker"),
+        (("name: stories", "name: 1-story"), ":1: name: '1-story' begins with a digit"),
+        (
+            ("name: stories", f"name: {'s' * 41}"),
+            f":1: name: makes '{'s' * 41}-coordinator', which has 53 characters, the limit of",
+        ),
+        (("{name: api}", "{name: workers}"), ":4: gateways: 'workers' is a name of the chart's own"),
+        (("gpu-spare", "workers"), ":5: workers: 'workers' is a name of the chart's own"),
         (
             ("security: {", "security: {enroll-listen: '0.0.0.0:1', ca-dir: /ca, tokens-file: /tokens, "),
             ":10: security.enroll-listen: Kubernetes",
