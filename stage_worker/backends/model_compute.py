@@ -237,11 +237,13 @@ class ModelCompute(StageCompute):
         transfer.download()
         ended = self._take_ended()
 
-        @torch.inference_mode()
         def finish() -> Computed:
             transfer.wait()
             self._finite.end(ended)
-            self._finite.check_handed_on(step, float(np.frombuffer(total, np.float32)[0]), carried, entered)
+            with torch.inference_mode():
+                self._finite.check_handed_on(
+                    step, float(np.frombuffer(total, np.float32)[0]), carried, entered
+                )
             return hidden
 
         return finish
@@ -252,12 +254,12 @@ class ModelCompute(StageCompute):
         transfer.download()
         ended = self._take_ended()
 
-        @torch.inference_mode()
         def finish() -> Computed:
             transfer.wait()
             self._finite.end(ended)
-            result = answer.finish()
-            self._finite.check_answered(step, result, entered)
+            with torch.inference_mode():
+                result = answer.finish()
+                self._finite.check_answered(step, result, entered)
             return result
 
         return finish
