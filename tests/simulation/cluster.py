@@ -252,7 +252,7 @@ class Cluster:
             lambda assignment, frame: self._kills(host, assignment, frame),
             host.device,
         )
-        with patch.object(stage_worker.server, "_new_backend", lambda config: backend):
+        with patch.object(stage_worker.server, "_new_backend", lambda *_: backend):
             worker = host.worker = Worker(config)
         try:
             await worker.start()
