@@ -361,7 +361,7 @@ class CoordinatorConfig:
         ),
     ] = True
     weights_peers: Annotated[
-        tuple[str, ...],
+        tuple[str, ...] | None,
         _serving(
             "--weights-peers",
             "HOST:PORT,...",
@@ -371,7 +371,7 @@ class CoordinatorConfig:
             parse=_peer_addresses,
             format=",".join,
         ),
-    ] = ()
+    ] = None
     token_file: Annotated[
         Path | None,
         _serving(

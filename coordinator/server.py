@@ -35,9 +35,9 @@ from coordinator.api.telemetry_service import MetricsService, TelemetryService, 
 from coordinator.api.tenants import read_public_prefixes
 from coordinator.api.tokenizer_service import TokenizerService
 from coordinator.api.worker_services import MembershipService, StepResultsService
-from coordinator.cluster.controller import Controller, ServingSettings
+from coordinator.cluster.controller import Controller
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import BatchingOptions
+from coordinator.cluster.step_limits import BatchingOptions, ServingSettings
 from coordinator.config import CoordinatorConfig
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.durability import Durability
@@ -199,7 +199,7 @@ class CoordinatorServer:
                 batching=batching,
                 prefix_caching=config.prefix_cache,
                 cache_directory=config.cache_directory,
-                weights_peers=config.weights_peers,
+                weights_peers=config.weights_peers or (),
                 prefetch=config.prefetch,
             ),
             on_serving=self._health.set_serving,
@@ -438,6 +438,7 @@ def _new_state(
         last_epoch=0 if journal is None else journal.epoch,
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
+        hop_bytes=config.max_step_sequences * model.config.boundary_bytes(model.dtype),
     )
 
 

@@ -181,6 +181,7 @@ class CoordinatorClient:
                     | "verify_weights"
                     | "report_states"
                     | "prefetch_weights"
+                    | "measure_links"
                 ) as order:
                     self._stage.submit(getattr(message, order), connection.send)
                 case "heartbeat_answer":

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from stage_worker.links import probe_handler
 from stage_worker.policy import WORKER_POLICY
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2
@@ -28,7 +29,11 @@ class StageService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers(
-            (forward_handler(self.forward), reference_handler(self.compute_reference))
+            (
+                forward_handler(self.forward),
+                reference_handler(self.compute_reference),
+                probe_handler(),
+            )
         )
 
     async def forward(

@@ -28,6 +28,7 @@ from stage_worker.backends.contract import StepObserver
 from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop_payloads import PayloadConnections
+from stage_worker.links import LinkMeasurement
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
@@ -99,6 +100,7 @@ Order = (
     | join_pb2.VerifyWeights
     | join_pb2.ReportStates
     | join_pb2.PrefetchWeights
+    | join_pb2.MeasureLinks
 )
 
 
@@ -143,7 +145,7 @@ class StageManager:
         overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = refused or RefusedPeers(time.monotonic)
-        self._transport = transport
+        self._transport, self._links = transport, LinkMeasurement(transport)
         self._payloads = payloads or PayloadConnections(PayloadListener(refused))
         self._reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
@@ -224,6 +226,7 @@ class StageManager:
         finally:
             self._cancel_load()
             self._prefetch.cancel()
+            self._links.cancel()
             self._weights.close()
             await self._end_session()
 
@@ -305,6 +308,8 @@ class StageManager:
                 self._verify_weights(order)
             case join_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
+            case join_pb2.MeasureLinks():
+                self._links.start(order, reply)
             case join_pb2.PrefetchWeights():
                 if self._loading is None:
                     self._prefetch.start(decode_prefetch(order, coordinator=self._coordinator), reply)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
@@ -118,7 +119,23 @@ class StatusReporter:
             end_cause=state.end_cause.value if state.end_cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
             loop_lag=self._lag(),
             certificate=encode_certificate(self._transport.certificate_life()),
+            links=self._links(),
         )
+
+    def _links(self) -> list[cluster_pb2.LinkStatus]:
+        """Of hops between hosts."""
+        plan, links = self._state.plan, self._state.links
+        names = [] if plan is None else [stage.worker for stage in plan.stages]
+        return [
+            cluster_pb2.LinkStatus(
+                from_worker=one,
+                to_worker=other,
+                round_trip=duration(link.round_trip_s),
+                bytes_per_second=round(link.bytes_per_s),
+            )
+            for one, other in pairwise(names)
+            if (link := links.find(one, other)) is not None
+        ]
 
     def _lag(self) -> cluster_pb2.LoopLag | None:
         if (lag := self._loop_lag()) is None:

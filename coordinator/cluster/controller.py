@@ -7,8 +7,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from pathlib import Path
 from typing import assert_never
 
 from certificates.identity import Identity
@@ -29,13 +27,15 @@ from coordinator.cluster.connections import Connections, WorkerConnection, stage
 from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
+    decode_links,
     encode_assign,
+    encode_measure,
     encode_serving,
     encode_welcome,
 )
 from coordinator.cluster.pipeline import LinkBroken, Pipeline
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import DEFAULT_BATCHING, BatchingOptions, MemoryLimits, scheduler_limits
+from coordinator.cluster.step_limits import MemoryLimits, ServingSettings, scheduler_limits
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.cluster.warm_spares import WarmSpares
 from coordinator.cluster.weight_tracker import WeightTracker
@@ -60,21 +60,6 @@ from wire.steps import FaultReport, StepResult
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingSettings:
-    """Settings of serving epochs. `cache_directory` caches hashes of weights.
-
-    `weights_peers` are the weights addresses of other coordinators of the model. With `prefetch`, workers
-    without a stage fetch the layers that they would get by the loss of another worker.
-    """
-
-    batching: BatchingOptions = DEFAULT_BATCHING
-    prefix_caching: bool = True
-    cache_directory: Path | None = None
-    weights_peers: tuple[str, ...] = ()
-    prefetch: bool = True
 
 
 class Controller:
@@ -194,6 +179,9 @@ class Controller:
                 rejoin_secret=connection.rejoin_secret,
             )
         )
+        others = (known.identity for known in self.connections.values())
+        if not self.state.has_served and (measure := encode_measure(identity, others)) is not None:
+            connection.send(measure)
         self._carry_out(actions)
         return connection
 
@@ -241,6 +229,8 @@ class Controller:
             case "held_weights":
                 self.weights.take(connection, message.held_weights)
                 self._spares.update()
+            case "measured_links":
+                self._carry_out(self.state.links_measured(name, decode_links(message.measured_links)))
             case "drain_requested":
                 self._events.drain_started(name, by_worker=True)
                 self._carry_out(self.state.drain(name))

@@ -6,11 +6,12 @@ from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
+from coordinator.planner.links import Link
 from coordinator.planner.plan import StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
-from wire.addresses import parse_peer_address
+from wire.addresses import parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, check_protocol_version
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.gpu import decode_gpu
@@ -109,6 +110,26 @@ def encode_prefetch(
         model=_encode_model(model), layers=layers, manifest=_encode_manifest(model, stages), sources=sources
     )
     return join_pb2.JoinResponse(prefetch_weights=prefetch)
+
+
+def encode_measure(worker: WorkerIdentity, others: Iterable[WorkerIdentity]) -> join_pb2.JoinResponse | None:
+    """Encode the order to measure the ways to workers on other hosts; None if there are none."""
+    host = parse_address(worker.address).host
+    peers = [
+        join_pb2.LinkPeer(worker=other.name, address=other.address)
+        for other in others
+        if other.name != worker.name and parse_address(other.address).host != host
+    ]
+    return join_pb2.JoinResponse(measure_links=join_pb2.MeasureLinks(peers=peers)) if peers else None
+
+
+def decode_links(message: join_pb2.MeasuredLinks) -> dict[str, Link]:
+    """Measured links by the other worker's name, without those that could not be measured."""
+    return {
+        link.worker: Link(round_trip_s=link.round_trip_us / 1e6, bytes_per_s=float(link.bytes_per_second))
+        for link in message.links
+        if not link.problem
+    }
 
 
 def tensor_names(model: ServedModel, stages: Iterable[StagePlan]) -> list[str]:

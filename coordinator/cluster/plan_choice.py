@@ -124,11 +124,20 @@ class TooFewWorkers(Exception):
 class PlanChoice:
     """Chooses plans; workers keep their places from the last plan with all stages."""
 
-    def __init__(self, num_stages: int, make_plan: MakePlan, policy: RecoveryPolicy) -> None:
-        """`make_plan` receives workers in stage order and may raise PlanImpossible."""
+    def __init__(
+        self,
+        num_stages: int,
+        make_plan: MakePlan,
+        policy: RecoveryPolicy,
+        order: Callable[[Sequence[str]], list[str]] = list,
+    ) -> None:
+        """`make_plan` receives workers in stage order and may raise PlanImpossible.
+
+        `order` puts the workers of a plan without kept places into stage order.
+        """
         self._num_stages = num_stages
         self._policy = policy
-        self._make_plan = make_plan
+        self._make_plan, self._order = make_plan, order
         self._refusals = PlanRefusals()
         self._template: Plan | None = None
         self._good_template: Plan | None = None
@@ -137,6 +146,10 @@ class PlanChoice:
         """Keep the places of this plan for later plans, if it has all stages."""
         if len(plan.stages) == self._num_stages:
             self._template = plan
+
+    def forget_places(self) -> None:
+        """Let the next plan put the workers into a new order."""
+        self._template = self._good_template = None
 
     def best(self, members: Members, *, may_shrink: bool, uses_held: bool = False) -> Plan:
         """The best plan for the usable workers, and with `uses_held` also for held ones.
@@ -259,7 +272,8 @@ class PlanChoice:
         stages = self._template.stages if self._template else ()
         by_name = {record.identity.name: record for record in chosen}
         places = [by_name.pop(stage.worker, None) for stage in stages]
-        newcomers = iter(sorted(by_name.values(), key=_by_name))
+        new = [record.identity.name for record in sorted(by_name.values(), key=_by_name)]
+        newcomers = map(by_name.__getitem__, new if any(places) else self._order(new))
         filled = [place or next(newcomers, None) for place in places]
         return [*filled, *newcomers]
 
@@ -289,6 +303,10 @@ def _placeholder(place: int) -> WorkerCapacity:
 
 
 def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
+    return name_key(record.identity.name)
+
+
+def name_key(name: str) -> list[tuple[bool, int, str]]:
     """Sort key that puts "gpu-10" after "gpu-9"."""
-    parts = re.split(r"(\d+)", record.identity.name)
+    parts = re.split(r"(\d+)", name)
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

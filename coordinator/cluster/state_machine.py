@@ -3,7 +3,7 @@
 `coordinator.cluster.transitions` has the table of phases that it executes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from coordinator.cluster.actions import (
     Action,
@@ -17,9 +17,10 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
-from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers, name_key
 from coordinator.cluster.transitions import ClusterEvent, ClusterPhase, handles
 from coordinator.engine.observer import EndCause
+from coordinator.planner.links import Link, LinkTable, best_order
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.rejoin import (
@@ -88,6 +89,7 @@ class ClusterState:
         last_epoch: int = 0,
         has_served: bool = False,
         needs_check: bool = False,
+        hop_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -96,6 +98,7 @@ class ClusterState:
             last_epoch: new epochs are above it, and above those that workers have seen.
             has_served: the cluster served before a restart; its workers have time to rejoin.
             needs_check: plans serve only after a self-check.
+            hop_bytes: hidden states of a step between two stages.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -105,7 +108,8 @@ class ClusterState:
         self.plan: Plan | None = None
         self.workers = Members(policy)
         self.has_served = has_served
-        self._choice = PlanChoice(num_stages, make_plan, policy)
+        self.links, self._hop_bytes = LinkTable(), hop_bytes
+        self._choice = PlanChoice(num_stages, make_plan, policy, self._in_order)
         self._policy = policy
         self._needs_check = needs_check
         self._checked_plan_id = 0
@@ -139,6 +143,22 @@ class ClusterState:
                 if self.workers[stage.worker].stage is None:
                     found.setdefault(stage.worker, []).append(stage)
         return found
+
+    def _in_order(self, names: Sequence[str]) -> list[str]:
+        """The order with the shortest steps, by the measured links."""
+        addresses = {name: self.workers[name].identity.address for name in names if name in self.workers}
+        return best_order(names, self.links.between(addresses), self._hop_bytes)
+
+    def links_measured(self, name: str, measured: Mapping[str, Link]) -> list[Action]:
+        """A worker measured its ways to others. While the first plan loads, a better order replaces it."""
+        self.links.put(name, measured)
+        if self.plan is None or self.has_served or self.phase is not ClusterPhase.LOADING:
+            return []
+        names = [stage.worker for stage in self.plan.stages]
+        if self._in_order(sorted(names, key=name_key)) == names:
+            return []
+        self._choice.forget_places()
+        return self._replan("the links between workers were measured")
 
     def start(self) -> list[Action]:
         """Actions before the first event."""

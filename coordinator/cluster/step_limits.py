@@ -1,6 +1,7 @@
-"""Step size limits of a plan, reduced after a stage ran out of memory. Pure."""
+"""Settings of serving, and step size limits of a plan, reduced after a stage ran out of memory. Pure."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
@@ -19,6 +20,21 @@ class BatchingOptions:
 
 
 DEFAULT_BATCHING = BatchingOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSettings:
+    """Settings of serving epochs. `cache_directory` caches hashes of weights.
+
+    `weights_peers` are the weights addresses of other coordinators of the model. With `prefetch`, workers
+    without a stage fetch the layers that they would get by the loss of another worker.
+    """
+
+    batching: BatchingOptions = DEFAULT_BATCHING
+    prefix_caching: bool = True
+    cache_directory: Path | None = None
+    weights_peers: tuple[str, ...] = ()
+    prefetch: bool = True
 
 
 def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_bytes: int) -> SchedulerLimits:

@@ -38,6 +38,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_describe_weights(status),
         *_gpus(status),
         *_fetches(status),
+        *_links(status),
         *_payload_fallbacks(status),
         *_details(status),
     ]
@@ -128,6 +129,15 @@ def _fetches(status: cluster_pb2.GetStatusResponse) -> list[str]:
         for worker in status.workers
     ]
     return [f"Worker {name} {text}" for name, text in texts if text]
+
+
+def _links(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    return [
+        f"Link {link.from_worker} to {link.to_worker}: "
+        f"round trip {link.round_trip.ToTimedelta().total_seconds() * 1e3:.1f} ms, "
+        f"{format_size(link.bytes_per_second)}/s"
+        for link in status.links
+    ]
 
 
 def _now_fetched(worker: cluster_pb2.WorkerStatus) -> str:

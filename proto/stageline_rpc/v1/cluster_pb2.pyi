@@ -496,6 +496,7 @@ class GetStatusResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -537,6 +538,10 @@ class GetStatusResponse(_message.Message):
     def window_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WindowBlocks]:
         """KV blocks for the layers with each further window, widest first; empty for models with one kind of layers."""
 
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
+        """Between the workers of the plan, in stage order, as measured when they joined."""
+
     def __init__(
         self,
         *,
@@ -562,14 +567,46 @@ class GetStatusResponse(_message.Message):
         weights: Global___WeightFormat.ValueType = ...,
         window_blocks: _abc.Iterable[Global___WindowBlocks] | None = ...,
         kv_dtype: Global___Dtype.ValueType = ...,
+        links: _abc.Iterable[Global___LinkStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "links", b"links", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class LinkStatus(_message.Message):
+    """The way from a worker to the next stage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_WORKER_FIELD_NUMBER: _builtins.int
+    TO_WORKER_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    from_worker: _builtins.str
+    to_worker: _builtins.str
+    bytes_per_second: _builtins.int
+    @_builtins.property
+    def round_trip(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        from_worker: _builtins.str = ...,
+        to_worker: _builtins.str = ...,
+        round_trip: _duration_pb2.Duration | None = ...,
+        bytes_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round_trip", b"round_trip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "from_worker", b"from_worker", "round_trip", b"round_trip", "to_worker", b"to_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class WindowBlocks(_message.Message):

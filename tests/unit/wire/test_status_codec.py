@@ -58,6 +58,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         journal=cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_FAILING, num_unwritten=2),
         kv=overall_integrity(ledger, {"w0": ledger}),
         requests=cluster_pb2.RequestCounts(),
+        links=[cluster_pb2.LinkStatus(from_worker="w0", to_worker="w1", round_trip=duration(0.001))],
         workers=[worker],
         window_blocks=[cluster_pb2.WindowBlocks(window=1024, num_blocks=96)],
         loop_lag=cluster_pb2.LoopLag(p50=duration(0.0001), p99=duration(0.0012)),

@@ -44,6 +44,11 @@ class StageServiceStub:
                 request_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.FromString,
                 _registered_method=True)
+        self.ProbeLink = channel.stream_unary(
+                '/stageline.internal.v1.StageService/ProbeLink',
+                request_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkResponse.FromString,
+                _registered_method=True)
 
 
 class StageServiceServicer:
@@ -72,6 +77,15 @@ class StageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeLink(self, request_iterator, context):
+        """Receives data, for a measurement of the way from the caller to this worker.
+
+        Errors: INVALID_ARGUMENT (more than 32 MiB).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +98,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.ComputeReference,
                     request_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.FromString,
                     response_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.SerializeToString,
+            ),
+            'ProbeLink': grpc.stream_unary_rpc_method_handler(
+                    servicer.ProbeLink,
+                    request_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkRequest.FromString,
+                    response_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +159,33 @@ class StageService:
             '/stageline.internal.v1.StageService/ComputeReference',
             stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.SerializeToString,
             stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeLink(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/stageline.internal.v1.StageService/ProbeLink',
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkRequest.SerializeToString,
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ProbeLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,11 @@ class StageServiceStub:
     Errors: FAILED_PRECONDITION (another or an unreadable checkpoint), RESOURCE_EXHAUSTED with the numbers (too little
     memory, or the worker is loading), PERMISSION_DENIED (without the secret that the coordinator gave this worker).
     """
+    ProbeLink: _aio.StreamUnaryMultiCallable[_forward_pb2.ProbeLinkRequest, _forward_pb2.ProbeLinkResponse]
+    """Receives data, for a measurement of the way from the caller to this worker.
+
+    Errors: INVALID_ARGUMENT (more than 32 MiB).
+    """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -62,6 +67,17 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: FAILED_PRECONDITION (another or an unreadable checkpoint), RESOURCE_EXHAUSTED with the numbers (too little
         memory, or the worker is loading), PERMISSION_DENIED (without the secret that the coordinator gave this worker).
+        """
+
+    @_abc_1.abstractmethod
+    def ProbeLink(
+        self,
+        request_iterator: _abc.AsyncIterator[_forward_pb2.ProbeLinkRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_forward_pb2.ProbeLinkRequest], _abc.Awaitable[_forward_pb2.ProbeLinkResponse]],
+    ) -> _abc.Awaitable[_forward_pb2.ProbeLinkResponse]:
+        """Receives data, for a measurement of the way from the caller to this worker.
+
+        Errors: INVALID_ARGUMENT (more than 32 MiB).
         """
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _aio.Server) -> None: ...

@@ -34,6 +34,7 @@ class JoinRequest(_message.Message):
     CHECK_STATES_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIFFER_FIELD_NUMBER: _builtins.int
     HELD_WEIGHTS_FIELD_NUMBER: _builtins.int
+    MEASURED_LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -54,6 +55,8 @@ class JoinRequest(_message.Message):
     def weights_differ(self) -> Global___WeightsDiffer: ...
     @_builtins.property
     def held_weights(self) -> Global___HeldWeights: ...
+    @_builtins.property
+    def measured_links(self) -> Global___MeasuredLinks: ...
     def __init__(
         self,
         *,
@@ -67,12 +70,13 @@ class JoinRequest(_message.Message):
         check_states: Global___CheckStates | None = ...,
         weights_differ: Global___WeightsDiffer | None = ...,
         held_weights: Global___HeldWeights | None = ...,
+        measured_links: Global___MeasuredLinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "measured_links", b"measured_links", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "drain_requested", b"drain_requested", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "held_weights", b"held_weights", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "measured_links", b"measured_links", "message", b"message", "weights_differ", b"weights_differ"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "drain_requested", "check_states", "weights_differ", "held_weights"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "drain_requested", "check_states", "weights_differ", "held_weights", "measured_links"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -92,6 +96,7 @@ class JoinResponse(_message.Message):
     REPORT_STATES_FIELD_NUMBER: _builtins.int
     VERIFY_WEIGHTS_FIELD_NUMBER: _builtins.int
     PREFETCH_WEIGHTS_FIELD_NUMBER: _builtins.int
+    MEASURE_LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -112,6 +117,8 @@ class JoinResponse(_message.Message):
     def verify_weights(self) -> Global___VerifyWeights: ...
     @_builtins.property
     def prefetch_weights(self) -> Global___PrefetchWeights: ...
+    @_builtins.property
+    def measure_links(self) -> Global___MeasureLinks: ...
     def __init__(
         self,
         *,
@@ -125,12 +132,13 @@ class JoinResponse(_message.Message):
         report_states: Global___ReportStates | None = ...,
         verify_weights: Global___VerifyWeights | None = ...,
         prefetch_weights: Global___PrefetchWeights | None = ...,
+        measure_links: Global___MeasureLinks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "measure_links", b"measure_links", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "measure_links", b"measure_links", "message", b"message", "prefetch_weights", b"prefetch_weights", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "report_states", "verify_weights", "prefetch_weights"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "report_states", "verify_weights", "prefetch_weights", "measure_links"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -584,6 +592,101 @@ class PrefetchWeights(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefetchWeights: _TypeAlias = PrefetchWeights  # noqa: Y015
+
+@_typing.final
+class MeasureLinks(_message.Message):
+    """Measures the ways to other workers with `StageService.ProbeLink`. The response is `measured_links`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkPeer]: ...
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___LinkPeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureLinks: _TypeAlias = MeasureLinks  # noqa: Y015
+
+@_typing.final
+class LinkPeer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    address: _builtins.str
+    """Of its StageService."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkPeer: _TypeAlias = LinkPeer  # noqa: Y015
+
+@_typing.final
+class MeasuredLinks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredLink]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___MeasuredLink] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLinks: _TypeAlias = MeasuredLinks  # noqa: Y015
+
+@_typing.final
+class MeasuredLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_US_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    round_trip_us: _builtins.int
+    """Median, in microseconds."""
+    bytes_per_second: _builtins.int
+    problem: _builtins.str
+    """Why the worker was not reached; the other fields are then 0."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        round_trip_us: _builtins.int = ...,
+        bytes_per_second: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "problem", b"problem", "round_trip_us", b"round_trip_us", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLink: _TypeAlias = MeasuredLink  # noqa: Y015
 
 @_typing.final
 class PrefetchedLayers(_message.Message):

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.controller import Controller, ServingSettings
+from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.step_limits import ServingSettings
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.recovery.policy import DEFAULT_POLICY

@@ -17,6 +17,7 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.observer import EndCause
+from coordinator.planner.links import Link
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 
@@ -468,3 +469,34 @@ def test_spares_would_get_the_layers_of_each_worker_that_may_be_lost() -> None:
         expected = cluster.state.stages_after_losses()["d"]
         cluster.lose(name)
         assert cluster.state.stage_of("d") in expected, "the real plan is one of them"
+
+
+# Links between workers
+
+FAST, SLOW = Link(round_trip_s=0.001, bytes_per_s=1e9), Link(round_trip_s=0.1, bytes_per_s=1e6)
+
+
+def test_measured_links_change_the_order_before_the_first_epoch() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    cluster.join_all("a", "b", "c")
+    assert cluster.stage_names == ["a", "b", "c"]
+    assert cluster.state.links_measured("b", {"a": SLOW}) == [], "other links are not known yet"
+    actions = cluster.state.links_measured("c", {"a": FAST, "b": FAST})
+    assert cluster.stage_names == ["a", "c", "b"]
+    assert [type(action) for action in actions] == [AssignStage] * 3
+    assert cluster.state.phase is ClusterPhase.LOADING
+    cluster.load_all()
+    cluster.get_ready()
+    assert cluster.state.links_measured("b", {"a": FAST, "c": SLOW}) == [], "places are kept by then"
+    cluster.lose("c")
+    cluster.join("d")
+    assert cluster.stage_names == ["a", "d", "b"]
+
+
+def test_workers_of_one_host_are_next_to_each_other() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    for name, address in (("a", "x:1"), ("b", "y:1"), ("c", "x:2")):
+        cluster.join(name, address=address)
+    cluster.state.links_measured("b", {"a": SLOW})
+    cluster.state.links_measured("c", {"b": SLOW})
+    assert cluster.stage_names in (["a", "c", "b"], ["b", "a", "c"], ["b", "c", "a"], ["c", "a", "b"])

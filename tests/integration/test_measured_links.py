@@ -1,0 +1,82 @@
+"""Workers measure the ways to each other when they join; the plan and the status follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from stage_worker import links
+from stage_worker.links import MAX_TRANSFER_BYTES, measure_links
+from stage_worker.server import Worker
+from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc, join_pb2
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.calls import until
+from tests.integration.cluster import Cluster, RequestCase, RunningWorker
+from wire.transport import PLAIN
+
+CASE = RequestCase(prompt=(5, 17, 99), max_tokens=8)
+
+
+async def start_at(cluster: Cluster, name: str, host: str) -> RunningWorker:
+    """Start a worker on another loopback address, which counts as another host."""
+    worker = Worker(replace(cluster.worker_config(name), listen=f"{host}:0"))
+    await worker.start()
+    cluster.workers[name] = RunningWorker(worker, None)
+    return cluster.workers[name]
+
+
+async def test_links_between_hosts_are_measured_and_shown() -> None:
+    async with Cluster(None, layers=(4, 4, 4), num_workers=0, waits=False) as cluster:
+        for number in range(3):
+            await start_at(cluster, f"w{number}", f"127.0.0.{number + 1}")
+        status = await cluster.wait_status(
+            lambda status: status.state == cluster_pb2.CLUSTER_STATE_SERVING and len(status.links) == 2
+        )
+        stages = [worker.name for worker in status.workers]
+        assert [(link.from_worker, link.to_worker) for link in status.links] == [
+            (stages[0], stages[1]),
+            (stages[1], stages[2]),
+        ]
+        for link in status.links:
+            assert link.round_trip.ToMicroseconds() > 0 and link.bytes_per_second > 1_000_000
+        assert (await cluster.generate(CASE.again())).succeeded
+
+
+async def test_a_peer_that_is_gone_is_a_problem_and_uploads_have_a_limit() -> None:
+    async with Cluster(None, layers=(12,)) as cluster:
+        address = cluster.workers["w0"].worker.listen_address
+        peers = [
+            join_pb2.LinkPeer(worker="gone", address="127.0.0.1:1"),
+            join_pb2.LinkPeer(worker="w0", address=address),
+        ]
+        answer = await measure_links(PLAIN, join_pb2.MeasureLinks(peers=peers))
+        gone, found = answer.measured_links.links
+        assert gone.problem.startswith("UNAVAILABLE") and not gone.round_trip_us
+        assert not found.problem and found.round_trip_us > 0 and found.bytes_per_second > 0
+        data = [forward_pb2.ProbeLinkRequest(data=bytes(2**20))] * (MAX_TRANSFER_BYTES // 2**20 + 1)
+        async with PLAIN.channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await forward_pb2_grpc.StageServiceStub(channel).ProbeLink(data, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_plan_avoids_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measured(transport: object, peer: join_pb2.LinkPeer) -> join_pb2.MeasuredLink:
+        trip_us = 50_000 if measuring == "w1" else 100  # the way from w1 to w0
+        return join_pb2.MeasuredLink(worker=peer.worker, round_trip_us=trip_us, bytes_per_second=10**9)
+
+    monkeypatch.setattr(links, "_measure", measured)
+    async with Cluster(None, layers=(4, 4, 4), num_workers=0, waits=False) as cluster:
+        table = cluster.server.controller.state.links
+        for number in range(3):
+            measuring = f"w{number}"
+            await start_at(cluster, measuring, f"127.0.0.{number + 1}")
+            if number == 1:
+                await until(lambda: table.find("w0", "w1") is not None)
+            elif number == 0:
+                await until(lambda: "w0" in cluster.server.controller.connections)
+        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert [worker.name for worker in status.workers] in (["w0", "w2", "w1"], ["w1", "w2", "w0"])
+        assert (await cluster.generate(CASE.again())).succeeded
