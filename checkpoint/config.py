@@ -45,14 +45,18 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 """Default in transformers' Qwen2Config and Qwen3Config."""
 
 
-def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None) -> Blueprint:
+def parse_config(
+    raw: Mapping[str, object], *, stored_dtype: DType | None = None, row: Architecture | None = None
+) -> Blueprint:
     """Validate a parsed config.json, or the part of its text model. `stored_dtype` is used if it names none.
+
+    `row` is the family's, by default the one that the config names.
 
     Raises UnsupportedModel, with the architecture or the field and its value, and BadConfig for missing,
     impossible or contradictory values.
     """
     raw = text_config(raw)
-    row = architecture_of(raw)
+    row = row or architecture_of(raw)
     refuse_unknown_keys(raw, row.keys)
     raw = {**row.defaults, **raw}
     _refuse_other_values(raw, row)

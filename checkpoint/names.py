@@ -96,7 +96,8 @@ class Pack:
     A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
     `has_unit_axis`, the shape begins with a dimension of 1. Without `has_kind`, the weight has the module's
     name, and the bias that name with "_bias". With `is_alternating`, rows of the roles take turns. With
-    `is_transposed`, matrices are [in, out], unless they are quantised.
+    `is_transposed`, matrices are [in, out], unless they are quantised. `kind` replaces the usual kind of
+    tensor in the name.
     """
 
     module: str
@@ -105,6 +106,7 @@ class Pack:
     has_kind: bool = True
     is_alternating: bool = False
     is_transposed: bool = False
+    kind: str | None = None
 
     @property
     def is_per_expert(self) -> bool:
@@ -114,6 +116,7 @@ class Pack:
     def tensor(self, kind: str, expert: int | None) -> str:
         """Name within a layer of tensor `kind` ("weight" or "bias") of the module, or of an expert's."""
         module = self.module if expert is None else self.module.replace("{expert}", str(expert))
+        kind = self.kind or kind
         if not self.has_kind:
             return module if kind == "weight" else f"{module}_{kind}"
         return f"{module}.{kind}" if module else kind
@@ -129,21 +132,24 @@ class NameTable:
 
     prefix: str = "model."
     head: str = "lm_head.weight"
+    embeddings_module: str = "embed_tokens"
+    final_norm_module: str = "norm"
+    layers_module: str = "layers"
     packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @property
     def embeddings(self) -> str:
         """Tensor of the input embeddings."""
-        return f"{self.prefix}embed_tokens.weight"
+        return f"{self.prefix}{self.embeddings_module}.weight"
 
     def final_norm(self, kind: str) -> str:
         """Tensor `kind` ("weight" or "bias") of the norm after the last layer."""
-        return f"{self.prefix}norm.{kind}"
+        return f"{self.prefix}{self.final_norm_module}.{kind}"
 
     def in_layer(self, layer: int, tensor: str) -> str:
         """A tensor of layer number `layer` by its name within the layer."""
-        return f"{self.prefix}layers.{layer}.{tensor}"
+        return f"{self.prefix}{self.layers_module}.{layer}.{tensor}"
 
     def pack_of(self, role: TensorRole) -> Pack:
         """The module that holds `role`, maybe among others."""
