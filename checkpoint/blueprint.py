@@ -11,7 +11,7 @@ from enum import Enum
 
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.names import LLAMA_NAMES, NameTable
-from checkpoint.quantization import Quantization
+from checkpoint.quantization import BlockTensors, Quantization
 from checkpoint.rope_config import RopeConfig, RopeKind
 
 
@@ -344,7 +344,7 @@ class Blueprint:
     dtype: DType
     legal_cuts: frozenset[int]
     num_draft_layers: int = 0
-    quantization: Quantization | None = None
+    quantization: Quantization | BlockTensors | None = None
     names: NameTable = LLAMA_NAMES
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -111,7 +111,52 @@ class PackedDType(Enum):
         return {PackedDType.I32: 4, PackedDType.I64: 8}.get(self, 1)
 
 
-StoredDType = DType | PackedDType
+class BlockDType(Enum):
+    """A quantised type of GGUF files: blocks of a row's elements are unpacked to a DType together."""
+
+    Q4_0 = "q4_0"
+    Q4_1 = "q4_1"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
+    Q8_0 = "q8_0"
+    Q2_K = "q2_k"
+    Q3_K = "q3_k"
+    Q4_K = "q4_k"
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"
+    IQ4_NL = "iq4_nl"
+    IQ4_XS = "iq4_xs"
+    MXFP4 = "mxfp4"
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of a block."""
+        return _BLOCKS[self][0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a block."""
+        return _BLOCKS[self][1]
+
+
+_BLOCKS = {
+    BlockDType.Q4_0: (32, 18),
+    BlockDType.Q4_1: (32, 20),
+    BlockDType.Q5_0: (32, 22),
+    BlockDType.Q5_1: (32, 24),
+    BlockDType.Q8_0: (32, 34),
+    BlockDType.Q2_K: (256, 84),
+    BlockDType.Q3_K: (256, 110),
+    BlockDType.Q4_K: (256, 144),
+    BlockDType.Q5_K: (256, 176),
+    BlockDType.Q6_K: (256, 210),
+    BlockDType.IQ4_NL: (32, 18),
+    BlockDType.IQ4_XS: (256, 136),
+    BlockDType.MXFP4: (32, 17),
+}
+"""Elements and bytes of a block."""
+
+StoredDType = DType | PackedDType | BlockDType
 """An element type in a file."""
 
 _BY_NAME = {

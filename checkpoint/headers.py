@@ -29,7 +29,7 @@ from checkpoint.files import is_named, open_regular, parse_json_object, read_reg
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's limit."""
 
-_DTYPES: Mapping[str, StoredDType] = {kind.name: kind for kind in (*DType, *PackedDType)}
+_DTYPES: Mapping[str, DType | PackedDType] = {kind.name: kind for kind in (*DType, *PackedDType)}
 
 
 @dataclass(frozen=True, slots=True)

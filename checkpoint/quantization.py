@@ -1,19 +1,20 @@
 """Formats of quantised weights: which stored tensors hold a matrix.
 
 Sources: compressed-tensors 0.20, transformers 5.23 (fp8, mxfp4), bitsandbytes 0.50, AutoGPTQ and GPTQModel,
-AutoAWQ, TensorRT Model Optimizer. `stage_worker.model.unpack` computes the weights.
+AutoAWQ, TensorRT Model Optimizer, ggml. `stage_worker.model.unpack` computes the weights.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from checkpoint.dtypes import DType, PackedDType, StoredDType
+from checkpoint.dtypes import BlockDType, DType, PackedDType, StoredDType
 from checkpoint.errors import UnsupportedModel
 
 Shape = tuple[int, ...]
@@ -278,6 +279,20 @@ def _words(name: str, count: int, per_word: int) -> int:
     return count // per_word
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """GGUF: a tensor of blocks, each a part of a row."""
+
+    dtype: BlockDType
+
+    @property
+    def label(self) -> str:
+        return self.dtype.value
+
+    def parts(self, name: str, shape: Shape) -> Parts:
+        return {StoredPart.WEIGHT: _stored(name, (self.dtype,), shape)}
+
+
 @dataclass(frozen=True, slots=True)
 class PackedModules:
     """The format of modules whose name matches; see `matches`."""
@@ -336,6 +351,31 @@ class Quantization:
             for one in self.targets
         )
         return replace(self, targets=targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTensors:
+    """The tensors of a GGUF file that are stored in blocks, any of a model's, by name."""
+
+    schemes: Mapping[str, Blocks] = field(hash=False)
+
+    @property
+    def label(self) -> str:
+        """Names of the formats, that of most tensors first."""
+        counts = Counter(scheme.label for scheme in self.schemes.values())
+        return " and ".join(label for label, _ in counts.most_common())
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """See `Quantization.scheme_of`."""
+        return self.schemes.get(name)
+
+    def packed(self, shapes: Mapping[str, Shape]) -> dict[str, PackedMatrix]:
+        """The tensors among `shapes` that are stored in blocks."""
+        return {
+            name: PackedMatrix(name, shape, scheme, scheme.parts(name, shape))
+            for name, shape in shapes.items()
+            if (scheme := self.schemes.get(name)) is not None
+        }
 
 
 def packed_matrices(

@@ -22,7 +22,7 @@ from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredD
 from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
 from checkpoint.names import EXPERT_ROLES, TensorRole
-from checkpoint.quantization import PackedMatrix, StoredTensor, is_unused, packed_matrices
+from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -309,6 +309,8 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Return the quantised tensors among `shapes`, see `stage_tensor_shapes`."""
     if config.quantization is None:
         return {}
+    if isinstance(config.quantization, BlockTensors):
+        return config.quantization.packed(shapes)
     plain = {
         one.name
         for layer in range(config.num_layers)

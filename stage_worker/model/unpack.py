@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from checkpoint import BadHeader, DType
-from checkpoint.dtypes import PackedDType, StoredDType
+from checkpoint.dtypes import BlockDType, PackedDType, StoredDType
 from checkpoint.files import parse_json_object
 from checkpoint.quantization import (
     NF4_BLOCK,
     NF4_NESTED_BLOCK,
     WORD_BITS,
     Awq,
+    Blocks,
     Fp4,
     Fp4Layout,
     Gptq,
@@ -31,6 +32,7 @@ from checkpoint.quantization import (
     Scaled,
     StoredPart,
 )
+from stage_worker.model.blocks import block_values
 
 STORED_TORCH_DTYPES: dict[StoredDType, torch.dtype] = {
     DType.BF16: torch.bfloat16,
@@ -42,10 +44,11 @@ STORED_TORCH_DTYPES: dict[StoredDType, torch.dtype] = {
     PackedDType.U8: torch.uint8,
     PackedDType.I32: torch.int32,
     PackedDType.I64: torch.int64,
+    **dict.fromkeys(BlockDType, torch.uint8),
 }
 
 ReadElements = Callable[[StoredPart, int, int], Tensor]
-"""Elements [begin, end) of a stored tensor, in one dimension."""
+"""Elements [begin, end) of a stored tensor, in one dimension; bytes of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,13 @@ def _nf4_state(matrix: PackedMatrix, scheme: Nf4, read: ReadElements) -> dict[st
     return state
 
 
+def _blocks(matrix: PackedMatrix, scheme: Blocks, tile: Tile, read: ReadElements) -> Tensor:
+    dtype = scheme.dtype
+    row_bytes = tile.num_columns // dtype.num_elements * dtype.num_bytes
+    octets = read(StoredPart.WEIGHT, tile.row_begin * row_bytes, tile.row_end * row_bytes)
+    return block_values(dtype, octets.view(-1, dtype.num_bytes)).view(tile.num_rows, tile.num_columns)
+
+
 _UNPACKERS: dict[type, Callable[[PackedMatrix, Any, Tile, ReadElements], Tensor]] = {
     Scaled: _scaled,
     PackedInts: _packed_ints,
@@ -319,6 +329,7 @@ _UNPACKERS: dict[type, Callable[[PackedMatrix, Any, Tile, ReadElements], Tensor]
     Gptq: _gptq,
     Awq: _awq,
     Nf4: _nf4,
+    Blocks: _blocks,
 }
 
 

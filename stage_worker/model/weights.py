@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol, Self
 import torch
 from torch import Tensor
 
-from checkpoint import BadHeader, Checkpoint, TensorEntry, open_regular
+from checkpoint import BadHeader, Checkpoint, DType, TensorEntry, open_regular
 from checkpoint.quantization import StoredPart
 from stage_worker.model.unpack import STORED_TORCH_DTYPES, num_rows, tiles, unpack
 
@@ -151,6 +151,7 @@ def _load_plain(
     window_bytes: int,
 ) -> Iterator[int]:
     entry, flat = checkpoint.tensors[name], destination.view(-1)
+    assert isinstance(entry.dtype, DType), f"{name} is packed"
     item_bytes = entry.dtype.size_bytes
     offset = first_row * prod(destination.shape[1:])
     step = window_bytes // item_bytes
