@@ -1,4 +1,4 @@
-"""Opens a checkpoint directory: validates and fingerprints it without loading weights."""
+"""Opens a checkpoint, a directory or a GGUF file: validates and fingerprints it without loading weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import xxhash
 
 from checkpoint.blueprint import Blueprint
-from checkpoint.config import parse_config, parse_dtype
-from checkpoint.dtypes import DType, WeightFormat
-from checkpoint.errors import GGUF_ADVICE, BadHeader, CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import FileIdentity, is_named, open_regular, read_json_object, stat_files
-from checkpoint.generation_config import bos_token_id, eos_token_ids, read_generation_config
-from checkpoint.headers import ShardHeader, TensorEntry, read_headers
+from checkpoint.description import Description, describe_directory
+from checkpoint.dtypes import WeightFormat
+from checkpoint.errors import BadHeader, CheckpointNotFound
+from checkpoint.files import FileIdentity, open_regular, stat_files
+from checkpoint.generation_config import bos_token_id, eos_token_ids
+from checkpoint.gguf.files import is_gguf, model_name
+from checkpoint.gguf.model import describe_gguf
+from checkpoint.headers import ShardHeader, TensorEntry
 from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
-from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
-from checkpoint.quantization_config import modelopt_config
 from checkpoint.tensors import (
     check_can_hold,
     draft_prefixes,
@@ -29,7 +29,7 @@ from checkpoint.tensors import (
     stage_tensor_shapes,
     verify_tensors,
 )
-from checkpoint.wrappers import is_wrapper, named_as_in, text_config
+from checkpoint.wrappers import text_config
 
 SAMPLE_BYTES = 4096
 NUM_INNER_SAMPLES = 2
@@ -121,11 +121,6 @@ def differing_parts(one: str, other: str) -> str:
     return " and ".join(part for part, mine, others in pairs if mine != others)
 
 
-CONFIG_FILE = "config.json"
-MODELOPT_FILE = "hf_quant_config.json"
-"""Has the quantisation of checkpoints by TensorRT Model Optimizer whose config.json has none."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnoredTensors:
     """Tensors that are not read, and their size in files."""
@@ -136,14 +131,16 @@ class IgnoredTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A Hugging Face safetensors directory with validated config and headers.
+    """A Hugging Face safetensors directory, or a GGUF model, with validated config and headers.
 
+    `path` opens it again: the directory, or the first GGUF file. `directory` has the files of tensors.
     `tensors` maps names to file locations. `fingerprint` identifies config, layout and sampled values.
     `eos_token_ids` end a sequence; it may be empty. `packed` has the quantised matrices by name; their parts
     are in `tensors`, which has plain tensors by their own names. With `pins`, the directory is a cache of a
     remote checkpoint, whose files have holes.
     """
 
+    path: Path
     directory: Path
     config: Blueprint
     tensors: Mapping[str, TensorEntry]
@@ -154,36 +151,36 @@ class Checkpoint:
     pins: Pins | None = None
 
     @classmethod
-    def open(cls, directory: str | Path, *, pins: Pins | None = None) -> Checkpoint:
-        """Read and validate config and headers of `directory`; of the weights, only samples are read.
+    def open(cls, path: str | Path, *, pins: Pins | None = None) -> Checkpoint:
+        """Read and validate config and headers of a directory or GGUF file; of weights only samples.
 
         With `pins` no weights are read, as they may be holes: the pins stand for the samples.
 
         Raises CheckpointError (see checkpoint.errors): a missing directory or file, invalid JSON, an
         unsupported model or field, tensors that are missing, unknown or of another shape.
         """
-        path = Path(directory)
-        if not path.is_dir():
-            raise CheckpointNotFound(f"{path} is not a directory")
-        refuse_gguf(path)
-        raw = read_config(path)
-        parse_config(raw, stored_dtype=DType.F32)  # report config errors before reading headers
-        headers = read_headers(path)
-        config = parse_named(raw, headers.tensors)
-        verify_tensors(config, headers.tensors)
+        path = Path(path)
+        found, directory = describe(path), files_directory(path)
+        config, tensors = found.config, found.headers.tensors
+        verify_tensors(config, tensors)
         shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
-        generation = read_generation_config(path)
-        values = sample_digest(path, headers.tensors) if pins is None else pins.values_digest
+        values = sample_digest(directory, tensors) if pins is None else pins.values_digest
         return cls(
-            directory=path,
+            path=path,
+            directory=directory,
             config=config,
-            tensors=headers.tensors,
-            fingerprint=fingerprint(raw, headers.shards, values),
-            eos_token_ids=eos_token_ids(generation, text_config(raw)),
-            bos_token_id=bos_token_id(generation, text_config(raw)),
+            tensors=tensors,
+            fingerprint=fingerprint(found.raw, found.headers.shards, values),
+            eos_token_ids=eos_token_ids(found.generation, text_config(found.raw)),
+            bos_token_id=bos_token_id(found.generation, text_config(found.raw)),
             packed=packed_tensors(config, shapes),
             pins=pins,
         )
+
+    @property
+    def name(self) -> str:
+        """Name of the directory or of the GGUF model."""
+        return model_name(self.path) if is_gguf(self.path) else self.path.name
 
     def with_weights(self, weights: WeightFormat | None) -> Checkpoint:
         """This checkpoint for a stage with matrices in another format in memory.
@@ -244,27 +241,11 @@ class Checkpoint:
         return stat_files(self.directory, names) if self.pins is None else self.pins.identities(names)
 
 
-def refuse_gguf(path: Path) -> None:
-    """Raise UnsupportedFormat for a directory with GGUF files instead of a config."""
-    if not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.gguf"))):
-        raise UnsupportedFormat(f"{path} has {files[0].name} and no {CONFIG_FILE}: {GGUF_ADVICE}")
+def describe(path: Path) -> Description:
+    """Read config and headers of a directory or a GGUF file. Raises CheckpointError."""
+    return describe_gguf(path) if is_gguf(path) else describe_directory(path)
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """Read config.json, with the quantisation from another file that may have it."""
-    raw = read_json_object(path / CONFIG_FILE)
-    if not raw.get(QUANTIZATION_FIELD) and is_named(path / MODELOPT_FILE):
-        raw[QUANTIZATION_FIELD] = modelopt_config(read_json_object(path / MODELOPT_FILE))
-    return raw
-
-
-def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> Blueprint:
-    """Parse a config with the names and the dtype that `tensors` have."""
-    config = parse_config(raw, stored_dtype=DType.F32)
-    if is_wrapper(raw):
-        config = named_as_in(config, tensors)
-    embeddings = tensors.get(config.names.embeddings)
-    # A quantised dtype is refused later.
-    dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None
-    quantization = None if config.quantization is None else config.quantization.matching(tensors)
-    return replace(config, dtype=parse_dtype(text_config(raw), dtype), quantization=quantization)
+def files_directory(path: Path) -> Path:
+    """The directory with the tensors of the checkpoint that `path` opens."""
+    return path.parent if is_gguf(path) else path

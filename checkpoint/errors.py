@@ -1,11 +1,5 @@
 """Errors of a checkpoint directory, all of them ValueErrors."""
 
-GGUF_ADVICE = (
-    "Stageline reads safetensors; convert it, with transformers for example: "
-    "from_pretrained(DIR, gguf_file=FILE).save_pretrained(NEW_DIR)"
-)
-"""Advice for weights in llama.cpp's format."""
-
 
 class CheckpointError(ValueError):
     """Base of this package's errors about a checkpoint."""
@@ -28,7 +22,7 @@ class FileChanged(CheckpointError):
 
 
 class UnsupportedFormat(CheckpointError):
-    """Weights exist, but not as safetensors; other formats are never loaded."""
+    """Weights exist, but neither as safetensors nor as GGUF; other formats are never loaded."""
 
 
 class UnsupportedModel(CheckpointError):
@@ -40,7 +34,7 @@ class BadConfig(CheckpointError):
 
 
 class BadHeader(CheckpointError):
-    """A safetensors header or the shard index is invalid or contradicts the file's size."""
+    """A safetensors or GGUF header or the shard index is invalid or contradicts the file's size."""
 
 
 class MissingTensor(CheckpointError):

@@ -15,6 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.files import is_named, read_regular
+from checkpoint.gguf.files import is_gguf
+from checkpoint.gguf.model import gguf_tokenizer_files
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
@@ -48,8 +50,10 @@ class GrammarTokenizer:
         """XXH3-64 of the file's bytes."""
 
     @classmethod
-    def open(cls, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTokenizer:
-        """Read tokenizer.json of `directory`; `vocab_size` is the width of the model's logits.
+    def open(cls, path: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTokenizer:
+        """Read tokenizer.json of a directory, or what stands for it in a GGUF file.
+
+        `vocab_size` is the width of the model's logits.
 
         Takes about 10 ms per 2,000 ids, 0.8 s for 152,000, and holds the GIL throughout. Raises
         UnusableTokenizer.
@@ -57,12 +61,11 @@ class GrammarTokenizer:
         ends = [token_id for token_id in dict.fromkeys(eos_token_ids) if token_id < vocab_size]
         if not ends:
             raise UnusableTokenizer("the checkpoint has no end-of-sequence id, so a text cannot end")
-        path = directory / TOKENIZER_FILE
-        if not is_named(path):
-            raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
         try:
-            content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
+            content = _tokenizer_json(path)
             tables = _tables(content, ends)
+        except UnusableTokenizer:
+            raise
         except ValueError as error:
             raise UnusableTokenizer(f"{TOKENIZER_FILE}: {one_line(str(error))}") from error
         return cls(tables, xxhash.xxh3_64_intdigest(content))
@@ -120,6 +123,22 @@ def one_line(reason: str) -> str:
     kept = [line for line in lines if line.strip("^ ") and not _is_echo(line)]
     text = " ".join(kept)
     return text if len(text) <= _MAX_REASON_CHARACTERS else text[:_MAX_REASON_CHARACTERS] + " ..."
+
+
+def tokenizer_source(path: Path) -> Path:
+    """The file that has the tokenizer of a checkpoint directory, or the GGUF file `path` itself."""
+    return path if is_gguf(path) else path / TOKENIZER_FILE
+
+
+def _tokenizer_json(path: Path) -> bytes:
+    content = None
+    if is_gguf(path):
+        content = gguf_tokenizer_files(path).get(TOKENIZER_FILE)
+    elif is_named(source := tokenizer_source(path)):
+        content = read_regular(source, max_bytes=MAX_TOKENIZER_BYTES)
+    if content is None:
+        raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
+    return content
 
 
 def _tables(content: bytes, eos_token_ids: list[int]) -> LLTokenizer:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint.config import config_errors
-from checkpoint.directory import Checkpoint, parse_named, read_config, refuse_gguf
+from checkpoint.description import parse_named, read_config, refuse_gguf
+from checkpoint.directory import Checkpoint
 from checkpoint.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
 from checkpoint.files import is_named
 from checkpoint.generation_config import read_generation_config
+from checkpoint.gguf.files import is_gguf
+from checkpoint.gguf.model import describe_gguf
 from checkpoint.headers import Headers, read_headers
 from checkpoint.tensors import tensor_errors
 
@@ -44,8 +47,13 @@ class Inspection:
 
 
 def inspect(directory: Path) -> Inspection:
-    """Check config, headers, tensors and special tokens of `directory`. Raises nothing that a file causes."""
+    """Check config, headers, tensors and special tokens of `directory`, or of a GGUF file.
+
+    Raises nothing that a file causes.
+    """
     found = Inspection()
+    if is_gguf(directory):
+        return _inspect_gguf(found, directory)
     if not found.attempt(lambda: _is_directory(directory)):
         return found
     found.attempt(lambda: refuse_gguf(directory))
@@ -60,6 +68,17 @@ def inspect(directory: Path) -> Inspection:
     found.attempt(lambda: read_generation_config(directory))
     if not found.errors:
         found.checkpoint = found.attempt(lambda: Checkpoint.open(directory))
+    return found
+
+
+def _inspect_gguf(found: Inspection, path: Path) -> Inspection:
+    described = found.attempt(lambda: describe_gguf(path))
+    if described is not None:
+        config, tensors = described.config, described.headers.tensors
+        for error in found.attempt(lambda: list(tensor_errors(config, tensors))) or ():
+            found.add(error)
+    if not found.errors:
+        found.checkpoint = found.attempt(lambda: Checkpoint.open(path))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, WeightFormat
+from checkpoint.gguf.files import is_gguf
 from checkpoint.pins import Pins
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
@@ -45,7 +46,8 @@ class ServedModel:
     Attributes:
         wire_dtype: Dtype of hidden states between stages; None for the run dtype.
         kv_dtype: Dtype of keys and values in the cache; None for the run dtype.
-        directory: The checkpoint, None for a mock. Of a remote one, config, headers and tokenizer.
+        directory: The checkpoint, or its GGUF file; None for a mock. Of a remote one, config, headers and
+            tokenizer.
         pins: The version of a remote checkpoint; None for a directory.
         shared: The version of a directory that workers without it fetch; None if it is not served to them.
         manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
@@ -100,8 +102,11 @@ class ServedModel:
 
         That is a mock, the built-in model, which all workers have, and a remote one, which they fetch.
         """
-        is_elsewhere = self.is_builtin or self.pins is not None
-        return "" if is_elsewhere or self.directory is None else str(self.directory.resolve())
+        if self.is_builtin or self.pins is not None or self.directory is None:
+            return ""
+        # the target of a link may have another suffix, as in Hugging Face's cache
+        path = self.directory
+        return str(path.absolute() if is_gguf(path) else path.resolve())
 
 
 def model_of(
@@ -113,13 +118,13 @@ def model_of(
 ) -> ServedModel:
     """Make a model without its tokenizer; `dtype` defaults to the checkpoint's."""
     return ServedModel(
-        name=MODEL_NAME if is_builtin else checkpoint.directory.name,
+        name=MODEL_NAME if is_builtin else checkpoint.name,
         config=checkpoint.config,
         fingerprint=checkpoint.fingerprint,
         dtype=dtype or checkpoint.config.dtype,
         wire_dtype=wire_dtype,
         eos_token_ids=tuple(checkpoint.eos_token_ids),
-        directory=checkpoint.directory,
+        directory=checkpoint.path,
         is_builtin=is_builtin,
         pins=checkpoint.pins,
         quantized=QuantizedFiles.of(checkpoint),
@@ -152,7 +157,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         model.manifest = {} if remote.manifest is None else remote.manifest.sha256s
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
-        checkpoint.directory,
+        checkpoint.path,
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
     )

@@ -236,8 +236,8 @@ class WorkerConfig:
         Path | None,
         _compute(
             "--model",
-            "DIR",
-            "The checkpoint's directory on this host",
+            "DIR|FILE",
+            "The checkpoint's directory, or its GGUF file, on this host",
             unset="the coordinator's path",
             parse=checkpoint_directory,
         ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,10 @@ from sys import getsizeof
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from checkpoint.errors import CheckpointError
 from checkpoint.files import check_directory, is_named
+from checkpoint.gguf.files import is_gguf
+from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
@@ -387,12 +391,34 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens
     return ids
 
 
-def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> TextCodec | None:
-    """Load the codec of a checkpoint directory; None if it has no tokenizer. Reads local files only.
+def load_text_codec(path: Path, *, model_vocab_size: int | None = None) -> TextCodec | None:
+    """Load the codec of a checkpoint directory or GGUF file; None if it has no tokenizer.
+
+    Reads local files only.
 
     Never runs code of a checkpoint. Raises UnreadableTokenizer, also for a FIFO or device in place of a file,
     because the libraries would open it.
     """
+    if is_gguf(path):
+        return _load_gguf(path, model_vocab_size)
+    return _load_directory(path, model_vocab_size)
+
+
+def _load_gguf(path: Path, model_vocab_size: int | None) -> TextCodec | None:
+    try:
+        files = gguf_tokenizer_files(path)
+    except CheckpointError as error:
+        raise UnreadableTokenizer(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="stageline-tokenizer-") as made:
+        for name, content in files.items():
+            (Path(made) / name).write_bytes(content)
+        try:
+            return _load_directory(Path(made), model_vocab_size)
+        except UnreadableTokenizer as error:
+            raise UnreadableTokenizer(str(error).replace(made, str(path))) from error
+
+
+def _load_directory(directory: Path, model_vocab_size: int | None) -> TextCodec | None:
     has_json = is_named(directory / TOKENIZER_JSON)
     if not has_json and not any(is_named(directory / name) for name in _OTHER_VOCABULARIES):
         return None

@@ -7,6 +7,8 @@ from pathlib import Path, PurePosixPath
 
 from checkpoint.errors import FileTooLarge
 from checkpoint.files import TOKENIZER_FILES, check_link, open_regular
+from checkpoint.gguf.files import is_gguf
+from checkpoint.gguf.model import gguf_tokenizer_files
 
 GENERATION_CONFIG = "generation_config.json"
 VOCABULARIES = (
@@ -31,7 +33,12 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Read the files by name. Raises CheckpointError, also for a FIFO, device or link to another's file."""
+    """Read the files by name, or make those of a GGUF file.
+
+    Raises CheckpointError, also for a FIFO, device or link to another's file.
+    """
+    if is_gguf(directory):
+        return gguf_tokenizer_files(directory)
     paths = [directory / name for name in sorted(_NAMES)]
     paths += sorted((directory / _TEMPLATES).glob("*.jinja"))
     files: dict[str, bytes] = {}

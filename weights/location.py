@@ -54,10 +54,14 @@ ModelLocation = Path | RemoteModel
 
 
 def model_location(text: str) -> ModelLocation:
-    """Parse the value of `--model`: the absolute path of a directory, or an address. Raises ValueError."""
+    """Parse the value of `--model`: an absolute path, or an address. Raises ValueError."""
     if (found := _REMOTE.fullmatch(text)) is None:
         return checkpoint_directory(text)
     scheme, rest = _SCHEMES.get(found["scheme"]), found["rest"]
+    if rest.lower().endswith(".gguf"):
+        raise ValueError(
+            "GGUF files are read from a path on each host, not from an address: download the file"
+        )
     if scheme is None:
         raise ValueError(f"{found['scheme']}:// is not the address of a model: {_EXAMPLES}")
     if scheme is SourceKind.HUB:

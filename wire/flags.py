@@ -66,17 +66,16 @@ def files(text: str) -> tuple[Path, ...]:
 
 
 def checkpoint_directory(text: str) -> Path:
-    """Return the absolute path of an existing directory. Raises ValueError for anything else."""
+    """Return the absolute path of an existing directory or GGUF file. Raises ValueError for anything else."""
     path = Path(text)
-    if path.suffix.lower() == ".gguf":
-        from checkpoint.errors import GGUF_ADVICE  # imported late: the package is not needed for other flags
-
-        raise ValueError(f"{text!r} is a GGUF file: {GGUF_ADVICE}")
+    is_gguf = path.suffix.lower() == ".gguf"
     if not path.exists():
-        raise ValueError(f"directory {text!r} does not exist")
-    if not path.is_dir():
-        raise ValueError(f"{text!r} is a file: give the directory of a Hugging Face checkpoint")
-    return path.resolve()
+        raise ValueError(f"{'file' if is_gguf else 'directory'} {text!r} does not exist")
+    if not path.is_dir() and not is_gguf:
+        raise ValueError(
+            f"{text!r} is a file: give the directory of a Hugging Face checkpoint, or a GGUF file"
+        )
+    return path.absolute() if is_gguf else path.resolve()
 
 
 def plain(value: Any) -> Any:

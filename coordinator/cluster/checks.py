@@ -151,7 +151,7 @@ class WeightsCheck:
         assert self._model.directory is not None, "a mock has no weights to compare"
         checkpoint = Checkpoint.open(self._model.directory)
         if checkpoint.fingerprint != self._model.fingerprint:
-            raise FileChanged(f"{checkpoint.directory} has changed since the coordinator started")
+            raise FileChanged(f"{checkpoint.path} has changed since the coordinator started")
         config = checkpoint.config
         return TensorHasher(checkpoint, _tensor_names(config, None), cache=self._cache)
 

@@ -18,8 +18,9 @@ from checkpoint import (
     kv_bytes_per_token,
     stage_tensor_names,
 )
+from checkpoint.directory import files_directory
 from checkpoint.files import stat_files
-from checkpoint.grammar_tokenizer import TOKENIZER_FILE
+from checkpoint.grammar_tokenizer import tokenizer_source
 from checkpoint.pins import Pins
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
@@ -94,7 +95,7 @@ class StageCache:
         if origin is None:
             return False
         names = [file.name for file in origin.files]
-        found = stat_files(directory, names) if pins is None else pins.identities(names)
+        found = stat_files(files_directory(directory), names) if pins is None else pins.identities(names)
         return all(now == was for now, was in zip(found, origin.files, strict=True) if now.status is not None)
 
     def drop_grammars(self) -> None:
@@ -103,14 +104,15 @@ class StageCache:
 
     def grammars(self, checkpoint: Checkpoint) -> GrammarMasks:
         """Return the grammar tables, building them now, since that blocks the process, unless unchanged."""
+        source = tokenizer_source(checkpoint.path)
         made_of = (
-            stat_files(checkpoint.directory, [TOKENIZER_FILE]),
+            stat_files(source.parent, [source.name]),
             checkpoint.config.vocab_size,
             checkpoint.eos_token_ids,
         )
         if self._grammars is None or self._grammars_of != made_of:
             self._grammars = GrammarMasks(
-                checkpoint.directory,
+                checkpoint.path,
                 vocab_size=checkpoint.config.vocab_size,
                 eos_token_ids=checkpoint.eos_token_ids,
             )
@@ -322,7 +324,7 @@ def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeM
     parts, got = differing_parts(expected, checkpoint.fingerprint), checkpoint.fingerprint
     where = f" in its {parts}" if parts else ""
     text = (
-        f"checkpoint {checkpoint.directory} differs from the coordinator's{where}: it has the "
+        f"checkpoint {checkpoint.path} differs from the coordinator's{where}: it has the "
         f"fingerprint {got}, expected {expected}: copy the coordinator's checkpoint to this host, or pass "
         "--model with the directory of a copy"
     )

@@ -135,7 +135,7 @@ class DecoderStage:
                 the complete ones.
         """
         if checkpoint.config != self.config:
-            raise ValueError(f"the checkpoint in {checkpoint.directory} has another config than this stage")
+            raise ValueError(f"the checkpoint in {checkpoint.path} has another config than this stage")
         parts = LoadedParts() if parts is None else parts
         needed = self._needed()
         parts.retain(needed, self._origin(checkpoint))

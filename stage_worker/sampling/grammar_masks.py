@@ -23,7 +23,13 @@ from torch import Tensor
 
 from checkpoint import is_named
 from checkpoint.errors import UnusableTokenizer
-from checkpoint.grammar_tokenizer import TOKENIZER_FILE, GrammarError, GrammarMatcher, GrammarTokenizer
+from checkpoint.grammar_tokenizer import (
+    TOKENIZER_FILE,
+    GrammarError,
+    GrammarMatcher,
+    GrammarTokenizer,
+    tokenizer_source,
+)
 from stage_worker.policy import WORKER_POLICY
 from wire.ids import SequenceKey
 from wire.sampling import GrammarSpec
@@ -93,7 +99,7 @@ class GrammarMasks:
         tokens = record.tokens[record.num_prompt_tokens :]
         matched = self._pool.submit(self._begin, spec, tokens)
         self._sequences[record.sequence] = _Sequence(spec, list(tokens), matched)
-        if self._directory is None or not is_named(self._directory / TOKENIZER_FILE):
+        if self._directory is None or not is_named(tokenizer_source(self._directory)):
             return f"structured output: the checkpoint has no {TOKENIZER_FILE}"
         return None
 

@@ -29,7 +29,7 @@ class TextInspection:
 def check(directory: Path, *, as_json: bool) -> int:
     """Print the result; the exit code is 0 for a checkpoint that is served, else 1."""
     found = inspect(directory)
-    text = inspect_text(directory, found.checkpoint) if directory.is_dir() else TextInspection()
+    text = inspect_text(directory, found.checkpoint) if directory.exists() else TextInspection()
     facts = check_facts(directory, found, text)
     print(json.dumps(facts, indent=2) if as_json else _text(directory, found, text))
     return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
@@ -81,7 +81,7 @@ def _grammar_problems(checkpoint: Checkpoint) -> list[str]:
     from text.grammars import GrammarCompiler
 
     grammars = GrammarCompiler(
-        checkpoint.directory,
+        checkpoint.path,
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
     )

@@ -54,7 +54,7 @@ async def test_a_folder_with_a_gguf_file_is_rejected_with_instructions(tmp_path:
     run = await run_stageline("plan", "--workers", "1GiB", "--model", str(tmp_path))
     assert run.code == 1
     assert "error[UNSUPPORTED_FORMAT]" in run.the_error()
-    assert "Stageline reads safetensors; convert it" in run.the_error()
+    assert "has model.gguf and no config.json: give the path of the file" in run.the_error()
 
 
 @pytest.mark.full

@@ -122,7 +122,7 @@ from wire.transport import TransportSettings
         ("bench serve --temperature nan", "a temperature of nan is not"),
         ("up --workers 2000", "2000 workers: the limit on one machine is 1024"),
         ("worker --memory 99999TiB", "'99999TiB' is too large"),
-        ("worker --model model.gguf", "'model.gguf' is a GGUF file: Stageline reads safetensors; convert it"),
+        ("worker --model model.gguf", "file 'model.gguf' does not exist"),
         ("plan --workers 99999TiB", "'99999TiB' is too large"),
         (
             "plan --workers 1GiB --kv-tokens 99999999999999999999",

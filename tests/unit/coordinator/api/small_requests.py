@@ -29,6 +29,7 @@ AGE_S = 10.0
 def served_model(*, has_tokenizer: bool = True) -> ServedModel:
     config = llama(vocab_size=VOCAB_SIZE, max_position_embeddings=MODEL_LIMIT)
     checkpoint = Checkpoint(
+        path=Path("tiny-letters"),
         directory=Path("tiny-letters"),
         config=config,
         tensors={},

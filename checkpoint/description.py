@@ -1,0 +1,73 @@
+"""What the files of a checkpoint state: config, headers and special tokens, before they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from checkpoint.blueprint import Blueprint
+from checkpoint.config import parse_config, parse_dtype
+from checkpoint.dtypes import DType
+from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
+from checkpoint.files import is_named, read_json_object
+from checkpoint.generation_config import read_generation_config
+from checkpoint.headers import Headers, TensorEntry, read_headers
+from checkpoint.quantization import Quantization
+from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
+from checkpoint.quantization_config import modelopt_config
+from checkpoint.wrappers import is_wrapper, named_as_in, text_config
+
+CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+"""Has the quantisation of checkpoints by TensorRT Model Optimizer whose config.json has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """`raw` is config.json or stands for it, `generation` likewise for generation_config.json."""
+
+    raw: Mapping[str, object]
+    config: Blueprint
+    headers: Headers
+    generation: Mapping[str, object]
+
+
+def describe_directory(path: Path) -> Description:
+    """Read config and headers of `path`. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointNotFound(f"{path} is not a directory")
+    refuse_gguf(path)
+    raw = read_config(path)
+    parse_config(raw, stored_dtype=DType.F32)  # report config errors before reading headers
+    headers = read_headers(path)
+    config = parse_named(raw, headers.tensors)
+    return Description(raw=raw, config=config, headers=headers, generation=read_generation_config(path))
+
+
+def refuse_gguf(path: Path) -> None:
+    """Raise UnsupportedFormat for a directory with GGUF files instead of a config."""
+    if not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.gguf"))):
+        raise UnsupportedFormat(f"{path} has {files[0].name} and no {CONFIG_FILE}: give the path of the file")
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Read config.json, with the quantisation from another file that may have it."""
+    raw = read_json_object(path / CONFIG_FILE)
+    if not raw.get(QUANTIZATION_FIELD) and is_named(path / MODELOPT_FILE):
+        raw[QUANTIZATION_FIELD] = modelopt_config(read_json_object(path / MODELOPT_FILE))
+    return raw
+
+
+def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> Blueprint:
+    """Parse a config with the names and the dtype that `tensors` have."""
+    config = parse_config(raw, stored_dtype=DType.F32)
+    if is_wrapper(raw):
+        config = named_as_in(config, tensors)
+    embeddings = tensors.get(config.names.embeddings)
+    # A quantised dtype is refused later.
+    dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None
+    quantization = config.quantization
+    if isinstance(quantization, Quantization):
+        quantization = quantization.matching(tensors)
+    return replace(config, dtype=parse_dtype(text_config(raw), dtype), quantization=quantization)

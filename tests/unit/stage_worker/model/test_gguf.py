@@ -1,0 +1,277 @@
+"""A GGUF file serves what a safetensors checkpoint of the same weights serves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint import Checkpoint, DType, stage_tensor_names
+from checkpoint.dtypes import BlockDType
+from checkpoint.gguf.families import FAMILIES
+from checkpoint.names import LLAMA_NAMES
+from stage_worker.loading.reference import StreamedModel
+from stage_worker.model.weights import load_rows, load_tensors
+from tests.checkpoints import make_checkpoint
+from tests.families import make_family
+from tests.gguf_files import (
+    ARCHITECTURES,
+    QuantType,
+    add_tensor,
+    dequantised,
+    quantised,
+    tensors_of,
+    write_gguf,
+)
+from tests.local_pipeline import LocalPipeline
+from tests.unit.stage_worker.model.pipeline import Pipeline
+from tests.unit.stage_worker.model.test_families import spread_of
+from tests.unit.stage_worker.model.test_parity import compute_in_chunks, random_sequences
+from tests.unit.stage_worker.model.test_weights import make_stage
+
+PROMPTS = [[5, 17, 60, 2, 90], [44], list(range(3, 60, 2))]
+ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {"mlp_bias": False},
+    "mixtral": {"sliding_window": None},
+    "qwen2": NO_WINDOW,
+    "qwen3": {},
+    "qwen2_moe": NO_WINDOW | ALL_SPARSE,
+    "qwen3_moe": NO_WINDOW | ALL_SPARSE,
+    "gemma3_text": {
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "query_pre_attn_scalar": 16,
+        "num_layers": 7,
+    },
+    "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+}
+"""What llama.cpp's metadata cannot express is left at its default."""
+assert {ARCHITECTURES[family] for family in SETTINGS} == {family.architecture for family in FAMILIES}
+
+
+QUICK = ("llama", "gemma3_text", "gpt_oss")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SETTINGS],
+)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in float32, and the GGUF file of its weights."""
+    parent = tmp_path_factory.mktemp(request.param)
+    directory = make_family(parent / "model", request.param, **SETTINGS[request.param])
+    return directory, write_gguf(parent / "model.gguf", directory)
+
+
+def test_logits_have_the_bits_of_the_same_weights_in_safetensors(both: tuple[Path, Path]) -> None:
+    plain, packed = (Checkpoint.open(path) for path in both)
+    cuts = (1, 3)
+    logits = [
+        compute_in_chunks(Pipeline(checkpoint, cuts), random_sequences([41, 1, 17]), [7, 5, 11])
+        for checkpoint in (plain, packed)
+    ]
+    for expected, found in zip(*logits, strict=True):
+        assert expected.std() > 0.1
+        assert torch.equal(found, expected)
+
+
+def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
+    """But for names, for pairs of rotated elements, and for the 1 in weights of norms."""
+    plain, packed = (Checkpoint.open(path).config for path in both)
+    assert packed.names != LLAMA_NAMES
+    assert packed.num_layers == plain.num_layers
+    assert replace(packed, names=plain.names, layers=plain.layers, final_norm=plain.final_norm) == plain
+    for found, expected in zip(packed.layers, plain.layers, strict=True):
+        assert found.feed_forward == expected.feed_forward
+        assert found.norm.eps == expected.norm.eps
+        assert found.mixer.page_shape == expected.mixer.page_shape
+        assert found.mixer.window == expected.mixer.window
+
+
+def test_the_reference_of_the_self_check_reads_gguf(both: tuple[Path, Path]) -> None:
+    text = list(range(3, 40))
+    found = []
+    for path in both:
+        model = StreamedModel(Checkpoint.open(path), DType.F32)
+        with torch.inference_mode():
+            *_, hidden = model.hidden_states([text])
+            found.append(hidden)
+    assert spread_of(found[1], found[0]) < 1e-4
+
+
+BLOCKS = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "MXFP4",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+)
+"""The last ones have random blocks, which the package cannot make of weights."""
+WHOLE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_layers": 2,
+    "initializer_range": 0.2,
+}
+"""Sizes of whole blocks."""
+
+
+def write_plain_of(path: Path, packed: Path, like: Path) -> Path:
+    """A safetensors checkpoint of the dequantised weights, which keep llama.cpp's order of rows."""
+    config = json.loads((like / "config.json").read_text())
+    weights = dequantised(packed)
+    tensors = {}
+    for name, tensor in load_file(like / "model.safetensors").items():
+        array = weights[next(iter(tensors_of(config, {name: tensor.numpy()})))]
+        if name.endswith(("q_proj.weight", "k_proj.weight")) and config["model_type"] == "llama":
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            array = array.reshape(heads, -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        tensors[name] = torch.from_numpy(array.copy())
+    path.mkdir()
+    (path / "config.json").write_text((like / "config.json").read_text())
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("Q4_0", "Q6_K") else pytest.param(kind, marks=pytest.mark.full) for kind in BLOCKS],
+)
+def test_quantised_weights_compute_the_bits_of_their_unpacked_weights(kind: str, tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", "llama", **WHOLE)
+    packed = write_gguf(tmp_path / "packed.gguf", made, quantised(kind))
+    plain = write_plain_of(tmp_path / "plain", packed, made)
+    checkpoint = Checkpoint.open(packed)
+    assert checkpoint.config.quantization is not None
+    assert checkpoint.config.quantization.label == kind.lower()
+    assert len(checkpoint.packed) == 2 * 7 + 2
+    assert checkpoint.config.dtype is DType.BF16
+    expected, found = (
+        compute_in_chunks(
+            Pipeline(replace(opened, config=replace(opened.config, dtype=DType.F32)), (1,)),
+            random_sequences([23, 1, 9]),
+            [7, 5],
+        )
+        for opened in (Checkpoint.open(plain), checkpoint)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert one.std() > 0.1
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "F16", "BF16"])
+def test_windows_and_rows_of_any_size_have_the_bits_of_the_whole_tensor(kind: str, tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", "llama", **WHOLE | {"num_layers": 1})
+    packed = write_gguf(tmp_path / "packed.gguf", made, quantised(kind))
+    checkpoint, weights = Checkpoint.open(packed), dequantised(packed)
+    for window_bytes in (64, 5000, 1 << 25):
+        places = {name: torch.full(array.shape, float("nan")) for name, array in weights.items()}
+        load_tensors(checkpoint, places, window_bytes=window_bytes)
+        for name, array in weights.items():
+            assert np.array_equal(places[name].numpy(), array), name
+    name = "blk.0.ffn_up.weight"
+    for first, last in ((0, 1), (3, 4), (5, 27), (0, 256)):
+        rows = torch.empty((last - first, 256))
+        load_rows(checkpoint, name, rows, first_row=first)
+        assert np.array_equal(rows.numpy(), weights[name][first:last])
+
+
+def test_a_stage_reads_its_tensors_and_no_others(tmp_path: Path) -> None:
+    """The other tensors are holes beyond the end of the file."""
+    made = make_checkpoint(tmp_path / "made", "qwen3", **WHOLE | {"num_layers": 4})
+    packed = write_gguf(tmp_path / "packed.gguf", made, quantised("Q4_0"))
+    checkpoint = Checkpoint.open(packed)
+    own = stage_tensor_names(checkpoint.config, 1, 3, has_embeddings=False, has_head=False)
+    expected = {name: checkpoint.tensors[name].num_bytes for name in own}
+    stage = make_stage(checkpoint, 1, 3)
+    with packed.open("r+b") as stream:
+        for name, entry in checkpoint.tensors.items():
+            if name not in own:
+                stream.seek(entry.begin)
+                stream.write(b"\xff" * entry.num_bytes)
+    read = stage.load(checkpoint)
+    assert read.num_bytes == sum(expected.values())
+    matrices = 2 * 256 * (256 + 2 * 128 + 256 + 3 * 256)
+    assert sum(expected.values()) == matrices // 32 * 18 + 2 * (2 * 256 + 2 * 64) * 4
+
+
+def test_a_model_of_several_files_is_the_model_of_one(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", "llama", num_layers=3)
+    whole = write_gguf(tmp_path / "whole.gguf", made)
+    first = write_gguf(tmp_path / "shards.gguf", made, split_max_tensors=7)
+    files = sorted(tmp_path.glob("shards-*.gguf"))
+    assert len(files) == math.ceil(len(dequantised(whole)) / 7) > 2
+    checkpoint = Checkpoint.open(first)
+    assert {entry.file for entry in checkpoint.tensors.values()} == {file.name for file in files}
+    assert checkpoint.name == "shards"
+    found, expected = (LocalPipeline(path, (1, 2)).generate(PROMPTS, max_tokens=8) for path in (first, whole))
+    assert found == expected
+
+
+def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> None:
+    """Llama 3.1 as llama.cpp's converter writes it: the scaling is a tensor."""
+    scaling = {"rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 128}  # fmt: skip
+    made = make_checkpoint(tmp_path / "made", "llama", num_layers=2, rope_parameters=scaling)
+    wavelengths = [2 * math.pi * 1e3 ** (pair / 8) for pair in range(8)]
+    factors = [_llama3_factor(wavelength) for wavelength in wavelengths]
+    assert len(set(factors)) > 2
+
+    def extra(writer: Any) -> None:
+        add_tensor(writer, "rope_freqs.weight", np.array(factors, np.float32), QuantType.F32)
+
+    packed = write_gguf(tmp_path / "packed.gguf", made, extra=extra)
+    sequences = [random_sequences([60, 21]) for _ in range(2)]
+    expected, found = (
+        compute_in_chunks(Pipeline(Checkpoint.open(path), (1,)), sequence, [60])
+        for path, sequence in zip((made, packed), sequences, strict=True)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert spread_of(other, one) < 1e-4
+    assert not Checkpoint.open(packed).for_length(None).config.has_long_rope
+
+
+def _llama3_factor(wavelength: float) -> float:
+    """llama.cpp's convert_hf_to_gguf.py, generate_extra_tensors."""
+    if wavelength < 128 / 4:
+        return 1.0
+    if wavelength > 128 / 1:
+        return 8.0
+    smooth = (128 / wavelength - 1.0) / (4.0 - 1.0)
+    return 1 / ((1 - smooth) / 8 + smooth)
+
+
+def test_any_order_of_dtypes_in_one_file_is_served(tmp_path: Path) -> None:
+    """As in published files, whose matrices have different types by name."""
+    made = make_checkpoint(tmp_path / "made", "qwen2", **WHOLE)
+    kinds = {"attn_v": "Q8_0", "ffn_down": "F16", "token_embd": "Q5_1", "attn_q": "BF16"}
+
+    def type_of(name: str, array: Any) -> QuantType:
+        found = next((kind for part, kind in kinds.items() if f"{part}.weight" in name), "Q4_1")
+        return quantised(found)(name, array)
+
+    packed = write_gguf(tmp_path / "packed.gguf", made, type_of)
+    checkpoint = Checkpoint.open(packed)
+    assert checkpoint.tensors["blk.1.attn_v.weight"].dtype is BlockDType.Q8_0
+    assert checkpoint.tensors["blk.1.ffn_down.weight"].dtype is DType.F16
+    plain = write_plain_of(tmp_path / "plain", packed, made)
+    expected = LocalPipeline(plain, (1, 1)).generate(PROMPTS, max_tokens=16)
+    assert LocalPipeline(packed, (1, 1)).generate(PROMPTS, max_tokens=16) == expected
