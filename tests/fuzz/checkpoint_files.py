@@ -1,4 +1,4 @@
-"""Surfaces of a checkpoint directory: config.json, the index, and headers of safetensors files.
+"""Surfaces of a checkpoint: config.json, the index, headers of safetensors files, and GGUF files.
 
 A case is the name of a file, a line break, and its content.
 """
@@ -15,7 +15,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import gguf
+import numpy as np
+
 from checkpoint import Checkpoint, CheckpointError, parse_config, stage_tensor_shapes
+from checkpoint.gguf.model import gguf_tokenizer_files
 from tests.fuzz.harness import Broken, Opened, Surface
 from tests.fuzz.mutations import BIG_NUMBERS, NUMBERS, json_bytes, mutate_bytes, mutate_json
 from tests.zero_checkpoint import write_zero_checkpoint, write_zero_shard
@@ -174,8 +178,99 @@ def _single_file() -> bytes:
         return (Path(made) / SINGLE).read_bytes()
 
 
+GGUF = "model.gguf"
+_GGUF_TOKENS = ("<unk>", "<s>", "</s>", "a", "b", "▁", "▁a", "ab")
+_GGUF_KEYS = (
+    *("embedding_length", "block_count", "attention.head_count", "attention.key_length", "expert_count"),
+    *("context_length", "attention.head_count_kv", "feed_forward_length", "rope.dimension_count"),
+)
+
+
+@cache
+def _gguf_file() -> bytes:
+    """A small model of zeros with a tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="stageline-fuzz-") as made:
+        path = Path(made) / GGUF
+        writer = gguf.GGUFWriter(path, "llama")
+        for key in _GGUF_KEYS:
+            writer.add_uint32(f"llama.{key}", 0 if key == "expert_count" else _LLAMA_KEYS.get(key, 4))
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(list(_GGUF_TOKENS))
+        writer.add_token_scores([-float(place) for place in range(len(_GGUF_TOKENS))])
+        writer.add_token_types([2, 3, 3, 1, 1, 1, 1, 1])
+        for name, number in (("unknown", 0), ("bos", 1), ("eos", 2)):
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+        writer.add_chat_template("{{ messages }}")
+        for name, shape in _GGUF_TENSORS.items():
+            writer.add_tensor(name, np.zeros(shape, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+_LLAMA_KEYS = {
+    "embedding_length": 8,
+    "block_count": 1,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+}
+_LLAMA_KEYS |= {"feed_forward_length": 16, "context_length": 64}
+_GGUF_TENSORS: Mapping[str, tuple[int, ...]] = {
+    "token_embd.weight": (8, 8),
+    "output_norm.weight": (8,),
+    "blk.0.attn_norm.weight": (8,),
+    "blk.0.ffn_norm.weight": (8,),
+    "blk.0.attn_q.weight": (8, 8),
+    "blk.0.attn_k.weight": (4, 8),
+    "blk.0.attn_v.weight": (4, 8),
+    "blk.0.attn_output.weight": (8, 8),
+    "blk.0.ffn_gate.weight": (16, 8),
+    "blk.0.ffn_up.weight": (16, 8),
+    "blk.0.ffn_down.weight": (8, 16),
+}
+
+
+def make_gguf(random: Random) -> bytes:
+    """A GGUF file with changed numbers behind names of keys and tensors, other bytes, or a part of it."""
+    data = bytearray(_gguf_file())
+    places = [
+        data.find(name.encode()) + len(name) for name in (*_GGUF_KEYS, *_GGUF_TENSORS, "tokens", "scores")
+    ]
+    for _ in range(random.randint(0, 3)):
+        place = random.choice(
+            (8, 16, *(place + random.choice((0, 4, 8, 12, 16, 20, 24)) for place in places))
+        )
+        size = random.choice((4, 8))
+        number = random.choice((*NUMBERS, *BIG_NUMBERS, 2, 16, 2**31, 2**63, random.getrandbits(size * 8)))
+        data[place : place + size] = (int(number) % 2 ** (8 * size)).to_bytes(size, "little")
+    if random.random() < 0.2:
+        return bytes(data[: random.randrange(len(data))])
+    return mutate_bytes(bytes(data), random) if random.random() < 0.3 else bytes(data)
+
+
+@contextmanager
+def opened_gguf() -> Iterator[Opened]:
+    """Takes a case by opening the file, and by making the files of its tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="stageline-fuzz-") as made:
+        path = Path(made) / GGUF
+
+        def examine(data: bytes) -> str:
+            path.write_bytes(data)
+            return f"{_outcome(lambda: Checkpoint.open(path))} {_outcome(lambda: gguf_tokenizer_files(path))}"
+
+        yield Opened(examine, lambda: _check_valid_gguf(examine), (os.getpid(),))
+
+
+def _check_valid_gguf(examine: Callable[[bytes], str]) -> None:
+    assert examine(_gguf_file()) == "ok ok"
+
+
 SURFACES = (
     Surface(name="config", share=14, make=make_config, opened=opened_checkpoint),
     Surface(name="index", share=8, make=make_index, opened=opened_checkpoint),
     Surface(name="safetensors", share=12, make=make_header, opened=opened_checkpoint),
+    Surface(name="gguf", share=10, make=make_gguf, opened=opened_gguf),
 )
