@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import NormKind, Placement
+from checkpoint.dtypes import BlockDType, DType
 from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation
+from checkpoint.gguf.families import FAMILIES as GGUF_FAMILIES
 from checkpoint.rope_config import RopeRule
 from checkpoint.wrappers import WRAPPERS
 
@@ -49,6 +51,20 @@ class FormatEntry:
     method: str
     variants: str
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufEntry:
+    """A `general.architecture` of GGUF files, and the model types that it stands for."""
+
+    architecture: str
+    model_types: tuple[str, ...]
+
+
+GGUF_ARCHITECTURES = tuple(
+    GgufEntry(architecture=family.architecture, model_types=family.model_types) for family in GGUF_FAMILIES
+)
+GGUF_TYPES = tuple(dtype.name for dtype in (*DType, *BlockDType))
+"""Types of tensors in GGUF files."""
 
 WEIGHT_FORMATS = (
     FormatEntry(

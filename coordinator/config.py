@@ -80,8 +80,8 @@ class CoordinatorConfig:
         ModelLocation | None,
         _model(
             "--model",
-            "DIR|URL",
-            "Hugging Face checkpoint with safetensors: a directory, hf://ORG/NAME[@REVISION], "
+            "DIR|FILE|URL",
+            "GGUF file, or Hugging Face checkpoint with safetensors: a directory, hf://ORG/NAME[@REVISION], "
             "https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH",
             unset="the built-in model",
             parse=model_location,

@@ -9,7 +9,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint.catalog import FAMILY_CHECK, FORMAT_CHECK, WEIGHT_FORMATS, FamilyEntry, FormatEntry, families
+from checkpoint.catalog import (
+    FAMILY_CHECK,
+    FORMAT_CHECK,
+    GGUF_ARCHITECTURES,
+    GGUF_TYPES,
+    WEIGHT_FORMATS,
+    FamilyEntry,
+    FormatEntry,
+    families,
+)
 from stageline.cli.options import Json
 
 
@@ -26,7 +35,8 @@ def catalog_json() -> str:
     """Families and formats as JSON; docs/models.md describes the keys."""
     listed = [dataclasses.asdict(family) | {"verified": FAMILY_CHECK} for family in families()]
     formats = [dataclasses.asdict(one) | {"verified": FORMAT_CHECK} for one in WEIGHT_FORMATS]
-    return json.dumps({"families": listed, "weight_formats": formats}, indent=2)
+    gguf = {"architectures": [dataclasses.asdict(one) for one in GGUF_ARCHITECTURES], "types": GGUF_TYPES}
+    return json.dumps({"families": listed, "weight_formats": formats, "gguf": gguf}, indent=2)
 
 
 def catalog_view(listed: Iterable[FamilyEntry], formats: Iterable[FormatEntry]) -> RenderableType:
@@ -42,7 +52,9 @@ def catalog_view(listed: Iterable[FamilyEntry], formats: Iterable[FormatEntry]) 
         table,
         Text(f"\nEvery family is verified with {FAMILY_CHECK}.\n"),
         weights,
-        Text(f"\nEvery format is verified: {FORMAT_CHECK}."),
+        Text(f"\nEvery format is verified: {FORMAT_CHECK}.\n"),
+        Text(f"GGUF files: {', '.join(one.architecture for one in GGUF_ARCHITECTURES)}"),
+        Text(f"with tensors of {', '.join(GGUF_TYPES)}"),
     )
 
 

@@ -172,6 +172,7 @@ PAGES: dict[str, Row] = {
     "health": ("e2e/test_health_ports.py", "--health-listen"),
     "doctor": ("integration/test_doctor.py", "problems_of_survey"),
     "failures": ("integration/test_cluster_recovery.py", ".stop()"),
+    "gguf": ("integration/test_gguf.py", "self_check=True"),
     "hosts": (_BY_HAND, "--listen", "--advertise"),
     "journal": ("integration/test_journal.py", "positions="),
     "keys": ("integration/test_tenants.py", "cached(", "bob"),

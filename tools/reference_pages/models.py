@@ -1,6 +1,14 @@
 """docs/models.md: the families and weight formats that are served."""
 
-from checkpoint.catalog import BF16_SPREAD, NUM_CUTS, TRANSFORMERS, WEIGHT_FORMATS, families
+from checkpoint.catalog import (
+    BF16_SPREAD,
+    GGUF_ARCHITECTURES,
+    GGUF_TYPES,
+    NUM_CUTS,
+    TRANSFORMERS,
+    WEIGHT_FORMATS,
+    families,
+)
 from tools.reference_pages.markdown import GENERATED, table
 
 _MODELS = f"""\
@@ -27,15 +35,23 @@ Plain weights are safetensors in bf16, f16 or f32. Quantised weights are unpacke
 ([weight-formats.md](weight-formats.md)).
 
 """
+_GGUF = f"""
+## GGUF files
+
+`--model FILE.gguf` serves a file of llama.cpp's format ([gguf.md](gguf.md)) with tensors of
+{", ".join(GGUF_TYPES[:9])},
+{", ".join(GGUF_TYPES[9:])}.
+
+"""
 _VERIFIED = f"""
 ## Check of a checkpoint
 
-`stageline plan --check DIR` reads config.json, the headers and samples of the weights, and loads tokenizer
-and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one message. It
-prints memory and legal cuts of a checkpoint that is served, or else every reason why it is not, and exits
-with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or template
-is a note, and so is a tokenizer with more ids than the model has embeddings: prompts that have such ids are
-rejected. With `--json` it prints one object:
+`stageline plan --check DIR|FILE.gguf` reads config.json, the headers and samples of the weights, and loads
+tokenizer and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one
+message. It prints memory and legal cuts of a checkpoint that is served, or else every reason why it is not,
+and exits with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or
+template is a note, and so is a tokenizer with more ids than the model has embeddings: prompts that have such
+ids are rejected. With `--json` it prints one object:
 
 | key | value |
 |---|---|
@@ -70,7 +86,8 @@ not used fails the tests; a change of any other field must be refused, as the te
 test` has some families, `make test-full` families with every kind of block and four others each day, `make
 test-models` all.
 
-Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`).
+Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`). GGUF types
+are compared bit by bit with the `gguf` package, and each architecture with the same weights in safetensors.
 
 ## JSON
 
@@ -87,6 +104,9 @@ Every weight format is compared bit by bit with an independent unpacker (`tests/
 | `weight_formats[].method` | `quant_method` in config.json |
 | `weight_formats[].variants` | what is read of it |
 | `weight_formats[].verified` | how the format is verified |
+| `gguf.architectures[].architecture` | `general.architecture` of GGUF files |
+| `gguf.architectures[].model_types` | the families that it stands for |
+| `gguf.types` | types of tensors in GGUF files |
 
 ## Long sequences
 
@@ -116,7 +136,14 @@ def models() -> str:
         for family in families()
     ]
     header = ("models", "`model_type`", "differs from Llama in", "layers with a window")
+    architectures = [
+        (f"`{one.architecture}`", " or ".join(f"`{name}`" for name in one.model_types))
+        for one in GGUF_ARCHITECTURES
+    ]
     formats = [(f"`{one.method}`", one.variants) for one in WEIGHT_FORMATS]
     return "".join(
-        (_MODELS, table(header, rows), _WINDOWS, table(("`quant_method`", "formats"), formats), _VERIFIED)
+        (
+            *(_MODELS, table(header, rows), _WINDOWS, table(("`quant_method`", "formats"), formats)),
+            *(_GGUF, table(("`general.architecture`", "`model_type`"), architectures), _VERIFIED),
+        )
     )
