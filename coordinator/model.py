@@ -87,6 +87,11 @@ class ServedModel:
         return not self.is_mock and self.pins is None
 
     @property
+    def can_share_weights(self) -> bool:
+        """Whether workers can fetch its weights from this host: those of a directory, not of a GGUF file."""
+        return self.has_weights_here and self.directory is not None and not is_gguf(self.directory)
+
+    @property
     def weight_format(self) -> WeightFormat | None:
         """Format of the matrices of layers in memory; None for the run dtype."""
         return self.config.weight_format

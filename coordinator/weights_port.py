@@ -40,7 +40,7 @@ class CoordinatorWeightsPort:
         registry = HeldRegistry()
         self.pins: Pins | None = None
         """The version of the directory; None for a model that workers fetch from a source."""
-        if model.has_weights_here and model.directory is not None:
+        if model.can_share_weights and model.directory is not None:
             held = DirectoryFiles(model.directory, read_headers(model.directory).tensors, model.fingerprint)
             self.pins = pins_of_directory(model.directory_for_workers, held.files, model.fingerprint)
             registry.put(held)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint, stage_tensor_names
+from checkpoint.gguf.files import is_gguf
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
 from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
@@ -80,8 +81,8 @@ class RemoteWeights:
             self._cache = None
 
     def share_directory(self, checkpoint: Checkpoint) -> None:
-        """Serve a local checkpoint to others, if this worker does. Raises OSError."""
-        if self._sharing.serves_directory:
+        """Serve a checkpoint's directory to others, if this worker does; no GGUF file. Raises OSError."""
+        if self._sharing.serves_directory and not is_gguf(checkpoint.path):
             held = DirectoryFiles(checkpoint.directory, checkpoint.tensors, checkpoint.fingerprint)
             self._registry.put(held)
 
