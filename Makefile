@@ -1,10 +1,11 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
-# Tests come in tiers: test, test-full, test-chaos, test-bench, test-clients, test-deploy and nightly; a test without a marker is in `make test`.
+# Tests come in tiers: test, test-full, test-chaos, test-bench, test-kernels, test-clients, test-deploy and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Growth of memory under load: make churn MINUTES=30
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
+# Twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci
 # Some clients of other projects only: make test-clients CLIENTS="openai node"
 # Engines that run clusters, where a missing program fails instead of skipping: make test-deploy STRICT=1
 
@@ -36,16 +37,16 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-full test-chaos test-bench test-gpu test-kernels test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: venv
-	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy)"
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy or kernels)"
 
 test-full: venv $(VENV)/deploy-kubernetes/.installed
-	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy)"
+	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy or kernels)"
 
 test-chaos: venv
 	@$(PYTEST) $(LONG) -m chaos
@@ -56,6 +57,11 @@ test-bench: venv
 
 test-gpu: venv
 	@$(PYTEST) $(LONG) -m gpu tests/gpu
+
+# In Triton's interpreter, which is chosen for a whole process, then compiled for every architecture.
+test-kernels: venv $(VENV)/.installed-triton
+	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_INTERPRET=1 $(PYTEST) $(LONG) -m kernels tests/kernels
+	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton $(PYTEST) $(LONG) -m kernels tests/kernels
 
 # Every family and cut; test-full has some families each day.
 test-models: venv
@@ -152,6 +158,11 @@ $(VENV)/clients-%/.installed: tests/clients/environments/%.txt
 # Runs in the processes of Stageline, and has no other versions of what they need.
 $(VENV)/.installed-ray: $(INSTALLED)
 	@$(PIP_INSTALL) ray
+	@touch $@
+
+# As large as torch; only its own tests need it.
+$(VENV)/.installed-triton: $(INSTALLED)
+	@$(PIP_INSTALL) triton
 	@touch $@
 
 # The last release that has the schema of compose files; what it needs beside is too old to be installed.

@@ -262,7 +262,7 @@ class WorkerConfig:
             "--kernels",
             None,
             "Functions that compute a stage: the fastest available, torch's operators only, or compiled "
-            "kernels only, which need bf16 and a CPU with AVX-512",
+            "kernels only, which need bf16 and a CPU with AVX-512, or a GPU and triton",
         ),
     ] = KernelChoice.AUTO
     step_timeout_s: Annotated[

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stage_worker.model import DecoderStage, StepLayout
-from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import HostArray, Place, Rotary, StepArrays
+from stage_worker.model.rope import Rope, Rotary
+from stage_worker.model.step_layout import HostArray, Place, StepArrays
 from stage_worker.validation import SliceLayout
 
 

@@ -30,6 +30,7 @@ _ALIGNMENT = 64
 
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float64): torch.float64,
 }
@@ -185,8 +186,9 @@ class StagingSizes:
         """For steps within the limits of `assignment`."""
         num_tokens, num_rows = assignment.max_step_tokens, assignment.max_step_sequences
         pages_per_row = -(-assignment.max_sequence_tokens // assignment.block_size) + 1
-        # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages.
-        of_group = 4 * num_tokens + (3 + pages_per_row) * num_rows
+        # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages,
+        # or an attention work list of half as wide elements.
+        of_group = 10 * num_tokens + (13 + pages_per_row) * num_rows
         # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
         columns = 2 * num_tokens + 8 * num_rows + len(assignment.group_blocks) * of_group
         num_arrays = 16 + len(assignment.group_blocks) * (8 + num_rows) + len(boundary)

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Blueprint, Checkpoint, DType, stage_weight_bytes
+from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
 from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.backends.contract import KernelChoice
+from stage_worker.model.attention_work import queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
@@ -41,8 +42,8 @@ from stage_worker.model.parts import (
     Prepare,
     nothing_to_prepare,
 )
-from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import PagedLayers, Place, Rotary, StepArrays, StepLayout, ViewRules
+from stage_worker.model.rope import Rope, Rotary
+from stage_worker.model.step_layout import PagedLayers, Place, StepArrays, StepLayout, ViewRules
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout
 
@@ -76,9 +77,7 @@ class DecoderStage:
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
         if not 0 <= layer_begin < layer_end <= config.num_layers:
-            raise ValueError(
-                f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
-            )
+            raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model of {config.num_layers} layers")
         names = tuple(tensor.name for tensor in config.boundary)
         if names != self.CARRIED:
             raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
@@ -94,6 +93,7 @@ class DecoderStage:
         self._windows = frozenset(self.windows)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         self._most_kv_elements = max(mixer.page_shape.num_elements for mixer in mixers)
+        self._queries_per_item = min(self._queries_of(mixer) for mixer in mixers)
         self._ropes = {
             rotary: Rope(rotary.rope, rotary.head_dim, self.torch_dtype, self.device)
             for rotary in map(Rotary.of, mixers)
@@ -174,6 +174,7 @@ class DecoderStage:
                 dtype=self.torch_dtype,
                 kernels=self.kernels,
                 max_keys=self._max_keys,
+                queries_per_item=self._queries_per_item,
             ),
         )
 
@@ -237,6 +238,10 @@ class DecoderStage:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else limited(logits, cap)
+
+    def _queries_of(self, mixer: Mixer) -> int:
+        shape = mixer.page_shape
+        return queries_per_item(mixer.num_heads // shape.heads, shape.width, self.dtype.size_bytes)
 
     @property
     def _max_keys(self) -> int:

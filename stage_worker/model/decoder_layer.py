@@ -9,7 +9,7 @@ function does the same; it divides by the sum of the weights after the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,14 +31,17 @@ from stage_worker.model.layer_weights import (
     LayerWeights,
     project,
 )
-from stage_worker.model.norms import RowNorm, row_norm, unit_norm
+from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
+    HeadFunction,
     Operations,
+    attend_in_pages,
     attend_prompt,
     operations,
     prefill_products,
 )
-from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, Rotary, StepLayout
+from stage_worker.model.rope import Rotary, RotaryTable
+from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, StepLayout
 
 Mix = Callable[[Tensor, LayerKv], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""
@@ -61,6 +64,8 @@ def attend(
     """
     step = kv.step
     views = step.views[mixer.window]
+    if views.work is not None:
+        attend_in_pages(query, output, views.work, mixer, kv, sinks)
     for view in views.decodes:
         operations.decode(query, output, view, mixer, kv, sinks)
     for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
@@ -120,12 +125,10 @@ def _unchanged(x: Tensor) -> Tensor:
 class HeadNorms:
     """Norms of a step's queries and keys, in place."""
 
-    def __init__(self, qk_norm: QkNorm, mixer: Attention, weights: LayerWeights) -> None:
+    def __init__(self, qk_norm: QkNorm, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> None:
         ranges = ((0, mixer.num_heads), (mixer.num_heads, mixer.num_heads + mixer.num_kv_heads))
-        norms = (
-            row_norm(qk_norm.norm, weights.norms[role]) for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
-        )
-        self._parts = tuple(zip(ranges, norms, strict=True))
+        functions = (row_norm(qk_norm.norm, norms[role]) for role in (TensorRole.Q_NORM, TensorRole.K_NORM))
+        self._parts = tuple(zip(ranges, functions, strict=True))
         self._is_whole = qk_norm.span is NormSpan.WIDTH
 
     def __call__(self, heads: Tensor) -> None:
@@ -134,6 +137,28 @@ class HeadNorms:
             part = heads[:, begin:end]
             normed = norm(part.flatten(1)).view_as(part) if self._is_whole else norm(part)
             part.copy_(normed)
+
+
+class SeparateHeads:
+    """A `HeadFunction` with norms by torch's operators."""
+
+    def __init__(
+        self, mixer: Attention, norms: Mapping[TensorRole, NormWeights], operations: Operations
+    ) -> None:
+        self._mixer, self._operations = mixer, operations
+        head_norms = None if mixer.qk_norm is None else HeadNorms(mixer.qk_norm, mixer, norms)
+        is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
+        self._norm_heads = None if is_late else head_norms
+        self._norm_rotated = head_norms if is_late else None
+        self._norm_values = None if mixer.value_norm_eps is None else unit_norm(mixer.value_norm_eps)
+
+    def __call__(self, heads: Tensor, rotary: RotaryTable, kv: LayerKv) -> None:
+        if self._norm_heads is not None:
+            self._norm_heads(heads)
+        if self._norm_values is not None:
+            values = heads[:, -self._mixer.num_kv_heads :]
+            values.copy_(self._norm_values(values))
+        self._operations.rotate_and_write(heads, self._mixer.num_heads, rotary, kv, self._norm_rotated)
 
 
 class GroupedAttention:
@@ -149,11 +174,8 @@ class GroupedAttention:
         self._rotary = Rotary.of(mixer)
         self._sinks = None if given.sinks is None else given.sinks.float()
         self._operations = operations
-        head_norms = None if mixer.qk_norm is None else HeadNorms(mixer.qk_norm, mixer, weights)
-        is_late = mixer.qk_norm is not None and mixer.qk_norm.is_after_rotation
-        self._norm_heads = None if is_late else head_norms
-        self._norm_rotated = head_norms if is_late else None
-        self._norm_values = None if mixer.value_norm_eps is None else unit_norm(mixer.value_norm_eps)
+        fused = operations.head_function(mixer, weights.norms)
+        self._write: HeadFunction = fused or SeparateHeads(mixer, weights.norms, operations)
         self._qkv = project(given.qkv, given.qkv_bias, kernels.layer_products)
 
     def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
@@ -167,14 +189,9 @@ class GroupedAttention:
         if not is_whole:
             heads = heads[:num_tokens]
         query = heads[:, :num_heads]
-        if self._norm_heads is not None:
-            self._norm_heads(heads)
-        if self._norm_values is not None:
-            values = heads[:, -self._mixer.num_kv_heads :]
-            values.copy_(self._norm_values(values))
         rotary = step.rotary[self._rotary]
         # All slices are written before any attends, since slices may share pages.
-        self._operations.rotate_and_write(heads, num_heads, rotary, kv, self._norm_rotated)
+        self._write(heads, rotary, kv)
         if rotary.query_scale is not None:
             query.mul_(rotary.query_scale)
         new = normed.new_empty if is_whole else normed.new_zeros
@@ -226,9 +243,8 @@ class DecoderLayer:
         self._operations = operations(kernels)
         self._residual_scale = plan.residual_scale
         self._is_shared = plan.placement is Placement.SHARED
-        rms = self._operations.rms_norm
         norms = {
-            role: row_norm(plan.norm, given, rms)
+            role: self._operations.norm(plan.norm, given)
             for role, given in weights.norms.items()
             if role in norm_roles(plan)
         }
@@ -239,12 +255,16 @@ class DecoderLayer:
         self._adds_mixed, self._adds_fed = (
             norm is None and plan.residual_scale == 1.0 for norm in (self._mixer_out_norm, self._ffn_out_norm)
         )
+        if kernels.decode is AttentionMethod.TRITON:
+            self._adds_mixed = False  # one kernel adds and norms
         self._mix = _mixer(plan.mixer, weights, self._operations, kernels)
         self._scale = weights.scale
         self._o = project(weights.o, weights.o_bias, kernels.layer_products)
         self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
         if isinstance(self._feed_forward, Branches):
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
+        has_norm = self._ffn_norm is not _unchanged and not self._is_shared
+        self._norm_of_sum = self._ffn_norm if has_norm else None
 
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
@@ -261,15 +281,16 @@ class DecoderLayer:
         mixed = self._mix(normed, LayerKv(step, pages, layer))
         if self._adds_mixed:
             hidden = self._o.added_to(hidden, mixed)
+            of_sum = hidden if self._norm_of_sum is None else self._norm_of_sum(hidden)
         else:
-            hidden = self._added(hidden, self._o(mixed), self._mixer_out_norm)
+            hidden, of_sum = self._added(hidden, self._o(mixed), self._mixer_out_norm, self._norm_of_sum)
         if not self._is_shared:
-            normed = self._ffn_norm(hidden)
+            normed = of_sum
         if self._adds_fed:
             return self._feed_forward.added_to(hidden, normed, step.num_tokens)
-        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm)
+        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm, None)[0]
 
-    def _added(self, residual: Tensor, x: Tensor, norm: RowNorm | None) -> Tensor:
-        """`residual` plus the normed and scaled `x`, which may be modified."""
-        normed = x if norm is None else norm(x)
-        return normed.mul_(self._residual_scale).add_(residual)
+    def _added(
+        self, residual: Tensor, x: Tensor, out_norm: RowNorm | None, norm: RowNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._operations.add_and_norm(residual, x, out_norm, self._residual_scale, norm)

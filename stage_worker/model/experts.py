@@ -6,7 +6,6 @@ tokens the step has. Equal scores are chosen in the order of the experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from checkpoint.blueprint import GroupScore, Router, RouterScore
 from stage_worker.model.feed_forward import Mlp, gated
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
-from stage_worker.model.operations import Operations
+from stage_worker.model.operations import Operations, Products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +61,6 @@ def _highest(ranks: Tensor, count: int) -> Tensor:
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-Products = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows [m, out] of rows [m, in] sorted by expert, matrices [experts, out, in], and the numbers of rows of
-each expert, int64 [experts].
-"""
-
-
 def separate_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """One product per expert with rows; matrices of other experts are not read."""
     product = x.new_empty(len(x), matrices.shape[1])
@@ -101,7 +94,7 @@ class ExpertMixture:
         """Packed weights of the shared expert replace its plain ones."""
         self._plan, self._weights = plan, weights
         self._gate = gated(plan.activation, operations)
-        self._products = _products_on(weights.up)
+        self._products = operations.expert_products(weights.up) or _products_on(weights.up)
         self._shared: Mlp | None = None
         if plan.shared is not None and weights.shared is not None:
             self._shared = Mlp(plan.shared, weights.shared, operations, kernels)

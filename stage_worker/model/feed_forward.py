@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -12,9 +11,7 @@ from checkpoint import Dense
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import CompiledProjection, DenseWeights, Projection, project
-from stage_worker.model.operations import Operations
-
-Function = Callable[[Tensor], Tensor]
+from stage_worker.model.operations import Function, Operations
 
 
 class FeedForward(Protocol):
@@ -24,7 +21,7 @@ class FeedForward(Protocol):
         """[m, hidden_size] for `x` [m, hidden_size]."""
 
     def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
-        """Return `residual` [m, hidden_size] plus the result for `x`, as a new tensor."""
+        """Return `residual` [m, hidden_size], which may be modified, plus the result for `x`."""
 
 
 _ACTIVATIONS: dict[Activation, Function] = {
@@ -39,6 +36,8 @@ def gated(activation: Activation | ClampedSwiGlu, operations: Operations) -> Fun
     """The product of the activated gate and up, [n, width], of both concatenated [n, 2 * width]."""
     if activation is Activation.SILU:  # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
         return operations.gate
+    if (fused := operations.other_gate(activation)) is not None:
+        return fused
     if isinstance(activation, ClampedSwiGlu):
         return _clamped(activation)
     function = _ACTIVATIONS[activation]

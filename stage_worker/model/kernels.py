@@ -1,12 +1,15 @@
 """Kernel choice of a stage, made once and reported.
 
 torch's operators replace the compiled module where no C compiler was available at installation, and for
-shapes and CPUs that it does not support.
+shapes and CPUs that it does not support. They replace Triton kernels where triton is missing, and on GPUs
+that it does not support.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -14,18 +17,26 @@ from types import ModuleType
 import torch
 
 from checkpoint import Blueprint, Experts, Latent, LayerPlan, WeightFormat
-from checkpoint.blueprint import Activation, NormKind
+from checkpoint.blueprint import Activation, NormKind, NormSpan, QkNorm
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
 _MODULE = "stage_worker.model._cpu_kernels"
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 _MOST_ELEMENTS = 64 * 256
 _LANES = 16
+_TRITON_KERNELS = "stage_worker.model.triton_kernels"
+_LEAST_CAPABILITY = (8, 0)
+"""Compute capability that Triton's products of bfloat16 need."""
 
 
 def load() -> ModuleType:
     """Import the compiled module. Raises ImportError if it was not built."""
     return importlib.import_module(_MODULE)
+
+
+def load_triton(name: str) -> ModuleType:
+    """Import a module of Triton kernels. Raises ImportError without triton."""
+    return importlib.import_module(f"{_TRITON_KERNELS}.{name}")
 
 
 def missing_because() -> str | None:
@@ -72,6 +83,7 @@ class ProductMethod(Enum):
     """Matrix products of a layer; the value is their name in logs."""
 
     LINEAR = "plain weights"
+    LINEAR_IN_PLACE = "plain weights with sums in place"
     ONEDNN = "packed weights"
     COMPILED = "compiled products"
     INT8 = "int8 weights"
@@ -90,6 +102,7 @@ class AttentionMethod(Enum):
     SDPA = "scaled_dot_product_attention"
     PRODUCTS = "batched products"
     IN_PLACE = "compiled kernels"
+    TRITON = "Triton kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,8 @@ class Kernels:
 
     `products`: oneDNN's are for CPUs with AMX, or without compiled kernels. `quantized`: products of layers
     with `--quantize`. `decode` and `prefill`: attention of one-token slices, and of longer ones. IN_PLACE for
-    decodes implies compiled norms, rotation and gates (see `operations`).
+    decodes implies compiled norms, rotation and gates, and TRITON those by Triton (see `operations`);
+    `by_torch` names what a TRITON stage leaves to torch's operators.
     """
 
     products: ProductMethod
@@ -106,6 +120,7 @@ class Kernels:
     prefill: AttentionMethod
     quantized: ProductMethod | None = None
     not_compiled_because: str | None = field(default=None, compare=False)
+    by_torch: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(
@@ -117,7 +132,7 @@ class Kernels:
     ) -> Kernels:
         """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/STUDIES.md.
 
-        Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
+        On a CPU, only bfloat16 differs. With AMX, SDPA packs keys, which pays off for prompts but not for
         one query per sequence. Compiled products and attention of prompts need torch's threads. Raises
         KernelsUnavailable for COMPILED where unsupported, and for quantised weights except on a CPU.
         """
@@ -135,10 +150,12 @@ class Kernels:
     ) -> Kernels:
         if choice is KernelChoice.PLAIN:
             return _plain(config, "chosen with --kernels plain")
-        reason = _not_on(device) or _not_in(dtype) or unavailable_because(config)
+        if device.type == "cuda":
+            return _on_gpu(config, device, dtype, choice)
+        reason = _not_in(dtype) or unavailable_because(config)
         if choice is KernelChoice.COMPILED and reason is not None:
             raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
-        if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
+        if dtype is not torch.bfloat16 or not _has_bf16_products():
             return _plain(config, reason)
         has_amx = torch.cpu._is_amx_tile_supported()
         if reason is None and not has_amx and _has_threads_of_torch():
@@ -160,13 +177,14 @@ class Kernels:
     @property
     def choice(self) -> KernelChoice:
         """COMPILED where compiled functions compute a layer's operations, else PLAIN."""
-        is_compiled = self.decode is AttentionMethod.IN_PLACE
+        is_compiled = self.decode in (AttentionMethod.IN_PLACE, AttentionMethod.TRITON)
         return KernelChoice.COMPILED if is_compiled else KernelChoice.PLAIN
 
     def __str__(self) -> str:
         reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
         decode = f"decode by {self.decode.value}{reason}"
-        return f"{self.layer_products.value}, {decode}, prefill by {self.prefill.value}"
+        by_torch = f"; by torch's operators: {', '.join(self.by_torch)}" if self.by_torch else ""
+        return f"{self.layer_products.value}, {decode}, prefill by {self.prefill.value}{by_torch}"
 
 
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
@@ -174,6 +192,68 @@ PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, pref
 
 _PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
 """scaled_dot_product_attention has no limit of scores and no sinks, and no fast kernel for latents."""
+
+
+BY_TRITON = Kernels(
+    products=ProductMethod.LINEAR_IN_PLACE, decode=AttentionMethod.TRITON, prefill=AttentionMethod.TRITON
+)
+"""For GPUs of compute capability 8.0 or higher, and every model."""
+
+
+def by_triton(config: Blueprint) -> Kernels:
+    """Triton kernels as far as they cover the model; the rest is named."""
+    by_torch = dict.fromkeys(part for layer in config.kinds for part in _parts_by_torch(layer))
+    found = replace(BY_TRITON, by_torch=tuple(by_torch))
+    if any(isinstance(layer.mixer, Latent) for layer in config.kinds):
+        return replace(found, prefill=AttentionMethod.PRODUCTS)
+    return found
+
+
+def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    if isinstance(mixer, Latent):
+        yield "norms and rotation of latents"
+    elif mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
+        yield f"norms of queries and keys over {mixer.qk_norm.span.value}"
+    if isinstance(feed_forward, Experts):
+        yield "choice of experts"
+        if feed_forward.branch_norm is not None:
+            yield "norms of branches"
+    elif not feed_forward.is_gated:
+        yield f"activation {feed_forward.activation.value}"
+    if layer.has_scale:
+        yield "scale of layers"
+
+
+def has_head_kernel(qk_norm: QkNorm) -> bool:
+    """Whether the Triton kernel of rotation and writes norms queries and keys, too."""
+    is_rms = qk_norm.norm.kind not in (NormKind.LAYER, NormKind.LAYER_OFFSET)
+    return qk_norm.span is NormSpan.HEAD and is_rms and not qk_norm.norm.has_bias
+
+
+def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice: KernelChoice) -> Kernels:
+    has_wide_latents = dtype is torch.float32 and any(isinstance(kind.mixer, Latent) for kind in config.kinds)
+    reason = no_triton_because(device)
+    if reason is None and has_wide_latents:
+        reason = "Triton kernels for latents are for bf16 and f16: tiles of float32 exceed a GPU's registers"
+    if reason is None:
+        return by_triton(config)
+    if choice is KernelChoice.COMPILED:
+        raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
+    return _plain(config, reason)
+
+
+def no_triton_because(device: torch.device) -> str | None:
+    """Why Triton kernels are unavailable on a GPU; None if available."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed, which comes with torch's builds for CUDA"
+    if not torch.cuda.is_available():
+        return f"torch sees no GPU for {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+        return f"{device} has compute capability {found}, Triton kernels need {least}"
+    return None
 
 
 def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
@@ -205,12 +285,11 @@ ALL_COMPILED = Kernels(
 
 def check_choice(choice: KernelChoice, device: torch.device) -> None:
     """Raises KernelsUnavailable for a choice that `device` supports for no model and dtype."""
-    if choice is KernelChoice.COMPILED and (reason := _not_on(device) or missing_because()) is not None:
+    if choice is not KernelChoice.COMPILED:
+        return
+    reason = missing_because() if device.type == "cpu" else no_triton_because(device)
+    if reason is not None:
         raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
-
-
-def _not_on(device: torch.device) -> str | None:
-    return None if device.type == "cpu" else f"the compiled kernels are for CPUs, not for {device}"
 
 
 def _not_in(dtype: torch.dtype) -> str | None:

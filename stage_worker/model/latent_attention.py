@@ -22,12 +22,13 @@ from torch.nn.functional import linear
 
 from checkpoint import EXPANDED_ELEMENTS, Latent
 from checkpoint.names import TensorRole
+from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights, row_norm
-from stage_worker.model.operations import decode_products, prefill_products
-from stage_worker.model.rope import rotate_
-from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, Rotary
+from stage_worker.model.operations import attend_in_pages, decode_products, prefill_products
+from stage_worker.model.rope import Rotary, rotate_
+from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView
 
 
 def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
@@ -92,6 +93,8 @@ class LatentAttention:
         new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
         mixed = new(num_rows, mixer.num_heads, mixer.value_dim)
         views = step.views[None]
+        if views.work is not None:
+            self._attend_in_pages(query, mixed, views.work, views.work_rows, kv)
         for view in views.decodes:
             self._decode(query, mixed, view, kv)
         for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
@@ -115,6 +118,18 @@ class LatentAttention:
             mixed[: len(values)].copy_(values)
         else:
             mixed.index_copy_(0, view.rows, values)
+
+    def _attend_in_pages(
+        self, query: Tensor, mixed: Tensor, work: AttentionWork, rows: Tensor | None, kv: LayerKv
+    ) -> None:
+        """Fill `rows` of `mixed` (None: all), absorbed."""
+        chosen = query if rows is None else query.index_select(0, rows)
+        latents = chosen.new_empty(len(chosen), self._mixer.num_heads, self._mixer.kv_rank)
+        attend_in_pages(self._absorbed(chosen), latents, work, self._mixer, kv)
+        if rows is None:
+            mixed[: len(chosen)].copy_(self._values(latents))
+        else:
+            mixed.index_copy_(0, rows, self._values(latents))
 
     def _prefill(self, query: Tensor, fresh: Tensor, mixed: Tensor, view: PrefillView, kv: LayerKv) -> None:
         """Fill `mixed` [n, heads, value_dim] for the n queries of one sequence.

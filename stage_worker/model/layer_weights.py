@@ -44,7 +44,10 @@ class Projection(Protocol):
         """[n, out] for `x` [n, in]."""
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return `residual` [n, out] plus the projection of `x` [n, in], as a new tensor."""
+        """Return `residual` [n, out] plus the projection of `x` [n, in].
+
+        A new tensor, except by `InPlaceProjection`.
+        """
 
 
 def project(weight: Tensor, bias: Tensor | None, products: ProductMethod) -> Projection:
@@ -65,6 +68,19 @@ class PlainProjection:
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias).add_(residual)
+
+
+class InPlaceProjection(PlainProjection):
+    """Adds the residual within the product, in float32, and rounds once; it is modified, unless a bias needs
+    an operation of its own.
+    """
+
+    __slots__ = ()
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return super().added_to(residual, x)
+        return residual.addmm_(x, self.weight.t())
 
 
 class PackedProjection:
@@ -227,6 +243,7 @@ class Int4Projection:
 
 _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
     ProductMethod.LINEAR: PlainProjection,
+    ProductMethod.LINEAR_IN_PLACE: InPlaceProjection,
     ProductMethod.ONEDNN: PackedProjection,
     ProductMethod.COMPILED: CompiledProjection,
     ProductMethod.INT8: Int8Projection,

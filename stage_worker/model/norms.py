@@ -12,12 +12,11 @@ from torch.nn.functional import rms_norm as scaled_to_unit
 
 from checkpoint import Norm
 from checkpoint.blueprint import NormKind
-from stage_worker.model.operations import rms_norm
 
 RowNorm = Callable[[Tensor], Tensor]
 """Returns the normed rows of `x` [..., width], in the dtype of `x`."""
 RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
-"""See `Operations.rms_norm`."""
+"""See `rms_norm`; x is [n, width]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +25,16 @@ class NormWeights:
 
     weight: Tensor
     bias: Tensor | None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale `x` [..., width] to unit mean square over the last dimension, times `weight` [width].
+
+    Mean square and scaling are computed in float32, rounded to x's dtype, and then multiplied by the
+    weight in that dtype: the order of transformers' LlamaRMSNorm, which bit-equality in bf16 needs.
+    (torch's own function multiplies before it rounds.) Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    return scaled_to_unit(x, weight.shape, None, eps).mul_(weight)
 
 
 def row_norm(norm: Norm, weights: NormWeights, rms: RmsNorm = rms_norm) -> RowNorm:

@@ -1,4 +1,4 @@
-"""Operations between the matrix products of a layer, as torch operators or compiled functions.
+"""Operations between the matrix products of a layer: torch operators, compiled functions, Triton kernels.
 
 Both stack the heads that share a key as query rows: SDPA's `enable_gqa=True` is ten times slower on a CPU,
 and with a mask prevents CUDA's fused kernels. Batched products are for bfloat16 on a CPU, where SDPA calls
@@ -12,29 +12,22 @@ threads of torch, the others only the calling thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm as scaled_to_unit
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention, Mixer
-from stage_worker.model.kernels import AttentionMethod, Kernels, load
-from stage_worker.model.rope import rotate_
-from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView, RotaryTable
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale `x` [..., width] to unit mean square over the last dimension, times `weight` [width].
-
-    Mean square and scaling are computed in float32, rounded to x's dtype, and then multiplied by the
-    weight in that dtype: the order of transformers' LlamaRMSNorm, which bit-equality in bf16 needs.
-    (torch's own function multiplies before it rounds.) Source: Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
-    return scaled_to_unit(x, weight.shape, None, eps).mul_(weight)
+from checkpoint import Attention, Mixer, Norm
+from checkpoint.blueprint import Activation, ClampedSwiGlu
+from checkpoint.names import TensorRole
+from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
+from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
+from stage_worker.model.rope import RotaryTable, rotate_
+from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView
 
 
 def limited(x: Tensor, cap: float) -> Tensor:
@@ -151,7 +144,157 @@ def _memory_of(kv: LayerKv) -> tuple[int, int, int]:
     return store.data_ptr(), 0 if scales is None else scales.data_ptr(), _page_format(store.dtype)
 
 
-class NativeOperations:
+def attend_prompt(
+    query: Tensor, fresh: Tensor, output: Tensor, view: PrefillView, mixer: Attention, kv: LayerKv
+) -> None:
+    """Compiled attention of one slice's queries, see `decoder_layer.attend`.
+
+    Without history, keys and values come from `fresh`, else from the pages.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    store = kv.store
+    num_blocks, _, kv_heads, block_size, _ = store.shape
+    table = view.pages
+    if table is not None and (page := int(table.max())) >= num_blocks:
+        raise IndexError(f"page {page} needed, {num_blocks} available")
+    load().attend_prompt(
+        *(query.data_ptr(), query.stride(0), fresh.data_ptr(), fresh.stride(0)),
+        *(_memory_of(kv), 0 if table is None else table.data_ptr()),
+        *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, mixer.window or 0, mixer.scale),
+        (num_heads, kv_heads, head_dim, block_size),
+    )
+
+
+HeadFunction = Callable[[Tensor, RotaryTable, LayerKv], None]
+"""Norms heads [n, heads + 2 * kv_heads, head_dim], rotates queries and keys, and writes keys and values to
+the step's pages; normed and rotated queries replace the given ones.
+"""
+Function = Callable[[Tensor], Tensor]
+Products = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows [m, out] of rows [m, in] sorted by expert, matrices [experts, out, in], and the numbers of rows of
+each expert, int64 [experts].
+"""
+
+
+class Operations(Protocol):
+    """Interface; shapes are for a step of n tokens.
+
+    Methods that return None leave a function to torch's operators.
+    """
+
+    def norm(self, norm: Norm, weights: NormWeights) -> RowNorm:
+        """The norm with `weights`, of rows [n, width]."""
+
+    def add_and_norm(
+        self, residual: Tensor, added: Tensor, out_norm: RowNorm | None, scale: float, norm: RowNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        """`residual` [n, width] plus `scale` times the norm of `added`, and the norm of this sum.
+
+        Without `norm`, the second is the sum. Norms are of `norm`; `added` may be modified.
+        """
+
+    def head_function(self, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> HeadFunction | None:
+        """The function for the heads of `mixer`, whose `norms` are those of queries and keys."""
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        rotary: RotaryTable,
+        kv: LayerKv,
+        between: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Rotate queries and keys in place, and write keys and values to the step's pages.
+
+        `heads` is [n, num_heads + 2 * kv_heads, head_dim]: queries, keys, values. `between` changes them
+        after the rotation, by torch's operators only.
+        """
+
+    def decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        view: DecodeView,
+        mixer: Attention,
+        kv: LayerKv,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`.
+
+        `sinks` is float32 [heads], see `Attention`.
+        """
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [n, width], of concatenated gate and up [n, 2 * width]."""
+
+    def other_gate(self, activation: Activation | ClampedSwiGlu) -> Function | None:
+        """Like `gate`, with another activation than SILU."""
+
+    def expert_products(self, matrices: Tensor) -> Products | None:
+        """The products of all experts with `matrices` [experts, out, in]."""
+
+
+def operations(kernels: Kernels) -> Operations:
+    """The implementation for `kernels`."""
+    match kernels.decode:
+        case AttentionMethod.IN_PLACE:
+            return NativeOperations()
+        case AttentionMethod.TRITON:
+            found: Operations = load_triton("operations").TritonOperations()
+            return found
+    return TorchOperations()
+
+
+def attend_in_pages(
+    query: Tensor,
+    output: Tensor,
+    work: AttentionWork,
+    mixer: Mixer,
+    kv: LayerKv,
+    sinks: Tensor | None = None,
+) -> None:
+    """Fill the rows of `output` that `work` names, see `triton_kernels.attention.attend`."""
+    load_triton("attention").attend(
+        query,
+        output,
+        work,
+        kv.store,
+        scale=mixer.scale,
+        window=mixer.window,
+        softcap=mixer.softcap,
+        sinks=sinks,
+        page_scales=kv.scales,
+    )
+
+
+class _SeparateOperations:
+    """Norms and sums one after the other; everything else that may be fused is left to torch's operators."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `norms.rms_norm`; `x` is [n, width]."""
+        return rms_norm(x, weight, eps)
+
+    def norm(self, norm: Norm, weights: NormWeights) -> RowNorm:
+        return row_norm(norm, weights, self.rms_norm)
+
+    def add_and_norm(
+        self, residual: Tensor, added: Tensor, out_norm: RowNorm | None, scale: float, norm: RowNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        normed = added if out_norm is None else out_norm(added)
+        total = normed.mul_(scale).add_(residual)
+        return total, total if norm is None else norm(total)
+
+    def head_function(self, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> HeadFunction | None:
+        return None
+
+    def other_gate(self, activation: Activation | ClampedSwiGlu) -> Function | None:
+        return None
+
+    def expert_products(self, matrices: Tensor) -> Products | None:
+        return None
+
+
+class NativeOperations(_SeparateOperations):
     """Compiled implementation of `Operations`, for contiguous bfloat16 rows on the CPU."""
 
     def __init__(self) -> None:
@@ -231,75 +374,8 @@ class NativeOperations:
         return out
 
 
-def attend_prompt(
-    query: Tensor, fresh: Tensor, output: Tensor, view: PrefillView, mixer: Attention, kv: LayerKv
-) -> None:
-    """Compiled attention of one slice's queries, see `decoder_layer.attend`.
-
-    Without history, keys and values come from `fresh`, else from the pages.
-    """
-    num_tokens, num_heads, head_dim = query.shape
-    store = kv.store
-    num_blocks, _, kv_heads, block_size, _ = store.shape
-    table = view.pages
-    if table is not None and (page := int(table.max())) >= num_blocks:
-        raise IndexError(f"page {page} needed, {num_blocks} available")
-    load().attend_prompt(
-        *(query.data_ptr(), query.stride(0), fresh.data_ptr(), fresh.stride(0)),
-        *(_memory_of(kv), 0 if table is None else table.data_ptr()),
-        *(output.data_ptr(), output.stride(0), num_tokens, view.num_keys, mixer.window or 0, mixer.scale),
-        (num_heads, kv_heads, head_dim, block_size),
-    )
-
-
-class Operations(Protocol):
-    """Interface; shapes are for a step of n tokens."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `rms_norm` of this module; `x` is [n, width]."""
-
-    def rotate_and_write(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        rotary: RotaryTable,
-        kv: LayerKv,
-        between: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        """Rotate queries and keys in place, and write keys and values to the step's pages.
-
-        `heads` is [n, num_heads + 2 * kv_heads, head_dim]: queries, keys, values. `between` changes them
-        after the rotation, by torch's operators only.
-        """
-
-    def decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        view: DecodeView,
-        mixer: Attention,
-        kv: LayerKv,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`.
-
-        `sinks` is float32 [heads], see `Attention`.
-        """
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [n, width], of concatenated gate and up [n, 2 * width]."""
-
-
-def operations(kernels: Kernels) -> Operations:
-    """The implementation for `kernels`."""
-    return NativeOperations() if kernels.decode is AttentionMethod.IN_PLACE else TorchOperations()
-
-
-class TorchOperations:
+class TorchOperations(_SeparateOperations):
     """Implementation by torch's operators, for every device and dtype."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
 
     def rotate_and_write(
         self,

@@ -22,7 +22,8 @@ from stage_worker.model.layer_weights import (
     project,
     reorder_heads,
 )
-from stage_worker.model.norms import NormWeights, RowNorm, row_norm
+from stage_worker.model.norms import NormWeights, RowNorm
+from stage_worker.model.operations import operations
 from stage_worker.model.weights import ReadProgress, load_tensors
 
 
@@ -212,7 +213,7 @@ class PartLoader:
         names, width = final_norm_tensors(self._config), self._config.hidden_size
         weight, *bias = (self._read_tensor(name, progress, width) for name in names)
         weights = NormWeights(weight, bias[0] if bias else None)
-        self._parts.final_norm = row_norm(self._config.final_norm, weights)
+        self._parts.final_norm = operations(self._kernels).norm(self._config.final_norm, weights)
 
     def _read_head(self, progress: ReadProgress) -> None:
         matrix = self._read_matrix(head_tensor(self._config), progress)

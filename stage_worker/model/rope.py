@@ -10,12 +10,14 @@ get the angle 0. Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from checkpoint import RopeConfig, RopeKind
+from checkpoint import Attention, Mixer, RopeConfig, RopeKind
+from checkpoint.blueprint import QueryGrowth
 from checkpoint.rope_config import yarn_mscale
 
 _KEPT_POSITIONS = 16_384
@@ -56,6 +58,53 @@ class Rope:
             cos, sin = pad(cos, (0, self._num_still), value=1.0), pad(sin, (0, self._num_still))
         both = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
         return both[:, :, None].to(self._dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RotaryTable:
+    """`cos` and `sin` of a step's tokens, [num_tokens, 1, head_dim], see `Rope.cos_sin`.
+
+    Rotated queries are multiplied by `query_scale` [num_tokens, 1, 1]; None for 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What the tables of a mixer depend on. Layers look one up in each step: the hash is kept."""
+
+    rope: RopeConfig | None
+    head_dim: int
+    growth: QueryGrowth | None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.rope, self.head_dim, self.growth)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> Rotary:
+        width = mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
+        return cls(mixer.rope, width, mixer.query_growth)
+
+
+def rotary_table(key: Rotary, rope: Rope, positions: Tensor, *, end: int) -> RotaryTable:
+    """The table of `positions` int64 [n], which are below `end`."""
+    cos, sin = rope.cos_sin(positions, end=end)
+    return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos, end=end))
+
+
+def _query_scale(growth: QueryGrowth | None, positions: Tensor, like: Tensor, *, end: int) -> Tensor | None:
+    if growth is None or end <= growth.original_length:
+        return None
+    turns = positions // growth.original_length
+    scale = 1 + growth.beta * torch.log1p(turns.to(torch.float32))
+    return scale.to(like)[:, None, None]
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

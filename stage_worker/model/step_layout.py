@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import Attention, Mixer, RopeConfig
-from checkpoint.blueprint import QueryGrowth
+from stage_worker.model.attention_work import AttentionWork, HostWork
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
-from stage_worker.model.rope import Rope
+from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
 from stage_worker.validation import SliceLayout
 from wire.errors import require
 
@@ -90,13 +89,16 @@ _SCORES_PER_BLOCK = 128 * 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRules:
-    """Rules for views: the run dtype, and at most `max_keys` gathered keys beyond one sequence."""
+    """Rules for views: the run dtype, at most `max_keys` gathered keys beyond one sequence, and at most
+    `queries_per_item` queries in an item of attention work.
+    """
 
     block_size: int
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels
     max_keys: int
+    queries_per_item: int = 16
 
     @property
     def gathers_decodes(self) -> bool:
@@ -308,7 +310,7 @@ class KvWrites:
     `rows` is int64 [w], or None for all rows in order; `slots` is int64 [w]; `by_row` int64 [num_tokens]
     has each row's slot, -1 if not written; `highest_slot` is -1 without slots. `begun` int64 [c] are the
     partly filled new pages, or None: they are zeroed first, because a reused page may hold the NaN of a
-    failed sequence, which no mask can hide (0 * NaN is NaN).
+    failed sequence, which no mask can hide (0 * NaN is NaN). Triton kernels read no hidden keys.
     """
 
     rows: Tensor | None
@@ -323,58 +325,15 @@ class AttentionViews:
     """Keys visible to the step's queries through one window.
 
     `decodes` covers one-token slices (in either phase: one query is computed alike), `prefills` the
-    others, in the order of `StepLayout.prefill_rows`.
+    others, in the order of `StepLayout.prefill_rows`. With Triton kernels, `work` covers one-token slices
+    instead, and the others, too, unless they have other kernels; in that case its items count only the rows
+    `work_rows` int64 [b] (None: all).
     """
 
     decodes: tuple[DecodeView, ...]
     prefills: tuple[PrefillView, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RotaryTable:
-    """`cos` and `sin` of a step's tokens, [num_tokens, 1, head_dim], see `Rope.cos_sin`.
-
-    Rotated queries are multiplied by `query_scale` [num_tokens, 1, 1]; None for 1.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    query_scale: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """What the tables of a mixer depend on. Layers look one up in each step: the hash is kept."""
-
-    rope: RopeConfig | None
-    head_dim: int
-    growth: QueryGrowth | None
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.rope, self.head_dim, self.growth)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @classmethod
-    def of(cls, mixer: Mixer) -> Rotary:
-        width = mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
-        return cls(mixer.rope, width, mixer.query_growth)
-
-
-def _rotary_table(key: Rotary, rope: Rope, positions: Tensor, *, end: int) -> RotaryTable:
-    """The table of `positions` int64 [n], which are below `end`."""
-    cos, sin = rope.cos_sin(positions, end=end)
-    return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos, end=end))
-
-
-def _query_scale(growth: QueryGrowth | None, positions: Tensor, like: Tensor, *, end: int) -> Tensor | None:
-    if growth is None or end <= growth.original_length:
-        return None
-    turns = positions // growth.original_length
-    scale = 1 + growth.beta * torch.log1p(turns.to(torch.float32))
-    return scale.to(like)[:, None, None]
+    work: AttentionWork | None = None
+    work_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -437,13 +396,15 @@ class StepArrays:
         positions = decodes.positions.tolist()
         for item in slices:
             positions.extend(range(item.first_position, item.end_position))
-        slots, writes = _kv_writes(decodes, slices, ranges, rules.block_size)
+        slots, writes = _kv_writes(decodes, slices, ranges, rules)
         return cls(
             rules=rules,
             positions=np.array(positions, np.int64),
             slots=slots,
             writes=writes,
-            prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
+            prefill_rows=()
+            if rules.kernels.prefill is AttentionMethod.TRITON
+            else tuple((begin, end) for begin, end in ranges if end - begin > 1),
             views={window: _views(decodes, slices, ranges, window, rules) for window in windows},
         )
 
@@ -458,7 +419,7 @@ class StepArrays:
     def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
         """The tables of a step, the same for all block groups, once `arrays` are on the device."""
         positions, end = place(self.positions), int(self.positions.max()) + 1
-        return {key: _rotary_table(key, rope, positions, end=end) for key, rope in ropes.items()}
+        return {key: rotary_table(key, rope, positions, end=end) for key, rope in ropes.items()}
 
     def layout(self, rotary: Mapping[Rotary, RotaryTable], place: Place) -> StepLayout:
         """The layout, once `arrays` are on the device."""
@@ -530,6 +491,9 @@ def _views(
         single_rows = [begin for begin, end in ranges if end - begin == 1]
         rows = np.concatenate((rows, np.array(single_rows, np.int64)))
         decodes = decodes + DecodeRows.of(singles)
+    if rules.kernels.decode is AttentionMethod.TRITON:
+        begins = [begin for begin, end in ranges if end - begin > 1]
+        return _work_views(decodes, rows, longer, begins, window, rules)
     of_decodes = decode_views(decodes, rows, window, rules, are_all=not longer)
     of_longer = [prefill_view(item, window, rules) for item in longer]
 
@@ -543,6 +507,40 @@ def _views(
     return OnHost(tuple(itertools.chain.from_iterable(arrays)), make)
 
 
+def _work_views(
+    decodes: DecodeRows,
+    rows: Column,
+    longer: Sequence[SliceLayout],
+    begins: Sequence[int],
+    window: int | None,
+    rules: ViewRules,
+) -> OnHost[AttentionViews]:
+    """Views for Triton kernels of `decodes` in `rows`, and of `longer` slices from rows `begins` on."""
+    has_all = rules.kernels.prefill is AttentionMethod.TRITON
+    work = HostWork.of(
+        decodes,
+        rows if has_all else np.arange(len(decodes)),
+        longer if has_all else (),
+        begins if has_all else (),
+        window=window,
+        block_size=rules.block_size,
+        queries_per_item=rules.queries_per_item,
+    )
+    others = [] if has_all else [prefill_view(item, window, rules) for item in longer]
+    of_rows = rows if others else None
+
+    def make(place: Place) -> AttentionViews:
+        return AttentionViews(
+            decodes=(),
+            prefills=tuple(view.make(place) for view in others),
+            work=work.on_device(place(work.array)) if work.num_items else None,
+            work_rows=None if of_rows is None else place(of_rows),
+        )
+
+    arrays = (work.array,) if of_rows is None else (work.array, of_rows)
+    return OnHost((*arrays, *itertools.chain.from_iterable(view.arrays for view in others)), make)
+
+
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:
     ranges = []
     for item in slices:
@@ -552,9 +550,10 @@ def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, in
 
 
 def _kv_writes(
-    decodes: DecodeRows, slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], block_size: int
+    decodes: DecodeRows, slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], rules: ViewRules
 ) -> tuple[Column, OnHost[KvWrites]]:
     """Slots and the writes to them."""
+    block_size, is_cleared = rules.block_size, rules.kernels.decode is not AttentionMethod.TRITON
     decode_slots = decodes.slots(block_size)
     begun = (decode_slots[decode_slots % block_size == 0] // block_size).tolist() if block_size > 1 else []
     rows = list(range(len(decodes)))
@@ -569,7 +568,7 @@ def _kv_writes(
                 begun.append(page)
     num_rows = ranges[-1][1] if ranges else len(decodes)
     where = np.array(slots, np.int64)
-    return where, _writes_to(where, rows, begun, num_rows)
+    return where, _writes_to(where, rows, begun if is_cleared else [], num_rows)
 
 
 def _writes_to(slots: Column, rows: list[int], begun: list[int], num_rows: int) -> OnHost[KvWrites]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.step_layout import LayerKv, RotaryTable, StepArrays
+from stage_worker.model.rope import RotaryTable
+from stage_worker.model.step_layout import LayerKv, StepArrays
 from stage_worker.validation import SliceLayout
 
 Plant = Callable[[DecoderStage], None]

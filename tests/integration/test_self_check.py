@@ -24,8 +24,7 @@ from stage_worker.backends.torch_backend import TorchBackend
 from stage_worker.loading import stage_loader
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.parts import PartsRead
-from stage_worker.model.rope import Rope
-from stage_worker.model.step_layout import Rotary
+from stage_worker.model.rope import Rope, Rotary
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import drop

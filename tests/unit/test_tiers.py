@@ -17,20 +17,21 @@ from tests.summary import Results, main
 MAKEFILE = (ROOT / "Makefile").read_text()
 TIERS = dict(
     re.findall(
-        r'^(test[a-z-]*|nightly): venv[^\n]*\n\t.*-m "?([^"\n]+?)"?(?: tests/(?:gpu|clients|deploy))?$',
+        r"^(test[a-z-]*|nightly): venv[^\n]*\n\t.*-m \"?([^\"\n]+?)\"?"
+        r"(?: tests/(?:gpu|kernels|clients|deploy))?$",
         MAKEFILE,
         re.M,
     )
 )
 
 
-def test_there_are_eight_tiers() -> None:
-    others = {f"test-{name}" for name in ("full", "chaos", "bench", "gpu", "clients", "deploy")}
+def test_there_are_nine_tiers() -> None:
+    others = {f"test-{name}" for name in ("full", "chaos", "bench", "gpu", "kernels", "clients", "deploy")}
     assert TIERS.keys() == {"test", "nightly", *others}
 
 
 @pytest.mark.parametrize(
-    "marker", ["matrix", "full", "chaos", "bench", "nightly", "gpu", "clients", "deploy"]
+    "marker", ["matrix", "full", "chaos", "bench", "nightly", "gpu", "kernels", "clients", "deploy"]
 )
 def test_a_test_runs_in_one_tier(marker: str) -> None:
     assert len(chosen_by({marker})) == 1

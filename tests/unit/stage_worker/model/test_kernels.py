@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, DType
+from checkpoint import Checkpoint, DType, parse_config
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.kernels import (
     ALL_COMPILED,
+    BY_TRITON,
     PLAIN,
     AttentionMethod,
     Kernels,
@@ -35,6 +38,7 @@ from stage_worker.model.layer_weights import (
 from stage_worker.model.operations import operations
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.families import config_of
 from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, PACKED_SDPA, skip_unless_possible
 from tests.unit.stage_worker.model.pipeline import NanPages
@@ -309,8 +313,8 @@ def test_only_bfloat16_on_a_cpu_uses_special_kernels(
     checkpoints: dict[str, Checkpoint],
 ) -> None:
     config = checkpoints["llama"].config
-    for device, dtype in (("cpu", torch.float32), ("cpu", torch.float16), ("cuda", torch.bfloat16)):
-        chosen = Kernels.of(config, torch.device(device), dtype)
+    for dtype in (torch.float32, torch.float16):
+        chosen = Kernels.of(config, torch.device("cpu"), dtype)
         assert chosen == PLAIN
         assert chosen.choice is KernelChoice.PLAIN
         assert "the compiled kernels are for" in str(chosen)
@@ -333,18 +337,94 @@ def test_unavailable_compiled_kernels_are_rejected_with_the_reason(
     narrow = replace(config, layers=layers)
     for shape, device, dtype, reason in (
         (config, "cpu", torch.float32, "for bf16, not for float32"),
-        (config, "cuda:1", torch.bfloat16, "for CPUs, not for cuda:1"),
         (narrow, "cpu", torch.bfloat16, "heads of 16"),
     ):
         with pytest.raises(KernelsUnavailable, match=f"--kernels compiled is not possible: .*{reason}"):
             Kernels.of(shape, torch.device(device), dtype, KernelChoice.COMPILED)
     check_choice(KernelChoice.COMPILED, cpu)
-    with pytest.raises(KernelsUnavailable, match="for CPUs, not for cuda"):
-        check_choice(KernelChoice.COMPILED, torch.device("cuda"))
     monkeypatch.setattr("stage_worker.model.kernels._MODULE", "stage_worker.model._not_built")
     with pytest.raises(KernelsUnavailable, match="were not built"):
         check_choice(KernelChoice.COMPILED, cpu)
     check_choice(KernelChoice.AUTO, cpu)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of compute capability 8.6 beside an installed triton, for choices."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    return torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpus_use_triton_kernels(
+    dtype: torch.dtype, checkpoints: dict[str, Checkpoint], gpu: torch.device
+) -> None:
+    chosen = Kernels.of(checkpoints["llama"].config, gpu, dtype)
+    assert chosen == BY_TRITON
+    assert chosen.choice is KernelChoice.COMPILED
+    assert str(chosen) == (
+        "plain weights with sums in place, decode by Triton kernels, prefill by Triton kernels"
+    )
+    assert Kernels.of(checkpoints["llama"].config, gpu, dtype, KernelChoice.PLAIN) == PLAIN
+    check_choice(KernelChoice.COMPILED, gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("importlib.util.find_spec", None, "triton is not installed"),
+        ("torch.cuda.is_available", False, "torch sees no GPU for cuda:1"),
+        ("torch.cuda.get_device_capability", (7, 5), "cuda:1 has compute capability 7.5, .* need 8.0"),
+    ],
+)
+def test_gpus_without_triton_kernels_say_why(
+    name: str,
+    value: object,
+    reason: str,
+    checkpoints: dict[str, Checkpoint],
+    gpu: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(name, lambda *_: value)
+    config = checkpoints["llama"].config
+    chosen = Kernels.of(config, gpu, torch.bfloat16)
+    assert chosen == PLAIN
+    assert re.search(reason, str(chosen))
+    for refuse in (
+        lambda: Kernels.of(config, gpu, torch.bfloat16, KernelChoice.COMPILED),
+        lambda: check_choice(KernelChoice.COMPILED, gpu),
+    ):
+        with pytest.raises(KernelsUnavailable, match=f"--kernels compiled is not possible: .*{reason}"):
+            refuse()
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("llama", ()),
+        ("gemma3_text", ()),
+        ("olmo2", ("norms of queries and keys over all heads",)),
+        ("nemotron", ("activation relu2",)),
+        ("deepseek_v3", ("norms and rotation of latents", "choice of experts")),
+    ],
+)
+def test_what_triton_kernels_leave_to_torch_is_named(
+    family: str, parts: tuple[str, ...], gpu: torch.device
+) -> None:
+    chosen = Kernels.of(parse_config(config_of(family)), gpu, torch.bfloat16)
+    assert chosen.decode is AttentionMethod.TRITON
+    assert chosen.by_torch == parts
+    assert str(chosen).endswith(f"by torch's operators: {', '.join(parts)}") is bool(parts)
+
+
+def test_latents_in_float32_are_left_to_torch(gpu: torch.device) -> None:
+    config = parse_config(config_of("deepseek_v3"))
+    chosen = Kernels.of(config, gpu, torch.float32)
+    assert chosen.decode is AttentionMethod.PRODUCTS
+    assert "for bf16 and f16" in str(chosen)
+    assert Kernels.of(config, gpu, torch.float16).decode is AttentionMethod.TRITON
 
 
 def test_an_older_compiled_module_is_not_used(

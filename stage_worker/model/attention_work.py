@@ -1,0 +1,180 @@
+"""Work list of paged attention, made on the host: which program attends from which queries to which keys.
+
+Keys of one query are split at multiples of `KEY_SPLIT` positions, and a second kernel merges the parts in
+order. So a query's result depends on its position alone, not on other sequences of the step. Slices of few
+queries are split at multiples of `CHUNK_SPLIT`; longer ones have enough query blocks to fill a GPU, and one
+program reads all keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from stage_worker.model.decode_rows import Column, DecodeRows
+from stage_worker.validation import SliceLayout
+
+KEY_SPLIT = 512
+CHUNK_SPLIT = 4096
+_SHORT_CHUNK = 64
+"""Queries of a slice up to which `CHUNK_SPLIT` applies."""
+_UNSPLIT = 1 << 40
+
+_TILE_ROWS = 128
+"""Queries times heads of one program, for rows of up to 128 elements of 2 bytes in pages."""
+MOST_HEADS = 8
+"""Heads of one program with several queries."""
+
+ITEM_FIELDS = 7
+MERGE_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionWork:
+    """One step's attention through one window, with int32 tensors.
+
+    `items` is [i, ITEM_FIELDS]: first row of the queries, their number (0: nothing to do), row of `table`,
+    first and last + 1 key, key of the first query, and its row of partial results (-1: the item has all keys
+    of its queries, and writes their output). Keys count from the first page of `table` [s, p], which has the
+    pages of each sequence. `merges` is [m, MERGE_FIELDS]: row of a query, first of its partial results, their
+    number, and the distance between them. `num_partial` partial results have a row each. Items have at most
+    `num_queries` queries.
+    """
+
+    items: Tensor
+    table: Tensor
+    merges: Tensor
+    num_partial: int
+    num_queries: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostWork:
+    """An `AttentionWork` before it is on the device, as one `array` int32: items, merges, table."""
+
+    array: Column
+    num_items: int
+    num_merges: int
+    num_sequences: int
+    num_partial: int
+    num_queries: int
+
+    @classmethod
+    def of(
+        cls,
+        decodes: DecodeRows,
+        rows: Column,
+        slices: Sequence[SliceLayout] = (),
+        first_rows: Sequence[int] = (),
+        *,
+        window: int | None,
+        block_size: int,
+        queries_per_item: int,
+    ) -> HostWork:
+        """Work of one-token slices in `rows` int64 [n] of the step, and of `slices` from `first_rows` on.
+
+        An item of the latter has at most `queries_per_item` queries.
+        """
+        queries = _blocks(decodes, rows, slices, first_rows, queries_per_item)
+        items, merges, num_partial = _split(queries, window, block_size)
+        table = (decodes if not slices else decodes + DecodeRows.of(slices)).pages.astype(np.int32)
+        array: Column = np.concatenate([part.ravel() for part in (items, merges, table)])
+        num_queries = queries_per_item if slices else 1
+        return cls(array, len(items), len(merges), len(table), num_partial, num_queries)
+
+    def on_device(self, array: Tensor) -> AttentionWork:
+        """The work, once `array` is on the device."""
+        merges = self.num_items * ITEM_FIELDS
+        table = merges + self.num_merges * MERGE_FIELDS
+        return AttentionWork(
+            items=array[:merges].view(-1, ITEM_FIELDS),
+            merges=array[merges:table].view(-1, MERGE_FIELDS),
+            table=array[table:].view(self.num_sequences, -1),
+            num_partial=self.num_partial,
+            num_queries=self.num_queries,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """Blocks of consecutive queries, one per entry; `splits` are the key positions between parts."""
+
+    rows: Column
+    counts: Column
+    sequences: Column
+    positions: Column
+    first_blocks: Column
+    splits: Column
+
+
+def _blocks(
+    decodes: DecodeRows,
+    rows: Column,
+    slices: Sequence[SliceLayout],
+    first_rows: Sequence[int],
+    queries_per_item: int,
+) -> _Blocks:
+    num = len(decodes)
+    ones = np.ones(num, np.int64)
+    parts: list[tuple[Column, ...]] = [
+        (rows, ones, np.arange(num), decodes.positions, decodes.first_blocks, KEY_SPLIT * ones)
+    ]
+    for sequence, (item, row) in enumerate(zip(slices, first_rows, strict=True), start=num):
+        begins = np.arange(0, item.num_tokens, queries_per_item)
+        size = len(begins)
+        split = CHUNK_SPLIT if item.num_tokens <= _SHORT_CHUNK else _UNSPLIT
+        counts = np.minimum(queries_per_item, item.num_tokens - begins)
+        same = (np.full(size, number, np.int64) for number in (sequence, item.first_block, split))
+        sequences, first_blocks, splits = same
+        positions = item.first_position + begins
+        parts.append((row + begins, counts, sequences, positions, first_blocks, splits))
+    return _Blocks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _split(blocks: _Blocks, window: int | None, block_size: int) -> tuple[Column, Column, int]:
+    """Items, merges, and the number of rows of partial results."""
+    end = blocks.positions + blocks.counts
+    begin = np.zeros_like(end) if window is None else np.maximum(0, blocks.positions - window + 1)
+    first = begin // blocks.splits
+    num_parts = (end - 1) // blocks.splits + 1 - first
+    of_part = np.repeat(np.arange(len(end)), num_parts)
+    starts = np.cumsum(num_parts) - num_parts
+    number = np.arange(len(of_part)) - starts[of_part]
+    splits = blocks.splits[of_part]
+    low = np.maximum(begin[of_part], (first[of_part] + number) * splits)
+    high = np.minimum(end[of_part], (first[of_part] + number + 1) * splits)
+    is_partial = num_parts > 1
+    partial_rows = np.where(is_partial, num_parts * blocks.counts, 0)
+    first_partial = np.cumsum(partial_rows) - partial_rows
+    base = blocks.first_blocks * block_size
+    partial = np.where(is_partial[of_part], first_partial[of_part] + number * blocks.counts[of_part], -1)
+    columns = [column[of_part] for column in (blocks.rows, blocks.counts, blocks.sequences)]
+    columns += [low - base[of_part], high - base[of_part], (blocks.positions - base)[of_part], partial]
+    merges = _merges(blocks, num_parts, first_partial)
+    return _table(columns), merges, int(partial_rows.sum())
+
+
+def _table(columns: Sequence[Column]) -> Column:
+    """int32 [entries, columns]."""
+    found: Column = np.stack(columns, 1).astype(np.int32)
+    return found
+
+
+def _merges(blocks: _Blocks, num_parts: Column, first_partial: Column) -> Column:
+    """One entry for each query of a block with several parts."""
+    chosen = np.flatnonzero(num_parts > 1)
+    counts = blocks.counts[chosen]
+    of_query = np.repeat(chosen, counts)
+    index = np.arange(len(of_query)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = first_partial[of_query] + index
+    return _table([blocks.rows[of_query] + index, first, num_parts[of_query], blocks.counts[of_query]])
+
+
+def queries_per_item(group: int, row_width: int, element_bytes: int) -> int:
+    """Queries of an item, for `group` heads that share a key, and rows of `row_width` elements in pages."""
+    heads = min(1 << (group - 1).bit_length(), MOST_HEADS)
+    wide_elements = max(1, row_width // 128) * (element_bytes // 2) ** 2
+    return max(1, _TILE_ROWS // wide_elements // heads)

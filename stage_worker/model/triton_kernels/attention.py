@@ -1,0 +1,295 @@
+"""Attention over pages in place, by a work list (see `AttentionWork`), and the merge of parts of keys.
+
+Scores, softmax and sums are float32; weights are rounded to the dtype of the queries for the product with
+the values, which adds up in float32. Hidden and unwritten keys are never read: pages need no zeros.
+Source: Dao et al. 2022, arXiv:2205.14135, algorithm 1, with the parts of Flash-Decoding.
+"""
+
+# Constants of kernels are in capitals.
+# ruff: noqa: N803
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stage_worker.model.attention_work import ITEM_FIELDS, MERGE_FIELDS, MOST_HEADS, AttentionWork
+from stage_worker.model.triton_kernels.elements import from_e4m3
+from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, PRECISION, Launch, padded
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _rows(rows, is_row, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr):
+    """Elements [rows, COLUMNS] from column FIRST on of rows of END elements; zeros where there are none."""
+    columns = FIRST + tl.arange(0, COLUMNS)
+    return tl.load(rows[:, None] + columns[None, :], mask=is_row[:, None] & (columns < END)[None, :], other=0)
+
+
+# fmt: off
+@triton.jit
+def _page_rows(
+    pages, scales, at, is_key, into, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr,
+    ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
+):
+    """`_rows` of pages at rows `at`, as `into`."""
+    found = _rows(pages + at * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
+    if scales is not None:
+        wide = from_e4m3(found) if IS_FP8 else found.to(tl.float32)
+        found = (wide * tl.load(scales + at, mask=is_key, other=0.0)[:, None]).to(into)
+    return found
+# fmt: on
+
+
+@triton.jit
+def _product(left, right, total, WIDENS: tl.constexpr):
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _visible(scores, keys, is_key, positions, scale, softcap, window):
+    """Scores in units of log2 from products; -inf for hidden keys."""
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * (scores / softcap)) - 1.0)  # tanh
+    is_seen = is_key[None, :] & (keys[None, :] <= positions[:, None])
+    if window is not None:
+        is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+    return tl.where(is_seen, scores * _LOG2E, float("-inf"))
+
+
+@triton.jit
+def _factors(highest, other):
+    """The larger of two maxima, and what to multiply sums by that are relative to either."""
+    top = tl.maximum(highest, other)
+    base = tl.where(top == float("-inf"), 0.0, top)  # nothing was seen yet
+    return top, tl.exp2(highest - base), tl.exp2(other - base)
+
+
+# fmt: off
+@triton.jit
+def _attend_to_keys(
+    asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale, softcap, window,
+    NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
+):
+    """Unscaled mixed values [lanes, columns], the highest scores, and the sums of weights."""
+    highest = tl.full([asked.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([asked.shape[0]], tl.float32)
+    mixed = tl.zeros([asked.shape[0], asked.shape[1]], tl.float32)
+    for start in range(begin, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        is_key = keys < end
+        page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        at = (page * (NUM_PARTS * NUM_KV) + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        found = _page_rows(
+            pages, scales, at, is_key, asked.dtype, 0, WIDTH, asked.shape[1], ROW_WIDTH, IS_FP8
+        )
+        scores = tl.zeros([asked.shape[0], KEYS], tl.float32)
+        scores = _product(asked, tl.trans(found), scores, WIDENS)
+        if asked_tail is not None:
+            tail = _page_rows(
+                pages, scales, at, is_key, asked.dtype, WIDTH, ROW_WIDTH, asked_tail.shape[1], ROW_WIDTH,
+                IS_FP8,
+            )
+            scores = _product(asked_tail, tl.trans(tail), scores, WIDENS)
+        scores = _visible(scores, keys, is_key, positions, scale, softcap, window)
+        highest, kept, _ = _factors(highest, tl.max(scores, 1))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - base[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        if NUM_PARTS == 2:
+            found = _page_rows(
+                pages, scales, at + NUM_KV * BLOCK_SIZE, is_key, asked.dtype, 0, WIDTH, asked.shape[1],
+                ROW_WIDTH, IS_FP8,
+            )
+        mixed = _product(weights.to(asked.dtype), found, mixed * kept[:, None], WIDENS)
+    return mixed, highest, total
+
+
+# A work list has parts at any offset and of any width: other kernels for aligned ones would be compiled while
+# a stage serves.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "items"])
+def attend_kernel(
+    query, query_stride, pages, scales, table, table_stride, items, sinks, output, output_stride,
+    mixed_parts, stats, scale, softcap, window,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
+    NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, ROW_WIDTH: tl.constexpr, TAIL: tl.constexpr,
+    IS_FP8: tl.constexpr, WIDENS: tl.constexpr, ITEM_FIELDS: tl.constexpr,
+):
+    """One item and `HEADS` of the `GROUP` heads that share a key: grid [items, NUM_KV * TILES].
+
+    A row of pages has `ROW_WIDTH` elements: the first `WIDTH`, padded to `MAIN`, and a tail for scores only,
+    padded to `TAIL`. Values are the first `WIDTH` elements of the last part's rows.
+    """
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    num_queries, kv_head = tl.load(item + 1), tl.program_id(1) // TILES
+    if num_queries == 0:
+        return
+    lanes = tl.arange(0, QUERIES * HEADS)
+    index, in_group = lanes // HEADS, tl.program_id(1) % TILES * HEADS + lanes % HEADS
+    is_lane, head = (index < num_queries) & (in_group < GROUP), kv_head * GROUP + in_group
+    row = (tl.load(item) + index).to(tl.int64)
+    asked = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, 0, WIDTH, MAIN)
+    asked_tail = None
+    if TAIL > 0:
+        asked_tail = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, WIDTH, ROW_WIDTH, TAIL)
+    mixed, highest, total = _attend_to_keys(
+        asked, asked_tail, pages, scales, table + tl.load(item + 2) * table_stride, tl.load(item + 3),
+        tl.load(item + 4), tl.load(item + 5) + index, kv_head, scale, softcap, window,
+        NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+    )
+    partial = tl.load(item + 6)
+    if partial < 0:
+        into = output + row * output_stride + head * WIDTH
+        _write_result(mixed, highest, total, sinks, head, into, is_lane, WIDTH)
+    else:
+        place = (partial + index).to(tl.int64) * (NUM_KV * GROUP) + head
+        _write_rows(mixed_parts + place * WIDTH, mixed, is_lane, WIDTH)
+        tl.store(stats + place * 2, highest, mask=is_lane)
+        tl.store(stats + place * 2 + 1, total, mask=is_lane)
+# fmt: on
+
+
+@triton.jit
+def _write_rows(into, found, is_row, WIDTH: tl.constexpr):
+    columns = tl.arange(0, found.shape[1])
+    mask = is_row[:, None] & (columns < WIDTH)[None, :]
+    tl.store(into[:, None] + columns[None, :], found.to(into.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_result(mixed, highest, total, sinks, head, into, is_row, WIDTH: tl.constexpr):
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2E
+        _, kept, added = _factors(highest, sink)
+        total = total * kept + added
+        mixed = mixed * kept[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    _write_rows(into, mixed / divisor[:, None], is_row, WIDTH)
+
+
+# fmt: off
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def merge_kernel(
+    merges, mixed_parts, stats, sinks, output, output_stride,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, MERGE_FIELDS: tl.constexpr,
+):
+    """One head of one query: grid [merges, heads]. Parts are added in the order of their keys."""
+    merge = merges + tl.program_id(0) * MERGE_FIELDS
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, MAIN)
+    mixed, total, highest = tl.zeros([MAIN], tl.float32), 0.0, float("-inf")
+    if sinks is not None:
+        highest, total = tl.load(sinks + head) * _LOG2E, 1.0
+    for part in range(tl.load(merge + 2)):
+        place = (tl.load(merge + 1) + part * tl.load(merge + 3)).to(tl.int64) * num_heads + head
+        highest, kept, added = _factors(highest, tl.load(stats + place * 2))
+        found = tl.load(mixed_parts + place * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        mixed = mixed * kept + found * added
+        total = total * kept + tl.load(stats + place * 2 + 1) * added
+    divisor = tl.where(total == 0.0, 1.0, total)
+    into = output + tl.load(merge).to(tl.int64) * output_stride + head * WIDTH
+    tl.store(into + columns, (mixed / divisor).to(output.dtype.element_ty), mask=columns < WIDTH)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Sizes of one program: queries times heads, and keys at a time."""
+
+    queries: int
+    heads: int
+    keys: int
+    num_warps: int
+
+
+LEAST_ROWS = 16
+"""Rows of the smallest tile of a tensor core."""
+_TILE_BYTES, _PROMPT_TILE_BYTES = 16 * 1024, 8 * 1024
+"""Bytes of the keys, and of the values, of one program at a time. Beside them, several queries are in shared
+memory, of which the smallest GPUs have 99 KiB.
+"""
+_NUM_STAGES = 2
+
+
+def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
+    group, row_width, element_bytes = query.shape[1] // pages.shape[2], query.shape[2], query.element_size()
+    heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
+    queries = max(padded(num_queries), LEAST_ROWS // heads)
+    tile_bytes = _TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES
+    if num_queries > 1 and pages.element_size() == 1:
+        tile_bytes //= 2  # converting takes registers
+    keys = max(LEAST_ROWS, min(64, tile_bytes // (padded(row_width) * element_bytes)))
+    if element_bytes == 4:
+        return _Tile(queries, heads, LEAST_ROWS, 8)
+    return _Tile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
+
+
+def _constants(
+    query: Tensor, output: Tensor, pages: Tensor, tile: _Tile, *, is_fp8: bool
+) -> dict[str, int | bool]:
+    num_heads, row_width = query.shape[1:]
+    _, num_parts, kv_heads, block_size, _ = pages.shape
+    width, group = output.shape[2], num_heads // kv_heads
+    return {
+        "QUERIES": tile.queries,
+        "HEADS": tile.heads,
+        "TILES": -(-group // tile.heads),
+        "GROUP": group,
+        "NUM_KV": kv_heads,
+        "KEYS": tile.keys,
+        "BLOCK_SIZE": block_size,
+        "NUM_PARTS": num_parts,
+        "WIDTH": width,
+        "MAIN": padded(width, LEAST_ROWS),
+        "ROW_WIDTH": row_width,
+        "TAIL": padded(row_width - width, LEAST_ROWS) if row_width > width else 0,
+        "IS_FP8": is_fp8,
+        "WIDENS": IS_INTERPRETED,
+        "ITEM_FIELDS": ITEM_FIELDS,
+    }
+
+
+def attend(
+    query: Tensor,
+    output: Tensor,
+    work: AttentionWork,
+    pages: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    page_scales: Tensor | None = None,
+) -> None:
+    """Fill the rows of `output` [n, heads, width] that `work` names from `query` [n, heads, row_width].
+
+    `pages` is [num_blocks, parts, kv_heads, block_size, row_width]: keys and values of the same width, or one
+    part that is both, of which values are the first `width` elements. `sinks` is float32 [heads].
+    `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages.
+    """
+    num_heads, width, kv_heads = query.shape[1], output.shape[2], pages.shape[2]
+    is_fp8 = pages.dtype is torch.float8_e4m3fn
+    tile = _tile(work.num_queries, query, pages)
+    mixed = query.new_empty((work.num_partial, num_heads, width), dtype=torch.float32)
+    stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
+    constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
+    grid = (len(work.items), kv_heads * constants["TILES"])
+    Launch(attend_kernel, grid, constants, tile.num_warps, _NUM_STAGES)(
+        *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
+        *(work.table, work.table.stride(0), work.items, sinks, output, output.stride(0)),
+        *(mixed, stats, scale, softcap, window),
+    )
+    if work.num_partial:
+        merged = {"WIDTH": width, "MAIN": constants["MAIN"], "MERGE_FIELDS": MERGE_FIELDS}
+        Launch(merge_kernel, (len(work.merges), num_heads), merged)(
+            work.merges, mixed, stats, sinks, output, output.stride(0)
+        )

@@ -1,0 +1,78 @@
+"""Gated activations: float32 inside, rounded to the run dtype after the activation and after the product."""
+
+# Constants of kernels are in capitals.
+# ruff: noqa: N803
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from checkpoint.blueprint import Activation, ClampedSwiGlu
+from stage_worker.model.triton_kernels.launch import Launch
+
+_COLUMNS = 1024
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
+
+_CODES = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2}
+_CLAMPED = 3
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 0:
+        return x * tl.sigmoid(x)
+    if ACTIVATION == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    inner = _SQRT_TWO_OVER_PI * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(inner)) = sigmoid(2 * inner)
+
+
+@triton.jit
+def _clamped(gate, up, alpha, limit, into):
+    """See `ClampedSwiGlu`; rounded after each operation."""
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    share = tl.sigmoid((gate * alpha).to(into).to(tl.float32)).to(into).to(tl.float32)
+    return (share * gate).to(into).to(tl.float32) * (up + 1.0).to(into).to(tl.float32)
+
+
+# fmt: off
+@triton.jit
+def gate_kernel(
+    gate_up, stride, found, width, alpha, limit, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """`COLUMNS` columns of one row: grid [rows, blocks of columns]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    into = found.dtype.element_ty
+    gate = tl.load(gate_up + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if ACTIVATION == 3:
+        product = _clamped(gate, up, alpha, limit, into)
+    else:
+        product = _activated(gate, ACTIVATION).to(into).to(tl.float32) * up
+    tl.store(found + row * width + columns, product.to(into), mask=columns < width)
+# fmt: on
+
+
+def is_supported(activation: Activation | ClampedSwiGlu) -> bool:
+    """Whether `gate` computes it."""
+    return isinstance(activation, ClampedSwiGlu) or activation in _CODES
+
+
+def gate(gate_up: Tensor, activation: Activation | ClampedSwiGlu) -> Tensor:
+    """The product of the activated gate and up, [n, width], of both concatenated [n, 2 * width]."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    found = gate_up.new_empty(num_rows, width)
+    alpha = limit = None
+    code = _CLAMPED
+    if isinstance(activation, ClampedSwiGlu):
+        alpha, limit = activation.alpha, activation.limit
+    else:
+        code = _CODES[activation]
+    constants = {"COLUMNS": _COLUMNS, "ACTIVATION": code}
+    Launch(gate_kernel, (num_rows, triton.cdiv(width, _COLUMNS)), constants)(
+        gate_up, gate_up.stride(0), found, width, alpha, limit
+    )
+    return found

@@ -1,0 +1,1 @@
+"""Triton kernels without a GPU: `interpreted` runs them on CPU tensors, `compiled` compiles them for GPUs."""

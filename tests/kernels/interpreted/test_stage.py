@@ -1,0 +1,111 @@
+"""Stages of every family with Triton kernels compute what torch's operators compute, and launch at most ten
+kernels a layer.
+
+Logits of float32 differ by at most 1e-4 of their spread, as those of torch's operators from transformers'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoint import Checkpoint
+from stage_worker.model import attention_work
+from stage_worker.model.kernels import Kernels, by_triton
+from stage_worker.model.triton_kernels import launch
+from tests.families import FAMILIES, make_family
+from tests.unit.stage_worker.model.pipeline import Pipeline, Running
+from tests.unit.stage_worker.model.test_parity import random_sequences
+
+pytestmark = pytest.mark.kernels
+
+_VIEWS = {"view", "slice", "select", "unsqueeze", "permute", "transpose", "t", "split", "expand", "alias"}
+_VIEWS |= {"split_with_sizes", "as_strided", "empty", "new_empty", "empty_strided", "_unsafe_view", "detach"}
+_VIEWS |= {"empty_like", "unbind", "lift_fresh"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(make_family(tmp_path_factory.mktemp(request.param) / "model", request.param))
+
+
+STEPS = ((14, 1, 6), (9, 1, 1), (1, 1, 1))
+"""Tokens of three sequences: prompts, a chunk beside decodes, decodes."""
+
+
+def logits(checkpoint: Checkpoint, kernels: Kernels | None) -> Tensor:
+    pipeline = Pipeline(checkpoint, cuts=(2,), kernels=kernels)
+    sequences = random_sequences([sum(counts) for counts in zip(*STEPS, strict=True)])
+    return torch.cat(
+        [row for counts in STEPS for row in pipeline.step(list(zip(sequences, counts, strict=True)))]
+    )
+
+
+def test_logits_equal_those_of_torch(checkpoint: Checkpoint) -> None:
+    expected = logits(checkpoint, None)
+    found = logits(checkpoint, by_triton(checkpoint.config))
+    assert float((found - expected).abs().max() / expected.std()) < 1e-4
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators of torch that launch something on a GPU, and Triton kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        start = launch.Launch.__call__
+
+        def counted(launched: launch.Launch, *arguments: Any) -> None:
+            before = Counter(self.counts)  # the interpreter uses torch's operators itself
+            start(launched, *arguments)
+            self.counts = before + Counter([launched.kernel.fn.__name__])
+
+        monkeypatch.setattr(launch.Launch, "__call__", counted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_step(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> Counter[str]:
+    """Launches of all layers in a step of decodes at these positions."""
+    pipeline = Pipeline(checkpoint, kernels=by_triton(checkpoint.config), block_size=16)
+    pipeline.fill(1.0)
+    sequences = [Running(tokens=[1] * (length + 1)) for length in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        sequence.num_computed = length
+    stage, (pages, *_) = pipeline.stages[0], pipeline.pages
+    slices = [pipeline._slice(sequence, 1) for sequence in sequences]
+    layout = pipeline._layout(stage, slices)
+    hidden = stage.embed(torch.ones(len(slices), dtype=torch.int64))
+    with Launches(monkeypatch) as launches:
+        stage.forward(hidden, layout, pages)
+    return launches.counts
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("llama", 10), ("qwen3", 10), ("mistral", 10), ("phi3", 10), ("gemma2", 11), ("gemma3_text", 11)],
+)
+def test_a_layer_launches_at_most_ten_kernels(
+    family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parts of keys that are merged; norms of both ends of a sum need one more."""
+    changed = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
+    if "sliding_window" in FAMILIES[family]:
+        changed = {"sliding_window": 4096}
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", family, **changed))
+    monkeypatch.setattr(attention_work, "KEY_SPLIT", 32)
+    counts = launches_of_a_step(checkpoint, monkeypatch, [40, 3])
+    assert counts["merge_kernel"] == checkpoint.config.num_layers
+    assert counts.total() <= most * checkpoint.config.num_layers, counts

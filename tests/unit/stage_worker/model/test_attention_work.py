@@ -1,0 +1,120 @@
+"""Work lists of paged attention: each visible key of each query is in one item, by the query's position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from stage_worker.model.attention_work import (
+    CHUNK_SPLIT,
+    KEY_SPLIT,
+    AttentionWork,
+    HostWork,
+    queries_per_item,
+)
+from stage_worker.model.decode_rows import DecodeRows
+from stage_worker.validation import SliceLayout
+
+BLOCK = 16
+SLICES = [(0, 1), (511, 1), (512, 1), (1600, 1), (3, 40), (9000, 64), (9000, 65)]
+
+
+def layout(first: int, count: int, window: int | None) -> SliceLayout:
+    first_block = 0 if window is None else max(0, first - window + 1) // BLOCK
+    pages = range(first_block, -(-(first + count) // BLOCK))
+    return SliceLayout(first_position=first, num_tokens=count, pages=tuple(pages), first_block=first_block)
+
+
+def work_of(window: int | None, slices: list[tuple[int, int]] = SLICES) -> AttentionWork:
+    layouts = [layout(first, count, window) for first, count in slices]
+    num_singles = sum(count == 1 for _, count in slices)
+    firsts = np.cumsum([0, *(count for _, count in slices)]).tolist()
+    work = HostWork.of(
+        DecodeRows.of(layouts[:num_singles]),
+        np.arange(num_singles),
+        layouts[num_singles:],
+        firsts[num_singles:-1],
+        window=window,
+        block_size=BLOCK,
+        queries_per_item=16,
+    )
+    return work.on_device(torch.from_numpy(work.array))
+
+
+@pytest.mark.parametrize("window", [None, 1, 600])
+def test_every_visible_key_is_read_once(window: int | None) -> None:
+    """Pages of `layout` have the numbers of their blocks."""
+    work = work_of(window)
+    read: Counter[tuple[int, int]] = Counter()
+    for row, count, sequence, begin, end, position, _ in work.items.tolist():
+        first_page = int(work.table[sequence, 0])
+        for key in range(begin, end):
+            page = int(work.table[sequence, key // BLOCK])
+            assert page == first_page + key // BLOCK
+            for query in range(count):
+                is_seen = key <= position + query and (window is None or key > position + query - window)
+                read[row + query, page * BLOCK + key % BLOCK] += is_seen
+    positions = [position for first, count in SLICES for position in range(first, first + count)]
+    for row, position in enumerate(positions):
+        first_seen = 0 if window is None else max(0, position - window + 1)
+        assert all(read[row, key] == 1 for key in range(first_seen, position + 1))
+    assert read.total() == sum(
+        position + 1 if window is None else min(window, position + 1) for position in positions
+    )
+
+
+def test_keys_are_split_by_position_alone() -> None:
+    """Whatever pages were released, and whichever sequences are beside."""
+    alone, beside = work_of(600, [(1600, 1)]), work_of(600)
+    of_row = beside.items[beside.items[:, 0] == 3]
+    assert torch.equal(alone.items[:, 3:6], of_row[:, 3:6])
+    first_key = layout(1600, 1, 600).first_block * BLOCK
+    ends = [end + first_key for end in of_row[:, 4].tolist()]
+    assert ends == [2 * KEY_SPLIT, 3 * KEY_SPLIT, 1601]
+
+
+def test_merges_have_the_parts_of_a_query_in_order() -> None:
+    work = work_of(None)
+    written: dict[int, list[tuple[int, int]]] = {}
+    for row, count, _, begin, _, _, partial in work.items.tolist():
+        if partial >= 0:
+            for query in range(count):
+                written.setdefault(row + query, []).append((begin, partial + query))
+    merged = {
+        row: [first + number * step for number in range(count)]
+        for row, first, count, step in work.merges.tolist()
+    }
+    assert merged == {row: [place for _, place in sorted(parts)] for row, parts in written.items()}
+    places = sorted(place for parts in merged.values() for place in parts)
+    assert places == list(range(work.num_partial))
+    assert merged.keys() == {2, 3, *range(44, 108)}  # decodes from KEY_SPLIT on, and the short chunk
+
+
+def test_long_chunks_are_not_split() -> None:
+    items = work_of(None, [(3 * CHUNK_SPLIT, 65)]).items.tolist()
+    assert [item[3:5] for item in items] == [
+        [0, 3 * CHUNK_SPLIT + min(65, begin + 16)] for begin in range(0, 65, 16)
+    ]
+    assert all(after[0] - before[0] == 16 for before, after in pairwise(items))
+
+
+@pytest.mark.parametrize(
+    ("group", "row_width", "element_bytes", "expected"),
+    [
+        (1, 128, 2, 128),
+        (3, 64, 2, 32),
+        (4, 256, 2, 16),
+        (8, 128, 2, 16),
+        (64, 64, 2, 16),
+        (4, 128, 4, 8),
+        (8, 576, 4, 1),
+    ],
+)
+def test_queries_of_an_item_fill_the_rows_of_a_tile(
+    group: int, row_width: int, element_bytes: int, expected: int
+) -> None:
+    assert queries_per_item(group, row_width, element_bytes) == expected
