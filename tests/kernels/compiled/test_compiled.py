@@ -1,0 +1,242 @@
+"""Every kernel compiles for each architecture, without spills and within its shared memory.
+
+Kernels are those that operations start for shapes of known models: launches are recorded, not run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from checkpoint import Norm
+from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
+from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
+from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
+from stage_worker.model.norms import NormWeights
+from stage_worker.model.triton_kernels import gates, heads, launch
+from stage_worker.model.triton_kernels.attention import attend
+from stage_worker.model.triton_kernels.experts import expert_products
+from stage_worker.model.triton_kernels.operations import TritonOperations
+from stage_worker.validation import SliceLayout
+
+pytestmark = pytest.mark.kernels
+
+KIB = 1024
+SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
+"""KiB of one block. Source: CUDA C++ Programming Guide, technical specifications per compute capability."""
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+new = partial(torch.empty, device="meta")
+
+
+def work(*, is_decode: bool, group: int, row_width: int, dtype: torch.dtype) -> AttentionWork:
+    """One sequence of 1,000 tokens."""
+    pages = tuple(range(64))
+    item = SliceLayout(
+        first_position=999 if is_decode else 900, num_tokens=1 if is_decode else 100, pages=pages
+    )
+    made = HostWork.of(
+        DecodeRows.of([item]) if is_decode else NO_DECODES,
+        np.zeros(int(is_decode), np.int64),
+        [] if is_decode else [item],
+        [] if is_decode else [0],
+        window=None,
+        block_size=16,
+        queries_per_item=queries_per_item(group, row_width, dtype.itemsize),
+    )
+    return made.on_device(torch.from_numpy(made.array))
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    is_decode: bool,
+    tail: int = 0,
+    element: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    row_width, parts = width + tail, 1 if tail else 2
+    pages = new((100, parts, kv_heads, 16, row_width), dtype=element or dtype)
+    attend(
+        new((100, heads, row_width), dtype=dtype),
+        new((100, heads, width), dtype=dtype),
+        work(is_decode=is_decode, group=heads // kv_heads, row_width=row_width, dtype=dtype),
+        pages,
+        scale=0.1,
+        page_scales=None if element is None else new(pages.shape[:-1], dtype=F32),
+        **options,
+    )
+
+
+def head_step(
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    has_norm: bool = False,
+    element: torch.dtype | None = None,
+) -> None:
+    norm = heads.HeadNorm(
+        weights=new((2, head_dim), dtype=dtype), eps=1e-6, rounds_first=True, is_after_rotation=False
+    )
+    pages = new((100, 2, kv_heads, 16, head_dim), dtype=element or dtype)
+    heads.rotate_and_write(
+        new((128, num_heads + 2 * kv_heads, head_dim), dtype=dtype),
+        num_heads,
+        new((128, 1, head_dim), dtype=dtype),
+        new((128, 1, head_dim), dtype=dtype),
+        new(128, dtype=torch.int64),
+        pages,
+        plan=heads.HeadPlan(norm=norm if has_norm else None, value_eps=1e-6 if has_norm else None),
+        page_scales=None if element is None else new(pages.shape[:-1], dtype=F32),
+    )
+
+
+def norms(width: int, kind: NormKind, dtype: torch.dtype) -> None:
+    operations = TritonOperations()
+    norm = operations.norm(Norm(kind=kind, eps=1e-5), NormWeights(new(width, dtype=dtype), None))
+    norm(new((128, width), dtype=dtype))
+    operations.add_and_norm(new((128, width), dtype=dtype), new((128, width), dtype=dtype), None, 1.0, norm)
+    operations.add_and_norm(new((128, width), dtype=dtype), new((128, width), dtype=dtype), norm, 0.5, norm)
+
+
+def gate(activation: Activation | ClampedSwiGlu, dtype: torch.dtype) -> None:
+    gates.gate(new((128, 28672), dtype=dtype), activation)
+
+
+def experts(num_rows: int, dtype: torch.dtype) -> None:
+    expert_products(
+        new((num_rows, 2048), dtype=dtype), new((128, 1536, 2048), dtype=dtype), new(128, dtype=torch.int64)
+    )
+
+
+def _cases() -> dict[str, Callable[[], None]]:
+    cases: dict[str, Callable[[], None]] = {}
+    for is_decode, phase in ((True, "decode"), (False, "prompt")):
+        for name, dtype in (("bf16", BF16), ("f16", F16), ("f32", F32)):
+            cases[f"llama-{phase}-{name}"] = partial(attention, 32, 8, 128, dtype, is_decode=is_decode)
+        cases[f"gpt_oss-{phase}"] = partial(
+            attention, 64, 8, 64, BF16, is_decode=is_decode, window=128, sinks=new(64, dtype=F32)
+        )
+        cases[f"gemma2-{phase}"] = partial(
+            attention, 8, 4, 256, BF16, is_decode=is_decode, window=4096, softcap=50.0
+        )
+        cases[f"phi3-{phase}"] = partial(attention, 32, 32, 96, BF16, is_decode=is_decode)
+        for element in (torch.float8_e4m3fn, torch.int8):
+            name = str(element).removeprefix("torch.")
+            cases[f"llama-{phase}-{name}"] = partial(
+                attention, 32, 8, 128, BF16, is_decode=is_decode, element=element
+            )
+    for name, dtype in (("bf16", BF16), ("f16", F16), ("f32", F32)):
+        if dtype is not F32:
+            cases[f"latents-{name}"] = partial(attention, 128, 1, 512, dtype, is_decode=True, tail=64)
+        cases[f"heads-{name}"] = partial(head_step, 32, 8, 128, dtype)
+        cases[f"norms-{name}"] = partial(norms, 8192, NormKind.RMS, dtype)
+        cases[f"gate-{name}"] = partial(gate, Activation.SILU, dtype)
+        cases[f"experts-{name}"] = partial(experts, 4096, dtype)
+    cases["experts-many-rows"] = partial(experts, 65536, BF16)
+    cases["heads-qk-norm-fp8"] = partial(
+        head_step, 8, 4, 256, BF16, has_norm=True, element=torch.float8_e4m3fn
+    )
+    cases["heads-qk-norm-int8"] = partial(head_step, 64, 4, 128, BF16, has_norm=True, element=torch.int8)
+    for kind in NormKind:
+        cases[f"norms-{kind.name.lower()}"] = partial(norms, 4096, kind, BF16)
+    for activation in (Activation.GELU, Activation.GELU_TANH):
+        cases[f"gate-{activation.value}"] = partial(gate, activation, BF16)
+    cases["gate-clamped"] = partial(gate, ClampedSwiGlu(alpha=1.7, limit=7.0), BF16)
+    return cases
+
+
+CASES = _cases()
+
+_TYPES = {
+    BF16: "*bf16",
+    F16: "*fp16",
+    F32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    launched: launch.Launch
+    arguments: tuple[Any, ...]
+
+    def source(self) -> ASTSource:
+        """As Triton specialises it: pointers and multiples of 16 are known to be such, 1 is a constant."""
+        kernel = self.launched.kernel
+        signature, constants, attributes = {}, {}, {}
+        given = dict(zip(kernel.arg_names, self.arguments, strict=False)) | dict(self.launched.constants)
+        for index, name in enumerate(kernel.arg_names):
+            value = given[name]
+            parameter = kernel.params[index]
+            is_general = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            kind = "constexpr" if name in self.launched.constants else _type_of(value, is_general=is_general)
+            signature[name] = kind
+            if kind == "constexpr":
+                constants[index,] = value
+            elif not is_general and (
+                isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+            ):
+                attributes[index,] = [["tt.divisibility", 16]]
+        return ASTSource(kernel, signature, constants, attributes)
+
+
+def _type_of(value: Any, *, is_general: bool) -> str:
+    if value is None or (isinstance(value, int) and value == 1 and not is_general):
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES, ids=lambda capability: f"sm_{capability}")
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_without_spills(
+    case: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorded: list[Recorded] = []
+    monkeypatch.setattr(
+        launch.Launch, "__call__", lambda launched, *arguments: recorded.append(Recorded(launched, arguments))
+    )
+    CASES[case]()
+    assert recorded
+    for one in recorded:
+        options = {"num_warps": one.launched.num_warps, "num_stages": one.launched.num_stages}
+        compiled = triton.compile(one.source(), GPUTarget("cuda", capability, 32), options)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability] * KIB
+        assert _local_bytes(compiled.asm["cubin"], tmp_path) == 0, one.launched
+
+
+_USAGE = re.compile(r"STACK:(\d+).*?LOCAL:(\d+)")
+
+
+def _local_bytes(cubin: bytes, directory: Path) -> int:
+    """Local memory and stack of one thread: where registers are spilled to."""
+    file = directory / "kernel.cubin"
+    file.write_bytes(cubin)
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    printed = subprocess.run([program, "-res-usage", file], capture_output=True, text=True, check=True)
+    found = _USAGE.search(printed.stdout)
+    assert found is not None, printed.stdout
+    return int(found[1]) + int(found[2])
