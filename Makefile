@@ -65,7 +65,7 @@ test-kernels: venv $(VENV)/.installed-triton
 
 # Every family and cut; test-full has some families each day.
 test-models: venv
-	@STAGELINE_TEST_FAMILIES=all $(PYTEST) $(PARALLEL) $(LONG) tests/unit/stage_worker/model/test_families.py
+	@STAGELINE_TEST_FAMILIES=all $(PYTEST) $(PARALLEL) $(LONG) tests/unit/stage_worker/model/test_families.py tests/unit/transformers_stage
 
 test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 	@$(PYTEST) $(LONG) $(wildcard $(CLIENTS:%=tests/clients/test_%*.py)) -m clients

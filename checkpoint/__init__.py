@@ -11,6 +11,7 @@ from checkpoint.blueprint import (
     LayerPlan,
     Mixer,
     Norm,
+    Opaque,
 )
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
@@ -63,6 +64,7 @@ __all__ = [
     "Mixer",
     "Norm",
     "NotRegularFile",
+    "Opaque",
     "RopeConfig",
     "RopeKind",
     "ScaledDType",

@@ -557,6 +557,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 _BY_CLASS = {row.class_name: row for row in ARCHITECTURES}
 _BY_TYPE = {name: row for row in ARCHITECTURES for name in (row.model_type, *row.aliases)}
+MODEL_TYPES = frozenset(_BY_TYPE)
+"""Names of the families that have a row."""
 
 
 def architecture_of(raw: RawConfig) -> Architecture:

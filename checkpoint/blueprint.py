@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from checkpoint.dtypes import DType, WeightFormat
+from checkpoint.errors import UnsupportedModel
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
 from checkpoint.rope_config import RopeConfig, RopeKind
@@ -280,6 +281,19 @@ class Experts:
     branch_norm: Norm | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque:
+    """A whole layer of a family without a row, which transformers computes.
+
+    `tensors` are the names within the layer and the shapes of its tensors in files. `inner_elements` are
+    those of one token that are in memory at once. Of the plan that has it, only `mixer` counts beside: its
+    page shape and its window.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    inner_elements: int
+
+
 class Placement(Enum):
     """Norms of a layer around its mixer and its feed-forward."""
 
@@ -298,12 +312,58 @@ class LayerPlan:
     """
 
     mixer: Mixer
-    feed_forward: Dense | Experts
+    feed_forward: Dense | Experts | Opaque
     norm: Norm
     placement: Placement = Placement.BEFORE
     residual_scale: float = 1.0
     has_scale: bool = False
     weights: WeightFormat | None = None
+
+    @property
+    def known_feed_forward(self) -> Dense | Experts:
+        """The feed-forward of a layer that native code computes."""
+        assert not isinstance(self.feed_forward, Opaque), "a layer that only transformers knows"
+        return self.feed_forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterTensors:
+    """Names and shapes of the tensors outside the layers of a family without a row.
+
+    `in_layer` is the prefix of layer number `{layer}`. `before` are needed with the embeddings, `after` with
+    the head; a tied matrix is in both.
+    """
+
+    in_layer: str
+    before: tuple[tuple[str, tuple[int, ...]], ...]
+    after: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Implementation(Enum):
+    """Which code computes the layers of a stage."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+    @classmethod
+    def choose(cls, name: str, config: Blueprint) -> Implementation:
+        """The implementation of a user's choice; "auto" is native code for families that have it.
+
+        Raises ValueError for an unknown name, UnsupportedModel for a model that it cannot compute.
+        """
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        if name == cls.NATIVE.value and not config.has_row:
+            raise UnsupportedModel(
+                f"{config.model_type!r} has no native layers: use --implementation transformers, or auto"
+            )
+        is_native = name == cls.NATIVE.value or (name == AUTO and config.has_row)
+        return cls.NATIVE if is_native else cls.TRANSFORMERS
+
+
+AUTO = "auto"
+IMPLEMENTATIONS = (AUTO, *(one.value for one in Implementation))
+"""Names for users."""
 
 
 HIDDEN_STATES = "hidden_states"
@@ -331,7 +391,8 @@ class Blueprint:
     then limited to logit_softcap * tanh(logit / logit_softcap). A stage of a pipeline begins with layer 0 or
     with one of `legal_cuts`, which are layers above 0. Files may have `num_draft_layers` more layers, for
     speculation, which are not read. `quantization` is the format of matrices in files, None if they are
-    plain. `handed_on` crosses every cut beside the hidden states.
+    plain. `handed_on` crosses every cut beside the hidden states. `outer` replaces `names` in a family
+    without a row, all of whose layers are `Opaque`.
     """
 
     model_type: str
@@ -350,6 +411,7 @@ class Blueprint:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     handed_on: tuple[BoundaryTensor, ...] = ()
+    outer: OuterTensors | None = None
 
     def __post_init__(self) -> None:
         if wrong := sorted(self.legal_cuts - set(range(1, self.num_layers))):
@@ -371,6 +433,11 @@ class Blueprint:
     def boundary_bytes(self, dtype: DType) -> int:
         """Bytes per token that cross a cut uncompressed, with the run dtype `dtype`."""
         return sum(tensor.width * (tensor.dtype or dtype).size_bytes for tensor in self.boundary)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the family has a row of its own, so that native code can compute it."""
+        return self.outer is None
 
     @property
     def num_layers(self) -> int:

@@ -25,6 +25,10 @@ FAMILY_CHECK = (
     f" {BF16_SPREAD:g} of their spread (root mean square), each field of a plan changes the logits"
 )
 """How every family is verified; tests/unit/stage_worker/model/test_families.py does it."""
+OTHER_FAMILIES = (
+    f"Any other causal decoder of transformers {TRANSFORMERS} that uses its attention interface is served by"
+    " transformers' own layers and Stageline's paged cache: slower and less tested."
+)
 FORMAT_CHECK = (
     f"bit-exact weights against an independent unpacker; tokens equal transformers {TRANSFORMERS} with the"
     " unpacked weights"

@@ -13,6 +13,7 @@ from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
 from checkpoint.files import is_named, read_json_object
 from checkpoint.generation_config import read_generation_config
 from checkpoint.headers import Headers, TensorEntry, read_headers
+from checkpoint.other_families import has_row, parse_other, refuse_other
 from checkpoint.quantization import Quantization
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
@@ -39,7 +40,7 @@ def describe_directory(path: Path) -> Description:
         raise CheckpointNotFound(f"{path} is not a directory")
     refuse_gguf(path)
     raw = read_config(path)
-    parse_config(raw, stored_dtype=DType.F32)  # report config errors before reading headers
+    check_config(raw)  # report config errors before reading headers
     headers = read_headers(path)
     config = parse_named(raw, headers.tensors)
     return Description(raw=raw, config=config, headers=headers, generation=read_generation_config(path))
@@ -59,8 +60,21 @@ def read_config(path: Path) -> dict[str, object]:
     return raw
 
 
+def check_config(raw: Mapping[str, object]) -> None:
+    """Raise the errors of a config that need no tensors to be found, see `parse_named`."""
+    if has_row(raw):
+        parse_config(raw, stored_dtype=DType.F32)
+    else:
+        refuse_other(raw)
+
+
 def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> Blueprint:
-    """Parse a config with the names and the dtype that `tensors` have."""
+    """Parse a config with the names and the dtype that `tensors` have.
+
+    Raises like `parse_config`, or like `parse_other` for a family without a row.
+    """
+    if not has_row(raw):
+        return parse_other(raw, tensors)
     config = parse_config(raw, stored_dtype=DType.F32)
     if is_wrapper(raw):
         config = named_as_in(config, tensors)

@@ -1,5 +1,10 @@
 """Errors of a checkpoint directory, all of them ValueErrors."""
 
+TRANSFORMERS_ADVICE = (
+    "families without native layers need transformers on every worker: pip install 'stageline[transformers]'"
+)
+"""Advice where transformers is missing, or another release than is known."""
+
 
 class CheckpointError(ValueError):
     """Base of this package's errors about a checkpoint."""

@@ -16,6 +16,7 @@ from checkpoint.generation_config import read_generation_config
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import describe_gguf
 from checkpoint.headers import Headers, read_headers
+from checkpoint.other_families import has_row, refuse_other
 from checkpoint.tensors import tensor_errors
 
 ADAPTER_FILE = "adapter_config.json"
@@ -60,7 +61,7 @@ def inspect(directory: Path) -> Inspection:
     found.attempt(lambda: _refuse_adapter(directory))
     raw = found.attempt(lambda: read_config(directory))
     if raw is not None:
-        for error in found.attempt(lambda: config_errors(raw)) or ():
+        for error in found.attempt(lambda: _config_errors(raw)) or ():
             found.add(error)
     headers = found.attempt(lambda: read_headers(directory))
     if raw is not None and headers is not None and not found.errors:
@@ -82,9 +83,16 @@ def _inspect_gguf(found: Inspection, path: Path) -> Inspection:
     return found
 
 
+def _config_errors(raw: dict[str, object]) -> tuple[CheckpointError, ...]:
+    if has_row(raw):
+        return config_errors(raw)
+    refuse_other(raw)
+    return ()
+
+
 def _check_tensors(found: Inspection, raw: dict[str, object], headers: Headers) -> None:
     config = found.attempt(lambda: parse_named(raw, headers.tensors))
-    if config is not None:
+    if config is not None and config.has_row:
         for error in found.attempt(lambda: list(tensor_errors(config, headers.tensors))) or ():
             found.add(error)
 

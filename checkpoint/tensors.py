@@ -16,6 +16,8 @@ from checkpoint.blueprint import (
     Mixer,
     Norm,
     NormSpan,
+    Opaque,
+    OuterTensors,
     Placement,
 )
 from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredDType, WeightFormat
@@ -60,6 +62,7 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes |= _attention(plan.mixer, hidden_size)
     if isinstance(plan.feed_forward, Experts):
         return shapes | _experts(plan.feed_forward, hidden_size)
+    assert isinstance(plan.feed_forward, Dense), "roles of a layer that only transformers knows"
     return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)
 
 
@@ -180,7 +183,7 @@ def _is_matrix(role: TensorRole, kind: str) -> bool:
 
 
 def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
-    """Return the tensors of layer number `layer`."""
+    """Return the tensors of layer number `layer` of a family with a row."""
     shapes = role_shapes(config.hidden_size, config.layers[layer])
     found: dict[str, LayerTensor] = {}
     for role, kind in shapes:
@@ -274,6 +277,8 @@ def stage_tensor_shapes(
         raise ValueError(
             f"layers [{layer_begin}, {layer_end}) are not within the model's {config.num_layers} layers"
         )
+    if config.outer is not None:
+        return _opaque_shapes(config, config.outer, range(layer_begin, layer_end), has_embeddings, has_head)
     matrix = (config.vocab_size, config.hidden_size)
     shapes: Shapes = {config.names.embeddings: matrix} if has_embeddings else {}
     for layer in range(layer_begin, layer_end):
@@ -282,6 +287,18 @@ def stage_tensor_shapes(
         shapes |= dict.fromkeys(final_norm_tensors(config), (config.hidden_size,))
         shapes[head_tensor(config)] = matrix
     return shapes
+
+
+def _opaque_shapes(
+    config: Blueprint, outer: OuterTensors, layers: range, has_embeddings: bool, has_head: bool
+) -> Shapes:
+    shapes: Shapes = dict(outer.before) if has_embeddings else {}
+    for layer in layers:
+        inside = config.layers[layer].feed_forward
+        assert isinstance(inside, Opaque), "a family without a row"
+        prefix = outer.in_layer.format(layer=layer)
+        shapes |= {prefix + name: shape for name, shape in inside.tensors}
+    return shapes | dict(outer.after) if has_head else shapes
 
 
 def head_tensor(config: Blueprint) -> str:
@@ -433,6 +450,8 @@ def _listed(names: list[str]) -> str:
 
 def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     """Size of the weights of a layer in memory."""
+    if isinstance(plan.feed_forward, Opaque):
+        return num_elements(shape for _, shape in plan.feed_forward.tensors) * dtype.size_bytes
     shapes = role_shapes(hidden_size, plan)
     if plan.weights is None:
         return num_elements(shapes.values()) * dtype.size_bytes
@@ -443,9 +462,13 @@ def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
 
 
 def check_can_hold(config: Blueprint) -> None:
-    """Raise UnsupportedModel for experts, latent attention, and matrices without whole groups of the weight
-    format.
+    """Raise UnsupportedModel for families without a row, experts, latent attention, and matrices that lack
+    whole groups of the weight format.
     """
+    if config.weight_format is not None and not config.has_row:
+        raise UnsupportedModel(
+            f"{config.model_type!r} has no native layers, which --quantize needs: leave it out"
+        )
     if config.weight_format is not None and any(
         isinstance(kind.feed_forward, Experts) for kind in config.kinds
     ):
@@ -479,6 +502,8 @@ def head_bytes(config: Blueprint, dtype: DType) -> int:
     A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
     `stage_weight_bytes`.
     """
+    if config.outer is not None:
+        return num_elements(shape for _, shape in config.outer.after) * dtype.size_bytes
     rows = config.vocab_size + len(final_norm_tensors(config))
     return rows * config.hidden_size * dtype.size_bytes
 
@@ -496,6 +521,8 @@ def stage_weight_bytes(
     shapes = stage_tensor_shapes(
         config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
     )
+    if not config.has_row:
+        return num_elements(shapes.values()) * dtype.size_bytes
     layers = range(layer_begin, layer_end)
     in_layers = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
     outside = num_elements(shape for name, shape in shapes.items() if name not in in_layers)

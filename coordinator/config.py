@@ -9,6 +9,7 @@ from typing import Annotated
 from opentelemetry.sdk.trace.sampling import Sampler
 
 from checkpoint import DType, ScaledDType, WeightFormat
+from checkpoint.blueprint import AUTO, IMPLEMENTATIONS
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
@@ -112,6 +113,14 @@ class CoordinatorConfig:
         str | None,
         _model("--dtype", "bf16|f16|f32", "Dtype of weights and compute", unset="the checkpoint's"),
     ] = None
+    implementation: Annotated[
+        str,
+        _model(
+            "--implementation",
+            "auto|native|transformers",
+            "Code that computes layers; auto: transformers' where Stageline has none, slower and less tested",
+        ),
+    ] = AUTO
     quantize: Annotated[
         str | None,
         _model(
@@ -492,6 +501,9 @@ class CoordinatorConfig:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.wire_dtype is not None:
             self._check_wire_dtype(self.wire_dtype)
+        if self.implementation not in IMPLEMENTATIONS:
+            legal = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"--implementation {self.implementation!r} is not one of {legal}")
         if self.quantize is not None:
             WeightFormat.from_name(self.quantize)
         if self.kv_dtype is not None:
@@ -502,19 +514,25 @@ class CoordinatorConfig:
             )
         if self.mock_model is not None:
             parse_mock_model(self.mock_model)
-            if self.self_check:
-                raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
-            if self.model is not None:
-                raise ValueError("--mock-model replaces the model: it cannot be used with --model")
-            if self.weights_manifest is not None:
-                raise ValueError("--weights-manifest needs weights: it cannot be used with --mock-model")
-            if self.quantize is not None:
-                raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
-            if self.kv_dtype is not None:
-                raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
+            self._check_mock()
         _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()
+
+    def _check_mock(self) -> None:
+        """Refuse what a mock model has no weights for."""
+        if self.self_check:
+            raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
+        if self.model is not None:
+            raise ValueError("--mock-model replaces the model: it cannot be used with --model")
+        if self.weights_manifest is not None:
+            raise ValueError("--weights-manifest needs weights: it cannot be used with --mock-model")
+        if self.quantize is not None:
+            raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
+        if self.implementation != AUTO:
+            raise ValueError("--implementation needs weights: it cannot be used with --mock-model")
+        if self.kv_dtype is not None:
+            raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
 
     @property
     def needs_login(self) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
-from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, WeightFormat
+from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, UnsupportedModel, WeightFormat
+from checkpoint.blueprint import Implementation
 from checkpoint.gguf.files import is_gguf
 from checkpoint.pins import Pins
 from coordinator import mock_model
@@ -46,6 +47,7 @@ class ServedModel:
     Attributes:
         wire_dtype: Dtype of hidden states between stages; None for the run dtype.
         kv_dtype: Dtype of keys and values in the cache; None for the run dtype.
+        implementation: Code that computes the layers.
         directory: The checkpoint, or its GGUF file; None for a mock. Of a remote one, config, headers and
             tokenizer.
         pins: The version of a remote checkpoint; None for a directory.
@@ -62,6 +64,7 @@ class ServedModel:
     dtype: DType
     wire_dtype: WireDType | None = None
     kv_dtype: ScaledDType | None = None
+    implementation: Implementation = Implementation.NATIVE
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
@@ -160,6 +163,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         assert isinstance(config.model, RemoteModel)
         model.name = config.model.name
         model.manifest = {} if remote.manifest is None else remote.manifest.sha256s
+    model.implementation = _implementation(config, checkpoint)
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
         checkpoint.path,
@@ -167,6 +171,26 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
         eos_token_ids=checkpoint.eos_token_ids,
     )
     return model
+
+
+def _implementation(config: CoordinatorConfig, checkpoint: Checkpoint) -> Implementation:
+    """Raises UnsupportedModel where the configured one cannot compute the model."""
+    chosen = Implementation.choose(config.implementation, checkpoint.config)
+    if chosen is Implementation.TRANSFORMERS:
+        if checkpoint.config.weight_format is not None:
+            raise UnsupportedModel(
+                "--quantize is for native layers, transformers computes these: leave it out"
+            )
+        if is_gguf(checkpoint.path):
+            raise UnsupportedModel("GGUF files are for native layers: use --implementation auto")
+        log.warning("%s", transformers_note(checkpoint.config))
+    return chosen
+
+
+def transformers_note(config: Blueprint) -> str:
+    """That transformers computes the layers of `config`, and the consequence."""
+    reason = "as chosen" if config.has_row else f"as {config.model_type!r} has no native ones"
+    return f"transformers' layers serve this model, {reason}: they are slower and less tested"
 
 
 def _directory(config: CoordinatorConfig) -> Path:

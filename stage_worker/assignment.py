@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from checkpoint import DType, ScaledDType, WeightFormat
+from checkpoint.blueprint import Implementation
 from checkpoint.pins import PinnedFile, Pins
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -15,6 +16,7 @@ from wire.peer_secrets import RefusedPeers, is_secret
 from wire.reference import Text
 from wire.tensors import (
     DTYPE_FROM_MESSAGE,
+    IMPLEMENTATION_FROM_MESSAGE,
     KV_DTYPE_FROM_MESSAGE,
     WEIGHT_FORMAT_FROM_MESSAGE,
     WIRE_DTYPE_FROM_MESSAGE,
@@ -175,7 +177,7 @@ class Assignment:
     parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
     values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a
     remote model, whose `model_directory` is empty, or of the coordinator's directory; `manifest` has the
-    SHA-256 of the stage's tensors, if they are known.
+    SHA-256 of the stage's tensors, if they are known. `implementation` computes the layers.
     """
 
     plan_id: int
@@ -202,6 +204,7 @@ class Assignment:
     pins: Pins | None = None
     manifest: Mapping[str, bytes] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
+    implementation: Implementation = Implementation.NATIVE
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -301,6 +304,7 @@ def decode_assignment(
         pins=_pins(message.model),
         manifest=_manifest(message.manifest),
         sources=_sources(message.sources, coordinator),
+        implementation=_assigned_implementation(message.implementation),
     )
 
 
@@ -385,6 +389,12 @@ def _assigned_weights(number: int) -> WeightFormat | None:
     if number not in WEIGHT_FORMAT_FROM_MESSAGE:
         raise ValueError(f"weight format number {number} is not known")
     return WEIGHT_FORMAT_FROM_MESSAGE[number]
+
+
+def _assigned_implementation(number: int) -> Implementation:
+    if number not in IMPLEMENTATION_FROM_MESSAGE:
+        raise ValueError(f"implementation number {number} is not known")
+    return IMPLEMENTATION_FROM_MESSAGE[number]
 
 
 def _assigned_kv_dtype(number: int) -> ScaledDType | None:

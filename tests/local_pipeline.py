@@ -30,6 +30,7 @@ from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.pipeline_stage import PipelineStage
 from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame
 from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.reference import decode_states
@@ -94,7 +95,7 @@ class LocalPipeline:
         device: str = "cpu",
         weights: WeightFormat | None = None,
         kv_dtype: ScaledDType | None = None,
-        stage_type: type[DecoderStage] = DecoderStage,
+        stage_type: Callable[..., PipelineStage] = DecoderStage,
         handed_on: tuple[BoundaryTensor, ...] = (),
     ) -> None:
         """`releases_window` False keeps the blocks that a sliding window hides, to compare with.

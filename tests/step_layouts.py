@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage_worker.model import DecoderStage, StepLayout
+from stage_worker.model import StepLayout
+from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import HostArray, Place, StepArrays
 from stage_worker.validation import SliceLayout
@@ -20,8 +21,8 @@ def placed_on(device: torch.device) -> Place:
     return place
 
 
-def layout_for(stage: DecoderStage, slices: list[SliceLayout], **others: Any) -> StepLayout:
-    """The layout of a step for the layers of `stage`; `others` as in `DecoderStage.step_arrays`."""
+def layout_for(stage: PipelineStage, slices: list[SliceLayout], **others: Any) -> StepLayout:
+    """The layout of a step for the layers of `stage`; `others` as in `PipelineStage.step_arrays`."""
     return stage.layout([stage.step_arrays(slices, **others)], placed_on(stage.device))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.blueprint import HIDDEN_STATES, Implementation
 from checkpoint.dtypes import SCALE_BYTES, DType, ScaledDType, WeightFormat
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -23,6 +23,14 @@ WEIGHT_FORMAT_TO_MESSAGE: dict[WeightFormat | None, cluster_pb2.WeightFormat.Val
     None: cluster_pb2.WEIGHT_FORMAT_UNSPECIFIED,
     WeightFormat.INT8: cluster_pb2.WEIGHT_FORMAT_INT8,
     WeightFormat.INT4: cluster_pb2.WEIGHT_FORMAT_INT4,
+}
+IMPLEMENTATION_TO_MESSAGE: dict[Implementation, cluster_pb2.Implementation.ValueType] = {
+    Implementation.NATIVE: cluster_pb2.IMPLEMENTATION_NATIVE,
+    Implementation.TRANSFORMERS: cluster_pb2.IMPLEMENTATION_TRANSFORMERS,
+}
+IMPLEMENTATION_FROM_MESSAGE: dict[int, Implementation] = {
+    cluster_pb2.IMPLEMENTATION_UNSPECIFIED: Implementation.NATIVE,
+    **{number: implementation for implementation, number in IMPLEMENTATION_TO_MESSAGE.items()},
 }
 WEIGHT_FORMAT_FROM_MESSAGE: dict[int, WeightFormat | None] = {
     number: weights for weights, number in WEIGHT_FORMAT_TO_MESSAGE.items()

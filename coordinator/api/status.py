@@ -18,7 +18,7 @@ from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.clock import wall_clock_us
 from wire.gpu import encode_gpu
 from wire.status_codec import duration, encode_certificate, encode_integrity, overall_integrity, timestamp
-from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
+from wire.tensors import DTYPE_TO_MESSAGE, IMPLEMENTATION_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
 from wire.transport import PLAIN, Transport
 
 LOST_SHOWN_S = 600.0
@@ -103,6 +103,7 @@ class StatusReporter:
             wire_dtype=number_of(self._model.wire_dtype),
             weights=WEIGHT_FORMAT_TO_MESSAGE[self._model.weight_format],
             kv_dtype=number_of(self._model.kv_dtype),
+            implementation=IMPLEMENTATION_TO_MESSAGE[self._model.implementation],
             state=PHASE_TO_MESSAGE[state.phase],
             detail="; ".join(filter(None, (state.detail, self._memory_limits.text))),
             epoch=state.epoch,

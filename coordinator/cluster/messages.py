@@ -16,7 +16,13 @@ from wire.channels import PROTOCOL_VERSION, check_protocol_version
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.gpu import decode_gpu
 from wire.ids import Incarnation, StageRole
-from wire.tensors import DTYPE_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, kv_dtype_text, number_of
+from wire.tensors import (
+    DTYPE_TO_MESSAGE,
+    IMPLEMENTATION_TO_MESSAGE,
+    WEIGHT_FORMAT_TO_MESSAGE,
+    kv_dtype_text,
+    number_of,
+)
 
 MAX_TEXT = 255
 """Maximum characters of each text in a hello."""
@@ -89,6 +95,7 @@ def encode_assign(
         force_reload=action.force_reload,
         manifest=_encode_manifest(model, [stage]),
         sources=sources,
+        implementation=IMPLEMENTATION_TO_MESSAGE[model.implementation],
     )
     return join_pb2.JoinResponse(assign=assign)
 

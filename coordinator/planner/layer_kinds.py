@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint import Blueprint, Experts, Latent, LayerPlan
+from checkpoint import Blueprint, Experts, Latent, LayerPlan, Opaque
 from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
 from coordinator.planner.planner import StageMemory
 
@@ -52,6 +52,8 @@ def _name(layer: LayerPlan) -> str:
     mixer, inner = layer.mixer, layer.feed_forward
     name = "latent attention" if isinstance(mixer, Latent) else "attention"
     words = [name if mixer.window is None else f"{name} window {mixer.window}"]
+    if isinstance(inner, Opaque):
+        return f"{words[0]} by transformers"
     if mixer.rope is None:
         words[0] += " without rotation"
     if isinstance(inner, Experts):

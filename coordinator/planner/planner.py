@@ -54,6 +54,7 @@ from checkpoint import (
     Latent,
     LayerPlan,
     Mixer,
+    Opaque,
     ScaledDType,
     expert_weight_bytes,
     head_bytes,
@@ -247,6 +248,8 @@ class StageMemory:
     def _inner_bytes(self, layer: LayerPlan) -> int:
         """Bytes of one token within a feed-forward."""
         inner, hidden_size, size = layer.feed_forward, self.config.hidden_size, self.dtype.size_bytes
+        if isinstance(inner, Opaque):
+            return inner.inner_elements * size
         if not isinstance(inner, Experts):
             return 3 * inner.width * size
         shared = 0 if inner.shared is None else 3 * inner.shared.width * size

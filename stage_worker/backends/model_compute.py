@@ -24,7 +24,7 @@ from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
 from stage_worker.model.decode_rows import Column, PageMatrix
-from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import HostArray, Place, StepArrays, StepLayout
 from stage_worker.sampling import PlainRows, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
@@ -141,7 +141,7 @@ class ModelCompute(StageCompute):
 
     def __init__(
         self,
-        model: DecoderStage,
+        model: PipelineStage,
         pages: KvPages | PageGroups,
         grammars: GrammarMasks | None = None,
         *,

@@ -286,7 +286,7 @@ class _StreamedLayer:
         return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
 
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        plan = self._plan.feed_forward
+        plan = self._plan.known_feed_forward
         if isinstance(plan, Dense):
             return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
         if plan.branch_norm is None:
@@ -490,7 +490,7 @@ def _is_among(ranks: Tensor, count: int) -> Tensor:
 
 def _inner_size(plan: LayerPlan) -> int:
     """Elements of one token between the matrices of a feed-forward, of one expert at a time."""
-    inner = plan.feed_forward
+    inner = plan.known_feed_forward
     if isinstance(inner, Dense):
         return inner.width
     shared = 0 if inner.shared is None else inner.shared.width
@@ -517,13 +517,15 @@ def compute_reference(
     Raises:
         HandshakeMismatch: The checkpoint differs, is unreadable, or has non-finite logits.
         Overloaded: The computation needs more memory.
-        InvalidRequest: A token is outside the vocabulary.
+        InvalidRequest: A token is outside the vocabulary, or the family has no row.
         StaleStream: `progress` was cancelled.
     """
     try:
         checkpoint = Checkpoint.open(directory)
         if checkpoint.fingerprint != request.fingerprint:
             raise fingerprint_mismatch(checkpoint, expected=request.fingerprint)
+        if not checkpoint.config.has_row:
+            raise InvalidRequest(f"{checkpoint.config.model_type!r} has no native layers to compare with")
         rounded = checkpoint.with_weights(request.weights)
         rounded = rounded.with_long_rope(is_long=request.has_long_rope)
         _check_size(request, rounded, free_bytes)

@@ -1,6 +1,7 @@
 """Loads a stage: validates the assignment against local files and memory, reads, warms up."""
 
 import gc
+import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from checkpoint import (
     kv_bytes_per_token,
     stage_tensor_names,
 )
+from checkpoint.blueprint import Implementation
 from checkpoint.directory import files_directory
+from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import tokenizer_source
 from checkpoint.pins import Pins
@@ -46,6 +49,7 @@ from stage_worker.loading.weights_check import LoadedFrom
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.parts import LoadedParts
+from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
 from wire.tensors import WireDType
@@ -73,7 +77,7 @@ class StageCache:
 
     def begin_stage(
         self,
-        model: DecoderStage,
+        model: PipelineStage,
         pages: KvPages | PageGroups,
         grammars: GrammarMasks | None,
         *,
@@ -257,9 +261,14 @@ def _load(
     )
 
 
-def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: WorkerResources) -> DecoderStage:
+def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: WorkerResources) -> PipelineStage:
     """The stage without its weights."""
-    return DecoderStage(
+    new_stage: Callable[..., PipelineStage] = DecoderStage
+    if assignment.implementation is Implementation.TRANSFORMERS:
+        new_stage = transformers_stage()
+    elif not checkpoint.config.has_row:
+        raise StageLoadError(f"{checkpoint.config.model_type!r} has no native layers")
+    return new_stage(
         checkpoint.config,
         layer_begin=assignment.layer_begin,
         layer_end=assignment.layer_end,
@@ -272,7 +281,7 @@ def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: Worker
 
 
 def _new_compute(
-    assignment: Assignment, checkpoint: Checkpoint, model: DecoderStage, cache: StageCache
+    assignment: Assignment, checkpoint: Checkpoint, model: PipelineStage, cache: StageCache
 ) -> ModelCompute:
     """The computation of a loaded `model`, with all its buffers; pages come last."""
     grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
@@ -281,7 +290,20 @@ def _new_compute(
     return cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers)
 
 
-def _source(model: DecoderStage, checkpoint: Checkpoint, cache: StageCache) -> LoadedFrom:
+def transformers_stage() -> Callable[..., PipelineStage]:
+    """The class of stages that transformers computes. Raises StageLoadError without transformers.
+
+    Imported by its name: it is built upon this package, and no other stage may load transformers.
+    """
+    try:
+        module = importlib.import_module("transformers_stage.stage")
+    except ImportError as error:
+        raise StageLoadError(f"{TRANSFORMERS_ADVICE} ({error})") from error
+    stage: Callable[..., PipelineStage] = module.TransformersStage
+    return stage
+
+
+def _source(model: PipelineStage, checkpoint: Checkpoint, cache: StageCache) -> LoadedFrom:
     assert cache.parts.origin is not None, "a loaded stage has parts"
     names = stage_tensor_names(
         model.config,
@@ -332,7 +354,7 @@ def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeM
 
 
 def _check_memory(
-    assignment: Assignment, resources: WorkerResources, model: DecoderStage, *, kv_bytes: int
+    assignment: Assignment, resources: WorkerResources, model: PipelineStage, *, kv_bytes: int
 ) -> None:
     weight_bytes = model.weight_bytes
     staging_bytes = _staging_bytes(assignment, model.config, resources.device)

@@ -15,20 +15,13 @@ relative to the largest, and divides by their sum after the product with the val
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint import Blueprint, Checkpoint, DType
 from stage_worker.backends.contract import KernelChoice
-from stage_worker.model.attention_work import queries_per_item
-from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import limited
@@ -37,30 +30,23 @@ from stage_worker.model.parts import (
     LoadedWeights,
     NeededParts,
     PartLoader,
-    PartsOrigin,
     PartsRead,
     Prepare,
     nothing_to_prepare,
 )
+from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import PagedLayers, Place, StepArrays, StepLayout, ViewRules
+from stage_worker.model.step_layout import PagedLayers, StepLayout
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
-from stage_worker.validation import SliceLayout
 
 log = logging.getLogger(__name__)
-
-_GATHERED_BYTES = 8 * 1024 * 1024
-"""Bytes that a CPU gathers at once for decoding; more would be evicted from the cache before use."""
 
 _FEWEST_ROWS = 4
 """oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as products of 4."""
 
 
-class DecoderStage:
-    """Layers [layer_begin, layer_end), embeddings and head; weights only, without KV. Not thread-safe."""
-
-    CARRIED: ClassVar[tuple[str, ...]] = (HIDDEN_STATES,)
-    """Tensors of `Blueprint.boundary` that `enter`, `advance` and `leave` know."""
+class DecoderStage(PipelineStage):
+    """A stage computed from its Blueprint."""
 
     def __init__(
         self,
@@ -76,43 +62,25 @@ class DecoderStage:
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
-        if not 0 <= layer_begin < layer_end <= config.num_layers:
-            raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model of {config.num_layers} layers")
-        names = tuple(tensor.name for tensor in config.boundary)
-        if names != self.CARRIED:
-            raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
-        self.config = config
-        self.layers = range(layer_begin, layer_end)
-        self.has_embeddings = has_embeddings
-        self.has_head = has_head
-        self.dtype = dtype
-        self.torch_dtype = TORCH_DTYPES[dtype]
-        self.device = torch.device(device)
-        self.windows = config.layer_windows[layer_begin:layer_end]
-        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype, choice)
-        self._windows = frozenset(self.windows)
+        run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
-        self._most_kv_elements = max(mixer.page_shape.num_elements for mixer in mixers)
-        self._queries_per_item = min(self._queries_of(mixer) for mixer in mixers)
-        self._ropes = {
-            rotary: Rope(rotary.rope, rotary.head_dim, self.torch_dtype, self.device)
-            for rotary in map(Rotary.of, mixers)
-        }
+        super().__init__(
+            config,
+            layer_begin=layer_begin,
+            layer_end=layer_end,
+            has_embeddings=has_embeddings,
+            has_head=has_head,
+            dtype=dtype,
+            device=device,
+            kernels=kernels or Kernels.of(config, device, run_dtype, choice),
+            ropes={
+                rotary: Rope(rotary.rope, rotary.head_dim, run_dtype, device)
+                for rotary in map(Rotary.of, mixers)
+            },
+        )
         # Rounded like transformers' Gemma.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.torch_dtype))
         self._weights: LoadedWeights | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the stage's weights in the run dtype; a tied head beside its embeddings counts once."""
-        return stage_weight_bytes(
-            self.config,
-            self.dtype,
-            self.layers.start,
-            self.layers.stop,
-            has_embeddings=self.has_embeddings,
-            has_head=self.has_head,
-        )
 
     @torch.inference_mode()
     def load(
@@ -134,8 +102,7 @@ class DecoderStage:
             Exception: Errors of `load_tensors`, `prepare` and `progress`; the stage has no weights, `parts`
                 the complete ones.
         """
-        if checkpoint.config != self.config:
-            raise ValueError(f"the checkpoint in {checkpoint.path} has another config than this stage")
+        self._check_config(checkpoint)
         parts = LoadedParts() if parts is None else parts
         needed = self._needed()
         parts.retain(needed, self._origin(checkpoint))
@@ -152,71 +119,19 @@ class DecoderStage:
         )
         return read
 
-    def step_arrays(
-        self,
-        slices: list[SliceLayout],
-        *,
-        block_size: int,
-        decodes: DecodeRows = NO_DECODES,
-        windows: Collection[int | None] | None = None,
-    ) -> StepArrays:
-        """Build the StepArrays of `decodes`, then `slices`, for layers with `windows` (default: all).
-
-        Raises ValueError, see `StepArrays.build`.
-        """
-        return StepArrays.build(
-            slices,
-            decodes=decodes,
-            windows=self._windows if windows is None else windows,
-            rules=ViewRules(
-                block_size=block_size,
-                device=self.device,
-                dtype=self.torch_dtype,
-                kernels=self.kernels,
-                max_keys=self._max_keys,
-                queries_per_item=self._queries_per_item,
-            ),
-        )
-
-    @torch.inference_mode()
-    def layout(self, arrays: Sequence[StepArrays], place: Place) -> StepLayout:
-        """The layout of a step with `arrays` for each block group of the stage, which are on the device."""
-        rotary = arrays[0].rotary(self._ropes, place)
-        first, *others = [part.layout(rotary, place) for part in arrays]
-        return replace(first, others=tuple(others)) if others else first
-
-    def enter(self, token_ids: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the boundary before the first layer for ids int64 [n]. Raises like `embed`."""
-        return (self.embed(token_ids),)
-
-    def advance(self, carried: Sequence[Tensor], step: StepLayout, pages: PagedLayers) -> tuple[Tensor, ...]:
-        """The tensors of the boundary after the layers, which write `pages`. Raises ValueError."""
-        (hidden,) = carried
-        return (self.forward(hidden, step, pages),)
-
-    def leave(self, carried: Sequence[Tensor]) -> Tensor:
-        """The input of `logits` after the last layer, [n, hidden_size]."""
-        return carried[0]
-
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
         weight = self._loaded().embeddings
         assert weight is not None, "embed() on a stage without embeddings"
-        if token_ids.device.type == "cpu" and token_ids.numel():
-            low, high = (int(x) for x in token_ids.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(f"token ids {low}..{high} for a vocabulary of {self.config.vocab_size}")
+        self._check_ids(token_ids)
         hidden = embedding(token_ids.to(self.device), weight)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
         """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
-        expected = (step.num_tokens, self.config.hidden_size)
-        if hidden.shape != expected or hidden.dtype != self.torch_dtype:
-            given = f"{tuple(hidden.shape)} {hidden.dtype}"
-            raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
+        self._check_input(hidden, step)
         groups = list(zip(step.groups, pages.groups, strict=True))
         for layout, part in groups:
             if layout.writes.begun is not None:
@@ -239,33 +154,12 @@ class DecoderStage:
         cap = self.config.logit_softcap
         return logits if cap is None else limited(logits, cap)
 
-    def _queries_of(self, mixer: Mixer) -> int:
-        shape = mixer.page_shape
-        return queries_per_item(mixer.num_heads // shape.heads, shape.width, self.dtype.size_bytes)
-
-    @property
-    def _max_keys(self) -> int:
-        """Maximum keys of one layer that a decode view gathers; unlimited on a GPU."""
-        if self.device.type != "cpu":
-            return sys.maxsize
-        return _GATHERED_BYTES // (self._most_kv_elements * self.dtype.size_bytes)
-
     def _needed(self) -> NeededParts:
         return NeededParts(
             layers=self.layers,
             has_embeddings=self.has_embeddings,
             has_head=self.has_head,
             is_tied=self.config.tie_word_embeddings,
-        )
-
-    def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
-        return PartsOrigin(
-            fingerprint=checkpoint.fingerprint,
-            files=checkpoint.file_identities(),
-            dtype=self.torch_dtype,
-            device=self.device,
-            kernels=self.kernels,
-            has_long_rope=checkpoint.config.has_long_rope,
         )
 
     def _loaded(self) -> LoadedWeights:

@@ -59,7 +59,7 @@ def unavailable_because(config: Blueprint) -> str | None:
 
 
 def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
-    attention, dense = layer.mixer, layer.feed_forward
+    attention, dense = layer.mixer, layer.known_feed_forward
     if isinstance(attention, Latent):
         return "latent attention is not supported by the kernels"
     if isinstance(dense, Experts):
@@ -190,7 +190,7 @@ class Kernels:
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
 """Supported by every device and dtype, for attention over keys without a limit of scores and sinks."""
 
-_PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
+PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMethod.PRODUCTS)
 """scaled_dot_product_attention has no limit of scores and no sinks, and no fast kernel for latents."""
 
 
@@ -258,7 +258,7 @@ def no_triton_because(device: torch.device) -> str | None:
 
 def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
     """torch's operators that every device and dtype supports."""
-    return replace(_PRODUCTS if _needs_products(config) else PLAIN, not_compiled_because=not_compiled_because)
+    return replace(PRODUCTS if _needs_products(config) else PLAIN, not_compiled_because=not_compiled_because)
 
 
 def _needs_products(config: Blueprint) -> bool:

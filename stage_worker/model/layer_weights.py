@@ -354,7 +354,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         mixer=_mixer(config.layers[layer].mixer, tensors),
         o=tensors.found(TensorRole.O, "weight"),
         o_bias=tensors.get(TensorRole.O, "bias"),
-        feed_forward=_feed_forward(config.layers[layer].feed_forward, tensors),
+        feed_forward=_feed_forward(config.layers[layer].known_feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
     )
     return weights, tensors.destinations()
@@ -414,7 +414,7 @@ class _Allocation:
         self._places: dict[tuple[TensorRole, str], tuple[Tensor, int, int]] = {}
         """Each part's tensor and range of rows."""
         stacks = {role: stack for stack in _STACKED for role in stack}
-        wide = _wide_roles(config.layers[layer].feed_forward)
+        wide = _wide_roles(config.layers[layer].known_feed_forward)
         for role, kind in shapes:
             if (role, kind) in self._places:
                 continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
+from checkpoint.blueprint import Implementation
 from checkpoint.files import FileIdentity
 from checkpoint.tensors import final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
@@ -47,6 +48,7 @@ class PartsOrigin:
     device: torch.device
     kernels: Kernels
     has_long_rope: bool
+    implementation: Implementation = Implementation.NATIVE
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -340,12 +340,14 @@ class AttentionViews:
 class StepLayout:
     """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
+    `positions` int64 [num_tokens] are those of the rows in their sequences.
     `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
     ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
     with layers of several block groups has one layout per group, from the second group on in `others`.
     """
 
     num_tokens: int
+    positions: Tensor
     kernels: Kernels
     rotary: Mapping[Rotary, RotaryTable]
     writes: KvWrites
@@ -425,6 +427,7 @@ class StepArrays:
         """The layout, once `arrays` are on the device."""
         return StepLayout(
             num_tokens=len(self.positions),
+            positions=place(self.positions),
             kernels=self.rules.kernels,
             rotary=rotary,
             writes=self.writes.make(place),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint import Checkpoint, stage_weight_bytes
+from checkpoint import Checkpoint, UnsupportedModel, stage_weight_bytes
+from checkpoint.blueprint import AUTO, Implementation
+from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.inspection import Inspection, inspect
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode
@@ -29,10 +32,24 @@ class TextInspection:
 def check(directory: Path, *, as_json: bool) -> int:
     """Print the result; the exit code is 0 for a checkpoint that is served, else 1."""
     found = inspect(directory)
+    if found.checkpoint is not None and not found.checkpoint.config.has_row:
+        found.attempt(partial(examine_layers, found.checkpoint))
+        found.checkpoint = None if found.errors else found.checkpoint
     text = inspect_text(directory, found.checkpoint) if directory.exists() else TextInspection()
     facts = check_facts(directory, found, text)
     print(json.dumps(facts, indent=2) if as_json else _text(directory, found, text))
     return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
+
+
+def examine_layers(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless transformers' layers serve the checkpoint."""
+    try:
+        from transformers_stage.probe import examine
+    except ImportError as error:
+        raise UnsupportedModel(f"{TRANSFORMERS_ADVICE} ({error})") from error
+    import torch
+
+    examine(checkpoint, torch.float32)
 
 
 def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspection:
@@ -108,6 +125,7 @@ def _served(checkpoint: Checkpoint) -> dict[str, object]:
     config = checkpoint.config
     return {
         "model_type": config.model_type,
+        "implementation": Implementation.choose(AUTO, config).value,
         "dtype": config.dtype.value,
         "weight_format": None if config.quantization is None else config.quantization.label,
         "num_layers": config.num_layers,
@@ -136,6 +154,8 @@ def _text(directory: Path, found: Inspection, text: TextInspection) -> str:
         f"Weights: {format_size(resident_bytes(found.checkpoint))} in {config.dtype.value}",
         f"Layers: {config.num_layers}; a stage can begin with {_cuts(sorted(config.legal_cuts))}",
     ]
+    if not config.has_row:
+        lines.append("Its layers are computed by transformers, as Stageline has none: slower and less tested")
     if text.codec is not None:
         template = "a chat template" if text.codec.chat_template is not None else "no chat template"
         lines.append(f"Tokenizer: {text.codec.vocab_size} ids, {template}")

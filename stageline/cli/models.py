@@ -14,6 +14,7 @@ from checkpoint.catalog import (
     FORMAT_CHECK,
     GGUF_ARCHITECTURES,
     GGUF_TYPES,
+    OTHER_FAMILIES,
     WEIGHT_FORMATS,
     FamilyEntry,
     FormatEntry,
@@ -36,7 +37,8 @@ def catalog_json() -> str:
     listed = [dataclasses.asdict(family) | {"verified": FAMILY_CHECK} for family in families()]
     formats = [dataclasses.asdict(one) | {"verified": FORMAT_CHECK} for one in WEIGHT_FORMATS]
     gguf = {"architectures": [dataclasses.asdict(one) for one in GGUF_ARCHITECTURES], "types": GGUF_TYPES}
-    return json.dumps({"families": listed, "weight_formats": formats, "gguf": gguf}, indent=2)
+    facts = {"families": listed, "other_families": OTHER_FAMILIES, "weight_formats": formats, "gguf": gguf}
+    return json.dumps(facts, indent=2)
 
 
 def catalog_view(listed: Iterable[FamilyEntry], formats: Iterable[FormatEntry]) -> RenderableType:
@@ -50,7 +52,7 @@ def catalog_view(listed: Iterable[FamilyEntry], formats: Iterable[FormatEntry]) 
         weights.add_row(one.method, one.variants.replace("`", ""))
     return Group(
         table,
-        Text(f"\nEvery family is verified with {FAMILY_CHECK}.\n"),
+        Text(f"\nEvery family is verified with {FAMILY_CHECK}.\n\n{OTHER_FAMILIES}\n"),
         weights,
         Text(f"\nEvery format is verified: {FORMAT_CHECK}.\n"),
         Text(f"GGUF files: {', '.join(one.architecture for one in GGUF_ARCHITECTURES)}"),

@@ -13,7 +13,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint import CheckpointError
+from checkpoint import Checkpoint, CheckpointError
+from checkpoint.blueprint import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import (
     LayerKinds,
@@ -25,7 +26,7 @@ from coordinator.planner.plan import (
     layer_ranges,
 )
 from stageline.cli import options
-from stageline.cli.check import check
+from stageline.cli.check import check, examine_layers
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import windowed_blocks
@@ -43,7 +44,7 @@ _KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> RenderableType:
     """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
     notes = (*_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
-    lines = (Text(line) for line in (*notes, *_unpacking(plan, model)))
+    lines = (Text(line) for line in (*notes, *_unpacking(plan, model), *_implementation(model)))
     tables = (_stages_table(plan), "", _kinds_table(layers))
     return Group(Text(_headline(plan, model)), "", *tables, "", *lines)
 
@@ -95,6 +96,7 @@ def plan_json(plan: Plan, model: "ServedModel", layers: LayerKinds) -> str:
     facts = {
         "model": model.name,
         "dtype": plan.dtype.value,
+        "implementation": model.implementation.value,
         "num_layers": plan.num_layers,
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks,
@@ -150,6 +152,15 @@ def _cache(plan: Plan) -> str:
     )
 
 
+def _implementation(model: "ServedModel") -> list[str]:
+    """A warning, if transformers computes the layers."""
+    from coordinator.model import transformers_note
+
+    if model.implementation is Implementation.NATIVE:
+        return []
+    return [f"Warning: {transformers_note(model.config)}."]
+
+
 def _unpacking(plan: Plan, model: "ServedModel") -> list[str]:
     """Why weights need another size in memory than in files; empty for plain ones."""
     quantized, weights = model.quantized, model.weight_format
@@ -193,6 +204,7 @@ _FLAGS = (
     "--model",
     "--layers",
     "--dtype",
+    "--implementation",
     "--quantize",
     "--kv-dtype",
     "--block-size",
@@ -261,6 +273,8 @@ def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...]
     try:
         served = open_model(config)
         made = plan_for(config, served, capacities)
+        if served.implementation is Implementation.TRANSFORMERS and served.directory is not None:
+            examine_layers(Checkpoint.open(served.directory, pins=served.pins))
     except (CheckpointError, PlanImpossible) as error:
         raise CommandFailed(str(error), reason=reason_of(error)) from error
     layers = layer_kinds(served.config, made)

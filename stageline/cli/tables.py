@@ -71,6 +71,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
         dtype += f" with {enum_text(cluster_pb2.WeightFormat.Name(status.weights), 'WEIGHT_FORMAT_')} weights"
     if status.wire_dtype:
         dtype += f" (between stages in {WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value})"
+    if status.implementation == cluster_pb2.IMPLEMENTATION_TRANSFORMERS:
+        dtype += " by transformers' layers (slower and less tested)"
     return f"{status.model} in {dtype}, {stages}{epoch}\n{_health(status)}{_state(status)}{reason}"
 
 

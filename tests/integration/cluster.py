@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from certificates.identity import Role
+from checkpoint.blueprint import AUTO
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy
@@ -139,6 +140,7 @@ class Cluster:
         mock_model: str | None = None,
         dtype: str = "f32",
         wire_dtype: str | None = None,
+        implementation: str = AUTO,
         quantize: str | None = None,
         kv_dtype: str | None = None,
         max_sequence_tokens: int | None = None,
@@ -177,6 +179,7 @@ class Cluster:
             layers=layers,
             dtype=None if mock_model else dtype,
             wire_dtype=wire_dtype,
+            implementation=implementation,
             quantize=quantize,
             kv_dtype=kv_dtype,
             max_sequence_tokens=max_sequence_tokens,

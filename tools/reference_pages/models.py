@@ -1,10 +1,13 @@
 """docs/models.md: the families and weight formats that are served."""
 
+from textwrap import fill
+
 from checkpoint.catalog import (
     BF16_SPREAD,
     GGUF_ARCHITECTURES,
     GGUF_TYPES,
     NUM_CUTS,
+    OTHER_FAMILIES,
     TRANSFORMERS,
     WEIGHT_FORMATS,
     families,
@@ -18,16 +21,56 @@ _MODELS = f"""\
 
 ## Families
 
-A checkpoint is served if its `model_type` is in the table. Every row is built from the code that reads
-config.json (`checkpoint/architectures.py`).
+A checkpoint is served by native layers if its `model_type` is in the table. Every row is built from the code
+that reads config.json (`checkpoint/architectures.py`). [Other families](#other-families) are served by
+transformers' layers.
 
 """
-_WINDOWS = """
+_WINDOWS = f"""
 A `model_type` after a plus sign has images, too: its text model is served, the tensors of other modalities
 are not read.
 
 A field of config.json that is not known for a family is refused by name, unless it cannot change a logit.
 Code beside the weights, which published DeepSeek and Kimi checkpoints name in `auto_map`, is never run.
+
+## Other families
+
+{fill(OTHER_FAMILIES, 110)}
+
+```bash
+pip install 'stageline[transformers]'         # on every host
+stageline plan --check DIR                    # is it served, or what prevents it?
+stageline up --model DIR --stages 2
+```
+
+`--implementation` of `stageline coordinator`, `up` and `plan` chooses the code for all stages: `native`
+refuses other families, `transformers` computes families of the table by transformers' layers, too, to
+compare. With `auto` (the default) the coordinator warns in its log if transformers' layers are used, and
+`stageline plan` and `stageline status` say so.
+
+A worker builds transformers' model without weights, examines what its layers compute, and reads the tensors
+of its stage only. It never runs code of a checkpoint (`auto_map`). Keys and values are in Stageline's pages,
+so that chunked prefill, prefix hits, preemption and `--kv-dtype` work as with native layers. These are
+refused by name:
+
+| what | why |
+|---|---|
+| encoder-decoders, cross-attention, text models inside others | stages have decoder layers only |
+| recurrent or convolutional state | it has no pages |
+| layers that reuse keys and values, or read the embeddings | a cut hands on hidden states only |
+| layers that mix tokens other than by attention | a step has several sequences |
+| attention without transformers' interface | its keys and values cannot be cached |
+| masks other than causal ones and sliding windows | pages are read whole or by windows |
+| values of another width than keys (latent attention) | pages hold one width |
+| embeddings that depend on positions | FIRST computes them from tokens alone |
+| `longrope` | rotations depend on the longest sequence of a step |
+| quantised weights, `--quantize`, `--kernels compiled` | native layers only |
+
+| limit | instead |
+|---|---|
+| slower: operators are not fused, and run one by one | a row for the family |
+| every new plan reads all tensors of its stages again | native layers keep theirs |
+| the self-check has no reference, as native code would compute it | compare with transformers |
 
 ## Weight formats
 
@@ -48,8 +91,8 @@ _VERIFIED = f"""
 
 `stageline plan --check DIR|FILE.gguf` reads config.json, the headers and samples of the weights, and loads
 tokenizer and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one
-message. It prints memory and legal cuts of a checkpoint that is served, or else every reason why it is not,
-and exits with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or
+message. Layers of other families are examined without weights. It prints memory and legal cuts of a
+checkpoint that is served, or else every reason why it is not, and exits with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or
 template is a note, and so is a tokenizer with more ids than the model has embeddings: prompts that have such
 ids are rejected. With `--json` it prints one object:
 
@@ -66,6 +109,7 @@ If config and weights are served also:
 | key | value |
 |---|---|
 | `model_type`, `dtype`, `num_layers` | |
+| `implementation` | `native`, or `transformers` for a family that is not in the table |
 | `weight_format` | null: plain |
 | `legal_cuts` | layers above 0 that a stage can begin with |
 | `resident_bytes`, `file_bytes` | weights in `dtype`, and in files |
@@ -86,6 +130,10 @@ not used fails the tests; a change of any other field must be refused, as the te
 test` has some families, `make test-full` families with every kind of block and four others each day, `make
 test-models` all.
 
+transformers' layers are compared with native ones at every cut, family by family
+(`tests/unit/transformers_stage/test_rows.py`), and with transformers' own tokens for families without native
+layers (`test_families.py` beside it).
+
 Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`). GGUF types
 are compared bit by bit with the `gguf` package, and each architecture with the same weights in safetensors.
 
@@ -101,6 +149,7 @@ are compared bit by bit with the `gguf` package, and each architecture with the 
 | `families[].windows` | layers with a sliding window |
 | `families[].wrappers` | model types with images whose text model is of this family |
 | `families[].verified` | how the family is verified |
+| `other_families` | how families that are not listed are served |
 | `weight_formats[].method` | `quant_method` in config.json |
 | `weight_formats[].variants` | what is read of it |
 | `weight_formats[].verified` | how the format is verified |

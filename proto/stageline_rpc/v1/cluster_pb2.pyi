@@ -67,6 +67,28 @@ WEIGHT_FORMAT_INT8: WeightFormat.ValueType  # 1
 WEIGHT_FORMAT_INT4: WeightFormat.ValueType  # 2
 Global___WeightFormat: _TypeAlias = WeightFormat  # noqa: Y015
 
+class _Implementation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ImplementationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Implementation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IMPLEMENTATION_UNSPECIFIED: _Implementation.ValueType  # 0
+    """From a coordinator without this field: native."""
+    IMPLEMENTATION_NATIVE: _Implementation.ValueType  # 1
+    IMPLEMENTATION_TRANSFORMERS: _Implementation.ValueType  # 2
+    """transformers' own layers, for families without native ones; slower and less tested."""
+
+class Implementation(_Implementation, metaclass=_ImplementationEnumTypeWrapper):
+    """Which code computes the layers."""
+
+IMPLEMENTATION_UNSPECIFIED: Implementation.ValueType  # 0
+"""From a coordinator without this field: native."""
+IMPLEMENTATION_NATIVE: Implementation.ValueType  # 1
+IMPLEMENTATION_TRANSFORMERS: Implementation.ValueType  # 2
+"""transformers' own layers, for families without native ones; slower and less tested."""
+Global___Implementation: _TypeAlias = Implementation  # noqa: Y015
+
 class _StageRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -497,6 +519,7 @@ class GetStatusResponse(_message.Message):
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -516,6 +539,7 @@ class GetStatusResponse(_message.Message):
     weights: Global___WeightFormat.ValueType
     kv_dtype: Global___Dtype.ValueType
     """Dtype of keys and values in the cache; unspecified: `dtype`."""
+    implementation: Global___Implementation.ValueType
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -568,10 +592,11 @@ class GetStatusResponse(_message.Message):
         window_blocks: _abc.Iterable[Global___WindowBlocks] | None = ...,
         kv_dtype: Global___Dtype.ValueType = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
+        implementation: Global___Implementation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "links", b"links", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "implementation", b"implementation", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "links", b"links", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from checkpoint.architectures import ARCHITECTURES
-from checkpoint.catalog import TRANSFORMERS, WEIGHT_FORMATS, differences, families
+from checkpoint.catalog import OTHER_FAMILIES, TRANSFORMERS, WEIGHT_FORMATS, differences, families
 from checkpoint.errors import UnsupportedModel
 from checkpoint.quantization_config import parse_quantization
 from stageline.cli import main
@@ -71,3 +71,5 @@ def test_the_command_prints_both_tables_and_json(
     keys = {"title", "model_type", "class_name", "differences", "windows", "wrappers", "verified"}
     assert all(set(row) == keys for row in told["families"])
     assert all(set(row) == {"method", "variants", "verified"} for row in told["weight_formats"])
+    assert told["other_families"] == OTHER_FAMILIES
+    assert "transformers' own layers and Stageline's paged cache" in OTHER_FAMILIES

@@ -3,6 +3,7 @@
 import pytest
 
 from checkpoint import DType, WeightFormat
+from checkpoint.blueprint import Implementation
 from checkpoint.dtypes import ScaledDType
 from stage_worker.assignment import decode_assignment, wants
 from stageline_rpc.internal.v1 import join_pb2
@@ -52,6 +53,18 @@ def test_a_stage_with_other_weights_is_reloaded(message: join_pb2.AssignStage) -
     in_int4.weights = 77  # type: ignore[assignment]
     with pytest.raises(ValueError, match="weight format number 77 is not known"):
         decode_assignment(in_int4)
+
+
+def test_a_stage_with_another_implementation_is_reloaded(message: join_pb2.AssignStage) -> None:
+    by_transformers = join_pb2.AssignStage()
+    by_transformers.CopyFrom(message)
+    by_transformers.implementation = cluster_pb2.IMPLEMENTATION_TRANSFORMERS
+    assert decode_assignment(message).implementation is Implementation.NATIVE
+    assert decode_assignment(by_transformers).implementation is Implementation.TRANSFORMERS
+    assert not decode_assignment(message).loads_like(decode_assignment(by_transformers))
+    by_transformers.implementation = 77  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="implementation number 77 is not known"):
+        decode_assignment(by_transformers)
 
 
 def test_a_stage_with_another_dtype_of_keys_and_values_is_reloaded(message: join_pb2.AssignStage) -> None:

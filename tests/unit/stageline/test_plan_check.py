@@ -1,6 +1,7 @@
 """`stageline plan --check` tells whether a checkpoint is served, and all reasons why not."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,32 @@ def test_more_token_ids_than_embeddings_are_a_note(directory: Path, capsys: Capt
     assert (code, told["reasons"]) == (0, [])
     note = f"token ids up to {last}, the model has embeddings up to 127 (vocab_size)"
     assert any(note in found for found in told["notes"]), told["notes"]
+
+
+def test_a_family_without_native_layers_is_served_by_transformers(tmp_path: Path, capsys: Captured) -> None:
+    make_checkpoint(tmp_path, "helium", num_layers=2)
+    capsys.readouterr()
+    code, told = check(tmp_path, capsys)
+    assert (code, told["is_served"], told["implementation"]) == (0, True, "transformers")
+    assert told["resident_bytes"] == told["file_bytes"] > 0
+    assert main(["plan", "--check", str(tmp_path)]) == 0
+    assert "Its layers are computed by transformers, as Stageline has none" in capsys.readouterr().out
+
+
+def test_a_family_that_transformers_cannot_cut_is_a_reason(tmp_path: Path, capsys: Captured) -> None:
+    make_checkpoint(tmp_path, "stablelm", num_layers=2)
+    capsys.readouterr()
+    code, told = check(tmp_path, capsys)
+    assert (code, told["is_served"]) == (1, False)
+    assert "does not use transformers' attention interface" in told["reasons"][0]["text"]
+
+
+def test_a_missing_transformers_is_one_line_with_advice(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "helium", num_layers=2)
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "transformers_stage.probe", None)
+    code, told = check(tmp_path, capsys)
+    assert (code, told["is_served"]) == (1, False)
+    assert "pip install 'stageline[transformers]'" in told["reasons"][0]["text"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from checkpoint import Checkpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
 from coordinator.planner.layer_kinds import layer_kinds
@@ -155,3 +156,39 @@ def test_an_impossible_plan_is_one_line_and_exit_code_1(
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: Captured) -> None:
     assert main(["plan", *arguments]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_transformers_layers_come_with_a_warning(tmp_path: Path, capsys: Captured) -> None:
+    make_checkpoint(tmp_path, "helium", num_layers=4)
+    command = ["plan", "--model", str(tmp_path), "--workers", "64MiB,64MiB"]
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "attention by transformers" in out
+    assert (
+        "Warning: transformers' layers serve this model, as 'helium' has no native ones: they are slower and"
+        " less tested." in out
+    )
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["implementation"] == "transformers"
+    assert sum(stage["weight_bytes"] for stage in plan["stages"]) == sum(
+        entry.num_bytes for entry in Checkpoint.open(tmp_path).tensors.values()
+    )
+
+
+def test_the_implementation_is_a_choice(tmp_path: Path, capsys: Captured) -> None:
+    make_checkpoint(tmp_path / "llama", "llama", num_layers=2)
+    make_checkpoint(tmp_path / "helium", "helium", num_layers=2)
+    workers = ["--workers", "64MiB", "--json"]
+    for given, expected in (("auto", "native"), ("native", "native"), ("transformers", "transformers")):
+        command = ["plan", "--model", str(tmp_path / "llama"), *workers, "--implementation", given]
+        assert main(command) == 0
+        assert json.loads(capsys.readouterr().out)["implementation"] == expected
+    helium = ["plan", "--model", str(tmp_path / "helium"), *workers]
+    assert main([*helium, "--implementation", "native"]) == 1
+    assert "'helium' has no native layers" in capsys.readouterr().err
+    assert main([*helium, "--quantize", "int8"]) == 1
+    assert "'helium' has no native layers, which --quantize needs" in capsys.readouterr().err
+    llama = ["plan", "--model", str(tmp_path / "llama"), *workers, "--implementation", "transformers"]
+    assert main([*llama, "--quantize", "int8"]) == 1
+    assert "--quantize is for native layers" in capsys.readouterr().err

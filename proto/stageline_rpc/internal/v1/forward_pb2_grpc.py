@@ -80,7 +80,7 @@ class StageServiceServicer:
     def ProbeLink(self, request_iterator, context):
         """Receives data, for a measurement of the way from the caller to this worker.
 
-        Errors: INVALID_ARGUMENT (more than 32 MiB).
+        Errors: INVALID_ARGUMENT (more than 8 MiB).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class StageServiceStub:
     ProbeLink: _aio.StreamUnaryMultiCallable[_forward_pb2.ProbeLinkRequest, _forward_pb2.ProbeLinkResponse]
     """Receives data, for a measurement of the way from the caller to this worker.
 
-    Errors: INVALID_ARGUMENT (more than 32 MiB).
+    Errors: INVALID_ARGUMENT (more than 8 MiB).
     """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,7 +77,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_forward_pb2.ProbeLinkResponse]:
         """Receives data, for a measurement of the way from the caller to this worker.
 
-        Errors: INVALID_ARGUMENT (more than 32 MiB).
+        Errors: INVALID_ARGUMENT (more than 8 MiB).
         """
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _aio.Server) -> None: ...

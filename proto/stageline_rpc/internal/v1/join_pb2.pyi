@@ -745,6 +745,7 @@ class AssignStage(_message.Message):
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
     stage: _builtins.int
@@ -769,6 +770,8 @@ class AssignStage(_message.Message):
     """Dtype of keys and values in the cache; unspecified: `dtype`."""
     has_long_rope: _builtins.bool
     """Keys are rotated by the long factors of "longrope"."""
+    implementation: _cluster_pb2.Implementation.ValueType
+    """Unspecified: native."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     @_builtins.property
@@ -805,10 +808,11 @@ class AssignStage(_message.Message):
         has_long_rope: _builtins.bool = ...,
         manifest: _abc.Iterable[Global___TensorSha256] | None = ...,
         sources: Global___WeightSources | None = ...,
+        implementation: _cluster_pb2.Implementation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "sources", b"sources", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "implementation", b"implementation", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "sources", b"sources", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,10 +35,15 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from checkpoint import DType, WeightFormat
+from checkpoint.blueprint import Implementation
 from stage_worker.loading import stage_loader
 from tests.integration.stage_bench import new_assignment
 torch.set_num_threads(1)
 directory = Path(sys.argv[1])
+implementation = Implementation.NATIVE
+if "transformers" in sys.argv:
+    implementation = Implementation.TRANSFORMERS
+    stage_loader.transformers_stage()  # the library is no part of a stage
 weights = None if sys.argv[2] == "bf16" else WeightFormat.from_name(sys.argv[2])
 def anonymous_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -50,7 +55,7 @@ stage_loader.new_pages = measure  # the step after the weights
 if "keep" in sys.argv:
     stage_loader.free_memory = lambda device: None
 assignment = replace(new_assignment(directory, stage=0, num_stages=1, num_layers=6), dtype=DType.BF16,
-                     weights=weights)
+                     weights=weights, implementation=implementation)
 resources = stage_loader.WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 40,
                                          model_directory=None)
 cache = stage_loader.StageCache()
@@ -70,7 +75,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(directory: Path, form: WeightFormat | None, mode: str = "") -> int:
-    """Growth of a fresh process in bytes until a stage has its weights; "keep" keeps temporaries."""
+    """Growth of a fresh process in bytes until a stage has its weights; mode "keep" keeps temporaries,
+    "transformers" loads transformers' layers.
+    """
     command = [sys.executable, "-c", PROGRAM, str(directory), form.value if form else "bf16", mode]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
@@ -85,6 +92,14 @@ def test_memory_after_a_load_is_the_plan_s_resident_size(directory: Path, form: 
     planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
     assert 0.9 * planned < measure(directory, form) < 1.03 * planned + SLACK_BYTES
     assert measure(directory, form, "keep") > 1.03 * planned + SLACK_BYTES, "the bound notices nothing"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
+def test_memory_of_transformers_layers_is_the_plan_s_resident_size(directory: Path) -> None:
+    config = Checkpoint.open(directory).config
+    planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
+    assert 0.9 * planned < measure(directory, None, "transformers") < 1.03 * planned + SLACK_BYTES
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from checkpoint import Checkpoint
 from checkpoint.blueprint import PageShape
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.kernels import Kernels
+from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
 from tests.step_layouts import layout_for
@@ -79,21 +80,22 @@ class Pipeline:
         cuts: Sequence[int] = (),
         *,
         block_size: int = 8,
-        kernels: Kernels | None = None,
+        stage_type: Callable[..., PipelineStage] = DecoderStage,
+        **stage_options: Any,
     ) -> None:
         config = checkpoint.config
-        self.stages: list[DecoderStage] = []
+        self.stages: list[PipelineStage] = []
         self.pages: list[PageGroups] = []
         self._sets: list[NanPages] = []
         for begin, end in pairwise([0, *cuts, config.num_layers]):
-            stage = DecoderStage(
+            stage = stage_type(
                 config,
                 layer_begin=begin,
                 layer_end=end,
                 has_embeddings=begin == 0,
                 has_head=end == config.num_layers,
                 dtype=config.dtype,
-                kernels=kernels,
+                **stage_options,
             )
             stage.load(checkpoint)
             self.stages.append(stage)
@@ -123,7 +125,7 @@ class Pipeline:
         for pages in self._sets:
             pages.fill(value)
 
-    def _new_pages(self, stage: DecoderStage, block_size: int) -> PageGroups:
+    def _new_pages(self, stage: PipelineStage, block_size: int) -> PageGroups:
         """One set for each shape; blocks of all sets have the same numbers."""
         shapes = _shapes(stage)
         of_layers = [shapes.index(stage.config.page_shape(window)) for window in stage.windows]
@@ -134,7 +136,7 @@ class Pipeline:
         self._sets += pages
         return PageGroups(pages, of_layers)
 
-    def _layout(self, stage: DecoderStage, slices: list[SliceLayout]) -> StepLayout:
+    def _layout(self, stage: PipelineStage, slices: list[SliceLayout]) -> StepLayout:
         """The layout of each set of pages."""
         first, *others = (
             layout_for(
@@ -168,7 +170,7 @@ class Pipeline:
             sequence.first_block += 1
 
 
-def _shapes(stage: DecoderStage) -> list[PageShape]:
+def _shapes(stage: PipelineStage) -> list[PageShape]:
     """The distinct shapes of a stage's pages."""
     return list(dict.fromkeys(map(stage.config.page_shape, stage.windows)))
 

@@ -1,0 +1,198 @@
+"""What a stage of a pipeline is, whichever code computes its layers."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
+from checkpoint.blueprint import HIDDEN_STATES, Implementation
+from stage_worker.model.attention_work import queries_per_item
+from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
+from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.parts import LoadedParts, PartsOrigin, PartsRead, Prepare, nothing_to_prepare
+from stage_worker.model.rope import Rope, Rotary
+from stage_worker.model.step_layout import PagedLayers, Place, StepArrays, StepLayout, ViewRules
+from stage_worker.model.weights import NO_PROGRESS, ReadProgress
+from stage_worker.validation import SliceLayout
+
+_GATHERED_BYTES = 8 * 1024 * 1024
+"""Bytes that a CPU gathers at once for decoding; more would be evicted from the cache before use."""
+
+
+class PipelineStage(ABC):
+    """Layers [layer_begin, layer_end), embeddings and head; weights only, without KV. Not thread-safe."""
+
+    IMPLEMENTATION: ClassVar[Implementation] = Implementation.NATIVE
+    CARRIED: ClassVar[tuple[str, ...]] = (HIDDEN_STATES,)
+    """Tensors of `Blueprint.boundary` that `enter`, `advance` and `leave` know."""
+
+    def __init__(
+        self,
+        config: Blueprint,
+        *,
+        layer_begin: int,
+        layer_end: int,
+        has_embeddings: bool,
+        has_head: bool,
+        dtype: DType,
+        device: torch.device | str,
+        kernels: Kernels,
+        ropes: Mapping[Rotary, Rope],
+    ) -> None:
+        """Describe the stage; `load` fills it. `ropes` are those of its layers that Stageline rotates.
+
+        Raises ValueError for bad layers.
+        """
+        if not 0 <= layer_begin < layer_end <= config.num_layers:
+            raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model of {config.num_layers} layers")
+        names = tuple(tensor.name for tensor in config.boundary)
+        if names != self.CARRIED:
+            raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
+        self.config = config
+        self.layers = range(layer_begin, layer_end)
+        self.has_embeddings = has_embeddings
+        self.has_head = has_head
+        self.dtype = dtype
+        self.torch_dtype = TORCH_DTYPES[dtype]
+        self.device = torch.device(device)
+        self.windows = config.layer_windows[layer_begin:layer_end]
+        self.kernels = kernels
+        self._ropes = ropes
+        self._windows = frozenset(self.windows)
+        mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
+        self._most_kv_elements = max(mixer.page_shape.num_elements for mixer in mixers)
+        self._queries_per_item = min(self._queries_of(mixer) for mixer in mixers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stage's weights in the run dtype; a tied head beside its embeddings counts once."""
+        return stage_weight_bytes(
+            self.config,
+            self.dtype,
+            self.layers.start,
+            self.layers.stop,
+            has_embeddings=self.has_embeddings,
+            has_head=self.has_head,
+        )
+
+    @abstractmethod
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        parts: LoadedParts | None = None,
+        progress: ReadProgress = NO_PROGRESS,
+        prepare: Prepare = nothing_to_prepare,
+    ) -> PartsRead:
+        """Read this stage's tensors that are missing in `parts`, which `prepare` makes readable.
+
+        Raises ValueError for a checkpoint with another config, and errors of `load_tensors`, `prepare` and
+        `progress`; the stage has no weights then.
+        """
+
+    def step_arrays(
+        self,
+        slices: list[SliceLayout],
+        *,
+        block_size: int,
+        decodes: DecodeRows = NO_DECODES,
+        windows: Collection[int | None] | None = None,
+    ) -> StepArrays:
+        """Build the StepArrays of `decodes`, then `slices`, for layers with `windows` (default: all).
+
+        Raises ValueError, see `StepArrays.build`.
+        """
+        return StepArrays.build(
+            slices,
+            decodes=decodes,
+            windows=self._windows if windows is None else windows,
+            rules=ViewRules(
+                block_size=block_size,
+                device=self.device,
+                dtype=self.torch_dtype,
+                kernels=self.kernels,
+                max_keys=self._max_keys,
+                queries_per_item=self._queries_per_item,
+            ),
+        )
+
+    @torch.inference_mode()
+    def layout(self, arrays: Sequence[StepArrays], place: Place) -> StepLayout:
+        """The layout of a step with `arrays` for each block group of the stage, which are on the device."""
+        rotary = arrays[0].rotary(self._ropes, place)
+        first, *others = [part.layout(rotary, place) for part in arrays]
+        return replace(first, others=tuple(others)) if others else first
+
+    def enter(self, token_ids: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the boundary before the first layer for ids int64 [n]. Raises like `embed`."""
+        return (self.embed(token_ids),)
+
+    def advance(self, carried: Sequence[Tensor], step: StepLayout, pages: PagedLayers) -> tuple[Tensor, ...]:
+        """The tensors of the boundary after the layers, which write `pages`. Raises ValueError."""
+        (hidden,) = carried
+        return (self.forward(hidden, step, pages),)
+
+    def leave(self, carried: Sequence[Tensor]) -> Tensor:
+        """The input of `logits` after the last layer, [n, hidden_size]."""
+        return carried[0]
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
+        """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
+
+    def _check_input(self, hidden: Tensor, step: StepLayout) -> None:
+        """Raise ValueError for hidden states that are not those of `step`."""
+        expected = (step.num_tokens, self.config.hidden_size)
+        if hidden.shape != expected or hidden.dtype != self.torch_dtype:
+            given = f"{tuple(hidden.shape)} {hidden.dtype}"
+            raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
+
+    def _check_ids(self, token_ids: Tensor) -> None:
+        """Raise ValueError for ids outside the vocabulary, on a CPU."""
+        if token_ids.device.type == "cpu" and token_ids.numel():
+            low, high = (int(x) for x in token_ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(f"token ids {low}..{high} for a vocabulary of {self.config.vocab_size}")
+
+    def _check_config(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError for a checkpoint of another model."""
+        if checkpoint.config != self.config:
+            raise ValueError(f"the checkpoint in {checkpoint.path} has another config than this stage")
+
+    def _queries_of(self, mixer: Mixer) -> int:
+        shape = mixer.page_shape
+        return queries_per_item(mixer.num_heads // shape.heads, shape.width, self.dtype.size_bytes)
+
+    @property
+    def _max_keys(self) -> int:
+        """Maximum keys of one layer that a decode view gathers; unlimited on a GPU."""
+        if self.device.type != "cpu":
+            return sys.maxsize
+        return _GATHERED_BYTES // (self._most_kv_elements * self.dtype.size_bytes)
+
+    def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
+        return PartsOrigin(
+            fingerprint=checkpoint.fingerprint,
+            files=checkpoint.file_identities(),
+            dtype=self.torch_dtype,
+            device=self.device,
+            kernels=self.kernels,
+            has_long_rope=checkpoint.config.has_long_rope,
+            implementation=self.IMPLEMENTATION,
+        )

@@ -1,0 +1,144 @@
+"""Reads a stage's tensors into transformers' modules, through transformers' own conversions of names.
+
+One part is read at a time, a layer or what is outside the layers, in the dtype of its file. Conversion to
+the run dtype, and stacking of experts, copy it once: at most one part is in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from checkpoint import Blueprint, Checkpoint, MissingTensor, UnexpectedTensor, WrongShape, stage_tensor_shapes
+from checkpoint.dtypes import DType
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.weights import ReadProgress, load_tensors
+from transformers_stage.empty_model import DecoderModel, compute_buffers, is_buffer_owner, refusal_of
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """Tensors of a layer (its number) or of what is outside the layers (None), by their names in files."""
+
+    layer: int | None
+    tensors: tuple[str, ...]
+
+
+def stage_parts(config: Blueprint, layers: range, *, has_embeddings: bool, has_head: bool) -> list[StagePart]:
+    """The parts of a stage, each with all of its tensors."""
+    parts = []
+    known: set[str] = set()
+    for layer in layers:
+        names = stage_tensor_shapes(config, layer, layer + 1, has_embeddings=False, has_head=False)
+        parts.append(StagePart(layer, tuple(names)))
+        known |= names.keys()
+    every = stage_tensor_shapes(
+        config, layers.start, layers.stop, has_embeddings=has_embeddings, has_head=has_head
+    )
+    outside = tuple(name for name in every if name not in known)
+    return [StagePart(None, outside), *parts] if outside else parts
+
+
+class WeightReader:
+    """Fills the modules of one stage in `model`, whose other modules were removed."""
+
+    def __init__(
+        self, model: DecoderModel, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model, self._causal, self._checkpoint = model, model.causal, checkpoint
+        self._model_type = checkpoint.config.model_type
+        self._dtype, self._device = dtype, device
+        self._missing: set[str] = set(model.causal.state_dict())
+
+    def read(self, parts: Iterable[StagePart], progress: ReadProgress) -> None:
+        """Read all parts and compute the buffers.
+
+        Raises MissingTensor, UnexpectedTensor and WrongShape by transformers' names, and like `load_tensors`.
+        """
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        for part in parts:
+            self._read_part(part, progress)
+        self._tie()
+        if self._missing:
+            raise MissingTensor(f"checkpoint lacks {_listed(self._missing)} of {self._model_type}")
+        for module in self._causal.modules():
+            if is_buffer_owner(module):
+                compute_buffers(self._model, module, self._device)
+
+    def _read_part(self, part: StagePart, progress: ReadProgress) -> None:
+        checkpoint = self._checkpoint
+        tensors = {
+            name: torch.empty(checkpoint.shape_of(name), dtype=self._stored(name)) for name in part.tensors
+        }
+        load_tensors(checkpoint, tensors, progress=progress)
+        named = {self._plain(name): tensor for name, tensor in tensors.items()}
+        del tensors
+        causal = self._causal
+        info, _ = convert_and_load_state_dict_in_model(
+            causal,
+            named,
+            LoadStateDictConfig(
+                dtype=self._dtype,
+                dtype_plan=causal._get_dtype_plan(self._dtype),
+                device_map={"": self._device},
+                weight_mapping=cast("Any", get_model_conversion_mapping(causal)),
+            ),
+        )
+        if info.conversion_errors:
+            raise refusal_of(self._model, next(iter(info.conversion_errors.values())))
+        if info.mismatched_keys:
+            name, got, expected = min(info.mismatched_keys)
+            raise WrongShape(
+                f"tensor {name} has shape {tuple(got)}, {self._model_type} requires {tuple(expected)}"
+            )
+        if info.unexpected_keys:
+            raise UnexpectedTensor(
+                f"checkpoint has {_listed(info.unexpected_keys)}, unknown to {self._model_type}"
+            )
+        self._missing &= info.missing_keys
+
+    def _stored(self, name: str) -> torch.dtype:
+        """The dtype of the file; quantised tensors are unpacked to the run dtype."""
+        if name in self._checkpoint.packed:
+            return self._dtype
+        dtype = self._checkpoint.tensors[name].dtype
+        assert isinstance(dtype, DType), "a plain tensor"
+        return TORCH_DTYPES[dtype]
+
+    def _plain(self, name: str) -> str:
+        """The name in a checkpoint of the text model alone."""
+        config = self._checkpoint.config
+        if not config.has_row:
+            return name
+        if name == config.names.head:
+            return "lm_head.weight"
+        return f"model.{name.removeprefix(config.names.prefix)}"
+
+    def _tie(self) -> None:
+        """Let a head without a tensor of its own use the embeddings."""
+        causal = self._causal
+        tied = causal.all_tied_weights_keys
+        for target, source in tied.items():
+            if target in self._missing and source not in self._missing:
+                _put(causal, target, causal.get_parameter(source))
+                self._missing.discard(target)
+
+
+def _put(model: Module, name: str, value: Tensor) -> None:
+    path, _, parameter = name.rpartition(".")
+    setattr(model.get_submodule(path), parameter, value)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - 5} more tensors" if len(shown) > 5 else ""
+    return ", ".join(shown[:5]) + more
