@@ -92,9 +92,10 @@ _VERIFIED = f"""
 `stageline plan --check DIR|FILE.gguf` reads config.json, the headers and samples of the weights, and loads
 tokenizer and chat template as coordinator and gateway do: the template runs in Jinja's sandbox on one
 message. Layers of other families are examined without weights. It prints memory and legal cuts of a
-checkpoint that is served, or else every reason why it is not, and exits with 0 or 1. Another reason is a tokenizer or template that cannot be loaded. A missing tokenizer or
-template is a note, and so is a tokenizer with more ids than the model has embeddings: prompts that have such
-ids are rejected. With `--json` it prints one object:
+checkpoint that is served, or else every reason why it is not, and exits with 0 or 1. Another reason is a
+tokenizer or template that cannot be loaded. A missing tokenizer or template is a note, and so is a
+tokenizer with more ids than the model has embeddings: prompts that have such ids are rejected. With
+`--json` it prints one object:
 
 | key | value |
 |---|---|
