@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def _file(spec: ClusterSpec, found: list[ProcessCommand]) -> str:
     head = _HEAD.format(
         name=_scalar(spec.name),
         image=_scalar(spec.engine.image),
-        grace=f"{drain_timeout_s(spec):g}",
+        grace=math.ceil(drain_timeout_s(spec)),
         state=_STATE,
         cache=_CACHE,
     )

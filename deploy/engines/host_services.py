@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+from deploy import ClusterFailed
 from deploy.commands import commands, drain_timeout_s
 from deploy.engines import compose, systemd
 from deploy.engines.programs import run_program
@@ -67,22 +71,35 @@ class Compose:
 
     def status(self, spec: ClusterSpec) -> list[str]:
         """The services of this host."""
+        _check_started(spec)
         return _docker_compose(spec, "ps", "--all").splitlines()
 
     def stop(self, spec: ClusterSpec) -> list[str]:
         """Drain and remove the containers; volumes stay."""
+        _check_started(spec)
         _docker_compose(spec, "down", timeout_s=_stop_timeout_s(spec))
         return [f"services of {_compose_file(spec)} stopped"]
 
 
 def _of_this_host(spec: ClusterSpec, files: tuple[RenderedFile, ...]) -> tuple[RenderedFile, ...]:
-    host, hosts = socket.gethostname(), by_host(commands(spec))
+    hosts = tuple(by_host(commands(spec)))
     if None in hosts:
         return files
-    if host not in hosts:
+    host = next((name for name in _own_names() if name in hosts), None)
+    if host is None:
         known = ", ".join(sorted(map(str, hosts)))
-        raise WrongField(("coordinator", "host"), f"this host is {host!r}, the file has {known}")
+        raise WrongField(
+            ("coordinator", "host"), f"this host is {socket.gethostname()!r}, the file has {known}"
+        )
     return tuple(file for file in files if file.path == path_on(host, Path(file.path).name))
+
+
+def _own_names() -> Iterator[str]:
+    """Names and addresses of this host."""
+    yield socket.gethostname()
+    for addresses in psutil.net_if_addrs().values():
+        yield from (found.address for found in addresses)
+    yield socket.getfqdn()
 
 
 def _replace(unit: RenderedFile) -> bool:
@@ -103,6 +120,13 @@ def _stop_timeout_s(spec: ClusterSpec) -> float:
 
 def _compose_file(spec: ClusterSpec) -> Path:
     return state_directory(os.environ) / "deploy" / spec.name / "compose.yaml"
+
+
+def _check_started(spec: ClusterSpec) -> None:
+    if not _compose_file(spec).exists():
+        raise ClusterFailed(
+            f"cluster {spec.name} was not started by this user with stageline deploy run compose"
+        )
 
 
 def _docker_compose(spec: ClusterSpec, *words: str, timeout_s: float = 600.0) -> str:

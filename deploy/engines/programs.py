@@ -8,10 +8,12 @@ import subprocess
 from deploy import ClusterFailed
 
 _TIMEOUT_S = 120.0
+_HINTS = ("Run ", "See ", "Usage:")
+"""How lines begin that follow an error, such as docker's and systemctl's."""
 
 
 def run_program(*words: str, stdin: str = "", timeout_s: float = _TIMEOUT_S) -> str:
-    """The standard output of a program. Raises ClusterFailed with the last line of its error."""
+    """The standard output of a program. Raises ClusterFailed with the last line of its error but hints."""
     line = shlex.join(words)
     try:
         finished = subprocess.run(
@@ -23,6 +25,7 @@ def run_program(*words: str, stdin: str = "", timeout_s: float = _TIMEOUT_S) -> 
         raise ClusterFailed(f"`{line}` still runs after {timeout_s:g} s") from None
     if finished.returncode != 0:
         said = (finished.stderr.strip() or finished.stdout.strip()).splitlines()
-        last = said[-1] if said else ""
+        errors = [line for line in said if line and not line.startswith(_HINTS)]
+        last = (errors or said or [""])[-1]
         raise ClusterFailed(f"`{line}` ended with exit code {finished.returncode}: {last}")
     return finished.stdout

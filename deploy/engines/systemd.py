@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from certificates.identity import Role
@@ -96,7 +97,7 @@ def _unit(spec: ClusterSpec, command: ProcessCommand) -> str:
             f"RestartPreventExitStatus={ExitCode.USAGE.value}",
             f"# SIGTERM drains: {_what_drains(command.role)}.",
             "KillMode=mixed",
-            f"TimeoutStopSec={drain_timeout_s(spec):g}",
+            f"TimeoutStopSec={math.ceil(drain_timeout_s(spec))}",
             _HARDENING.format(home=_home(command)) + _devices(command),
             "[Install]",
             "WantedBy=multi-user.target",

@@ -112,6 +112,13 @@ def test_compose_services_have_the_words_and_files_of_their_processes(tmp_path: 
     assert services["gpu-a"]["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
 
 
+def test_a_long_drain_is_a_whole_number_of_seconds(tmp_path: Path) -> None:
+    text = f"{LEAST}drain-timeout: 1000000.5\n"
+    texts = {**_render("systemd", text, tmp_path), **_render("compose", text, tmp_path)}
+    assert yaml.safe_load(texts.pop("compose.yaml"))["x-process"]["stop_grace_period"] == "1000031s"
+    assert texts and all("TimeoutStopSec=1000031\n" in unit for unit in texts.values())
+
+
 @pytest.mark.parametrize("name", ["7", "on", "null"])
 def test_names_that_yaml_takes_for_other_values_are_texts_in_a_compose_file(
     name: str, tmp_path: Path

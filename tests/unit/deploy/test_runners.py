@@ -91,6 +91,25 @@ def test_compose_starts_shows_and_stops_the_services_of_this_host(install: Insta
     ]
 
 
+@pytest.mark.parametrize("action", ["status", "stop"])
+def test_compose_asks_nothing_about_a_cluster_that_was_not_started(
+    action: str, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = install(docker="")
+    assert _deploy(action, "compose", HOSTS, tmp_path) == 1
+    assert "cluster stories was not started by this user" in capsys.readouterr().err
+    assert not log.read_text()
+
+
+def test_a_host_is_known_by_its_addresses_too(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(systemctl="")
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop")
+    assert _deploy("run", "systemd", HOSTS.replace("host: gpu-a", "host: 127.0.0.1"), tmp_path) == 0
+    assert [path.stem for path in tmp_path.glob("*.service")] == ["stories-gpu-a"]
+
+
 def test_kubernetes_installs_shows_and_removes_a_release(
     install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +176,10 @@ def test_a_missing_or_failing_program_is_named(
     install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(systemctl="echo cannot >&2; exit 3")
+    assert _deploy("run", "systemd", LEAST, tmp_path) == 1
+    assert "`systemctl daemon-reload` ended with exit code 3: cannot" in capsys.readouterr().err
+    hinting = "printf 'cannot\\n\\nUsage: x\\n\\nRun x --help\\n' >&2; exit 3"
+    install(systemctl=hinting)
     assert _deploy("run", "systemd", LEAST, tmp_path) == 1
     assert "`systemctl daemon-reload` ended with exit code 3: cannot" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
