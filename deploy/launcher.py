@@ -54,6 +54,8 @@ class Launcher:
         try:
             entry = json.loads(self._path.read_text())
             pid, started_s = int(entry["pid"]), float(entry["started_s"])
+            if pid <= 0:
+                raise ValueError(f"pid {pid} is not positive")
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
