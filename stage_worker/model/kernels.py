@@ -210,7 +210,7 @@ def by_triton(config: Blueprint) -> Kernels:
 
 
 def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
-    mixer, feed_forward = layer.mixer, layer.feed_forward
+    mixer, feed_forward = layer.mixer, layer.known_feed_forward
     if isinstance(mixer, Latent):
         yield "norms and rotation of latents"
     elif mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
