@@ -170,7 +170,7 @@ def rotate_and_write(
         "LARGEST": _LARGEST.get(element, 0.0),
     }
     grid = (num_tokens, triton.cdiv(all_heads, _HEADS))
-    Launch(heads_kernel, grid, constants, num_warps=1 if head_dim <= 64 else 4)(
+    Launch(heads_kernel, grid, constants, num_warps=1 if head_dim <= 64 else 4 if head_dim <= 128 else 8)(
         *(heads, heads.stride(0), cos, sin, cos.stride(0)),
         *(None if norm is None else norm.weights, None if norm is None else norm.eps, plan.value_eps),
         *(slots, pages.view(torch.uint8) if element is torch.float8_e4m3fn else pages, page_scales),

@@ -134,6 +134,7 @@ def test_padding_of_a_work_list_changes_nothing() -> None:
     assert torch.equal(found_by_kernel(paged), expected)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 def test_not_a_number_stays_in_its_sequence() -> None:
     paged = Paged(Given(shape=Shape(), slices=[(40, 1), (40, 1), (7, 3)], dtype=torch.float32))
     paged.query[1] = float("nan")
