@@ -116,6 +116,7 @@ PACKAGES = (
     "stageline",
     "telemetry",
     "text",
+    "transformers_stage",
     "weights",
     "web",
     "wire",

@@ -32,7 +32,8 @@ class _Faulty:
 def _replace_operations(stage: DecoderStage, faulty: type[_Faulty]) -> None:
     untyped: Any = stage
     for layer in untyped._loaded().layers:
-        layer._mix._operations = faulty(layer._mix._operations)
+        mix = layer._mix
+        mix._operations = mix._write._operations = faulty(mix._operations)
 
 
 def decode_attention_is_zero(stage: DecoderStage) -> None:

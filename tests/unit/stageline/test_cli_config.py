@@ -47,7 +47,8 @@ SAMPLES = {
     "FORMAT": "none",
     "NAME,NAME,...": "mine,org/mine",
     "URL": "http://head:7481/",
-    "DIR|URL": "hf://org/name@v1",
+    "DIR|FILE|URL": "hf://org/name@v1",
+    "auto|native|transformers": "native",
     "DEVICE": "cuda:1",
     "LIST": str(min(os.sched_getaffinity(0))),
     "TIMES": "step=0.02s,token=0.00005s,oom_at=7",
@@ -90,7 +91,7 @@ def _sample(setting: Setting, directory: Path) -> Any:
         return next(member.value for member in setting.type if member is not setting.default)
     path = directory / "x"
     match setting.flag.metavar:
-        case "DIR":
+        case "DIR" | "DIR|FILE":
             path.mkdir(exist_ok=True)
             return str(path)
         case "PATH" | "FILE" | "FILE,FILE,...":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, stage_tensor_names
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.decoder_layer import HeadNorms
+from stage_worker.model.decoder_layer import GroupedAttention, HeadNorms
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import PlainProjection
 from stage_worker.model.weights import load_tensors
@@ -137,6 +137,7 @@ def check_weight_bytes(directory: Path) -> None:
 def _allocated_bytes(stage: DecoderStage) -> int:
     weights = stage._loaded()
     owners = [owner for layer in weights.layers for owner in (layer, layer._mix, layer._feed_forward)]
+    owners += [layer._mix._write for layer in weights.layers if isinstance(layer._mix, GroupedAttention)]
     held = [part for owner in owners for part in vars(owner).values()]
     norms = [layer._mixer_norm for layer in weights.layers] + [layer._ffn_norm for layer in weights.layers]
     norms += [norm for part in held if isinstance(part, HeadNorms) for _, norm in part._parts]
