@@ -20,6 +20,7 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",

@@ -14,11 +14,10 @@ import xxhash
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from checkpoint.errors import UnusableTokenizer
-from checkpoint.files import is_named, read_regular
+from checkpoint.files import TOKENIZER_FILE, is_named, read_regular
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
 
-TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 """Limit for each tokenizer file; tokenizer.json with 262,000 ids has 33 MB."""
 MAX_LEXER_STATES = 50_000

@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 
-from stage_worker.backends.contract import StageOutput
-from stage_worker.executor import StepExecutor
+from stage_worker.executor import BegunStep, StepExecutor
 from stageline.__main__ import main
 from wire.frames import Frame
 
@@ -19,14 +18,14 @@ POISON_VARIABLE = "POISON_TOKEN"
 
 def poison(token: int) -> None:
     """From now on, a worker that computes a step with this token crashes."""
-    compute = StepExecutor.compute
+    begin = StepExecutor.begin
 
-    def compute_or_die(self: StepExecutor, frame: Frame) -> StageOutput:
+    def begin_or_die(self: StepExecutor, frame: Frame) -> BegunStep:
         if any(token in part.tokens for part in frame.step.slices):
             os.kill(os.getpid(), signal.SIGKILL)
-        return compute(self, frame)
+        return begin(self, frame)
 
-    StepExecutor.compute = compute_or_die  # type: ignore[method-assign]
+    StepExecutor.begin = begin_or_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

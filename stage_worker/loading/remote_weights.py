@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint, stage_tensor_names
+from checkpoint.files import TOKENIZER_FILE
 from checkpoint.gguf.files import is_gguf
-from checkpoint.grammar_tokenizer import TOKENIZER_FILE
 from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
 from weights.cache import TensorCache

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from checkpoint import is_named
 from checkpoint.errors import UnusableTokenizer
+from checkpoint.files import TOKENIZER_FILE
 from checkpoint.grammar_tokenizer import (
-    TOKENIZER_FILE,
     GrammarError,
     GrammarMatcher,
     GrammarTokenizer,

@@ -13,7 +13,7 @@ from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import StageOutput
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.tensor_views import from_wire, to_wire
-from stage_worker.executor import StepExecutor
+from stage_worker.executor import BegunStep, StepExecutor
 from stageline_rpc.internal.v1 import join_pb2, step_pb2
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
@@ -99,14 +99,14 @@ async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
 ) -> None:
     """Stage 1 receives the dtype of worker 0, stage 2 that of the coordinator."""
     seen: dict[int, set[WireDType]] = {}
-    compute = StepExecutor.compute
+    begin = StepExecutor.begin
 
-    def recording(executor: StepExecutor, frame: Frame) -> StageOutput:
+    def recording(executor: StepExecutor, frame: Frame) -> BegunStep:
         if frame.hidden and frame.step.epoch:
             seen.setdefault(len(frame.stage_times), set()).add(frame.hidden[0].dtype)
-        return compute(executor, frame)
+        return begin(executor, frame)
 
-    monkeypatch.setattr(StepExecutor, "compute", recording)
+    monkeypatch.setattr(StepExecutor, "begin", recording)
     assert await tokens_of(varied_llama, "f32", "int8", {"w0": DType.BF16})
     assert seen == {1: {DType.BF16}, 2: {INT8}}
 
