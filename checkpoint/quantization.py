@@ -361,7 +361,7 @@ class BlockTensors:
 
     @property
     def label(self) -> str:
-        """Names of the formats, that of most tensors first."""
+        """Names of the formats, most frequent first."""
         counts = Counter(scheme.label for scheme in self.schemes.values())
         return " and ".join(label for label, _ in counts.most_common())
 

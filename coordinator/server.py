@@ -336,7 +336,7 @@ class CoordinatorServer:
         )
 
     def _new_weights_port(self) -> CoordinatorWeightsPort | None:
-        """Raises OSError and CheckpointError for a directory that cannot be read any more."""
+        """Raises OSError and CheckpointError for a directory that became unreadable."""
         config, model, listen = self._config, self._model, self._config.weights_listen
         is_wanted = model.can_share_weights and not model.is_builtin if listen is None else listen != OFF
         if not is_wanted:

@@ -176,7 +176,7 @@ class SharedSource(WeightSource):
 
     @property
     def left(self) -> list[str]:
-        """Peers that are not asked any more, each with the reason."""
+        """Abandoned peers, each with the reason."""
         return [f"{peer.at.name}: {peer.problem}" for peer in self._peers or () if peer.problem]
 
     def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
@@ -264,7 +264,7 @@ class SharedSource(WeightSource):
             if peer.problem:
                 return
             peer.problem = problem
-        log.warning("weights are not fetched from %s any more: %s", peer.at.name, problem)
+        log.warning("stopped fetching weights from %s: %s", peer.at.name, problem)
 
 
 class _JoinedBody(RangeBody):

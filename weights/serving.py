@@ -146,7 +146,7 @@ class HeldRegistry:
         self._held: dict[str, HeldFiles] = {}
 
     def put(self, held: HeldFiles) -> None:
-        """Serve one checkpoint, and no other one any more."""
+        """Serve one checkpoint in the place of any other."""
         self._held = {held.fingerprint: held}
 
     def clear(self) -> None:

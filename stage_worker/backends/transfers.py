@@ -1,7 +1,7 @@
 """Copies of a step between the host and its device: one in each direction.
 
 On a GPU they go through a ring of pinned memory. Upload, computation and download of a step follow each
-other; those of successive steps overlap. A slot of the ring is free again when nobody holds the step's
+other; those of successive steps overlap. A slot of the ring is free again when nothing holds the step's
 output: neither the step itself, nor a connection that sends it.
 """
 

@@ -92,7 +92,7 @@ class RemoteWeights:
             return self._open(model, progress, has_head=has_head)
 
     def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
-        """Fetch layers that a later assignment may want, as far as the cache has room.
+        """Fetch layers that a later assignment may want, within the room of the cache.
 
         Raises StageLoadError, also when it is cancelled, CheckpointError and OSError.
         """

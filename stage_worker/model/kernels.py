@@ -201,7 +201,7 @@ BY_TRITON = Kernels(
 
 
 def by_triton(config: Blueprint) -> Kernels:
-    """Triton kernels as far as they cover the model; the rest is named."""
+    """Triton kernels for the parts of the model that they cover; the rest is named."""
     by_torch = dict.fromkeys(part for layer in config.kinds for part in _parts_by_torch(layer))
     found = replace(BY_TRITON, by_torch=tuple(by_torch))
     if any(isinstance(layer.mixer, Latent) for layer in config.kinds):

@@ -48,7 +48,7 @@ class SimDevice:
     num_out_of_memory: int = 0
     """Steps that find too little memory."""
     is_hung: bool = False
-    """No step ends any more."""
+    """No further step ends."""
 
     def check(self) -> None:
         if self.failure:
