@@ -13,6 +13,7 @@ from httpx2 import AsyncClient
 
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
+from tests.attacker import EXPECTED
 from tests.integration.calls import until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.footprint import resident_bytes
@@ -29,26 +30,6 @@ MAX_GROWTH_BYTES = 576 * 2**20
 Beside them 16 MiB of each of 8 messages in the coordinator, 8 in the worker, which are one process here, and
 4 bodies; 40 messages and 20 bodies are sent at once.
 """
-EXPECTED = {
-    "slow head: 408",
-    "silent HTTP: 408",
-    "silent gRPC: closed",
-    "many headers: 431",
-    "large head: 431",
-    "compressed body: 415",
-    "body: depth: 400",
-    "body: schema: 400",
-    "body: values: 413",
-    "metadata: RESOURCE_EXHAUSTED",
-    "compressed message: UNIMPLEMENTED",
-    "large message: INVALID_ARGUMENT",
-    "watches: OK",
-    "telemetry: RESOURCE_EXHAUSTED",
-    "join: INVALID_ARGUMENT",
-    "unfinished message: the call's message is incomplete",
-    "unfinished message to a worker: the call's message is incomplete",
-    "unfinished body: 503",
-}
 
 
 async def attacked(cluster: Cluster, http: AsyncClient, *arguments: str) -> tuple[dict[str, int], int]:
