@@ -33,7 +33,6 @@ from deploy.spec.document import PathPart, WrongField
 from deploy.spec.fields import words_of
 from stage_worker.config import ALL_GPUS
 from wire.authorization import ROLES_OF_METHOD
-from wire.flags import OFF
 from wire.transport import is_loopback_host
 
 CHART = Path(__file__).parents[1] / "kubernetes"
@@ -51,7 +50,7 @@ _WRITTEN_FILES = ("--journal", "--audit-log")
 _COORDINATOR_HOST, _POD_HOST = "coordinator.invalid", "pod.invalid"
 _TLS_DIRECTORY = Path("/tls.invalid")
 _HEALTH_LISTEN, _HEALTH_PORT = "--health-listen", 7485
-_WORKER_LISTEN, _PAYLOAD_PORT = "0.0.0.0:7480", 7484
+_WORKER_LISTEN, _PAYLOAD_PORT, _WEIGHTS_PORT = "0.0.0.0:7480", 7484, 7486
 SERVED_BY: Mapping[Role, tuple[str, ...]] = {
     Role.COORDINATOR: (
         "stageline.v1.",
@@ -213,18 +212,23 @@ def _placed(spec: ClusterSpec) -> ClusterSpec:
 
 
 def _placed_worker(worker: WorkerSpec) -> WorkerSpec:
-    payloads: tuple[str, ...] = ()
-    if "--payload-listen" not in worker.flags:
-        payloads = ("--payload-listen", f"0.0.0.0:{_PAYLOAD_PORT}")
-        payloads += ("--payload-advertise", f"{_POD_HOST}:{_PAYLOAD_PORT}")
-    # A port that changes would be closed by the chart's network policies.
-    weights = () if "--weights-listen" in worker.flags else ("--weights-listen", OFF)
+    ports = [("payload", _PAYLOAD_PORT)]
+    if "--mock" not in worker.flags:
+        ports.append(("weights", _WEIGHTS_PORT))
+    words = (word for name, port in ports for word in _port_words(worker, name, port))
     return replace(
         worker,
         host=_POD_HOST,
         listen=_WORKER_LISTEN,
-        flags=(*worker.flags, *payloads, *weights, *_health_words()),
+        flags=(*worker.flags, *words, *_health_words()),
     )
+
+
+def _port_words(worker: WorkerSpec, name: str, port: int) -> tuple[str, ...]:
+    """A fixed port, as the chart's network policies would close one that changes."""
+    if f"--{name}-listen" in worker.flags:
+        return ()
+    return f"--{name}-listen", f"0.0.0.0:{port}", f"--{name}-advertise", f"{_POD_HOST}:{port}"
 
 
 def _health_words() -> tuple[str, str]:

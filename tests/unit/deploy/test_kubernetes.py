@@ -70,6 +70,15 @@ def test_the_chart_is_what_its_example_renders(tmp_path: Path) -> None:
     assert rendered == recorded
 
 
+def test_workers_that_have_weights_serve_them_at_a_port_of_the_chart(tmp_path: Path) -> None:
+    mocks = CLUSTER.replace("device: cuda,", "flags: {mock: step=1ms},").replace('device: "cuda:0",', "")
+    for text, ports in ((CLUSTER, {"payloads", "weights"}), (mocks, {"payloads"})):
+        workers = _values(text, tmp_path)["workers"]["gpu"]
+        assert workers["ports"].keys() == {"rpc", "health"} | ports
+        words = dict(pairwise(workers["args"]))
+        assert words.get("--weights-advertise") == ("$(POD_HOST):7486" if "weights" in ports else None)
+
+
 def test_templates_use_every_value() -> None:
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
 
