@@ -140,6 +140,7 @@ class Controller:
     async def close(self) -> None:
         """Fail live requests, and end the streams of all workers and all tasks."""
         self.availability.close()
+        self._spares.close()
         if self.checks is not None:
             self.checks.close()
         if self.state.phase is ClusterPhase.SERVING:

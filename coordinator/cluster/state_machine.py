@@ -130,19 +130,13 @@ class ClusterState:
         record = self.workers.find_live(worker)
         return None if record is None else record.stage
 
-    def stages_after_losses(self) -> dict[str, list[StagePlan]]:
-        """Stages that workers without one would get by the loss of each other worker, by their names."""
-        found: dict[str, list[StagePlan]] = {}
-        for lost in self.stage_workers:
-            try:
-                others = self.workers.without(lost.identity.name)
-                plan = self._choice.best(others, may_shrink=self._may_shrink)
-            except (PlanImpossible, TooFewWorkers):
-                continue
-            for stage in plan.stages:
-                if self.workers[stage.worker].stage is None:
-                    found.setdefault(stage.worker, []).append(stage)
-        return found
+    def stages_after_loss(self, lost: str) -> list[StagePlan]:
+        """Stages that workers without one would get by the loss of this worker, which takes a plan."""
+        try:
+            plan = self._choice.best(self.workers.without(lost), may_shrink=self._may_shrink)
+        except (PlanImpossible, TooFewWorkers):
+            return []
+        return [stage for stage in plan.stages if self.workers[stage.worker].stage is None]
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
         """The order with the shortest steps, by the measured links."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from coordinator.cluster.connections import Connections
+from coordinator.cluster.membership import WorkerRecord
 from coordinator.cluster.messages import encode_prefetch
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.cluster.weight_tracker import WeightTracker
 from coordinator.model import ServedModel
 from coordinator.planner.plan import StagePlan
+
+PAUSE_S = 0.05
+"""Between two plans: one takes some 30 ms for 32 workers, and steps go on meanwhile."""
 
 
 class WarmSpares:
@@ -25,29 +31,58 @@ class WarmSpares:
     ) -> None:
         self._state, self._connections, self._weights = state, connections, weights
         self._model, self._is_enabled = model, is_enabled
-        self._made_for: object = None
+        self._planned_for: object = None
+        self._losses: list[str] = []
+        """Workers whose loss is to be planned, the last one first."""
         self._wanted: dict[str, list[StagePlan]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def update(self) -> None:
         """Call after each change of members, plan or sources; orders are sent while the cluster serves."""
         has_source = self._model.pins is not None or self._model.shared is not None
         if not self._is_enabled or not has_source or self._state.phase is not ClusterPhase.SERVING:
             return
-        wanted = self._stages_after_losses()
+        if (situation := self._situation()) != self._planned_for:
+            self._planned_for, self._wanted = situation, {}
+            self._losses = [] if situation is None else [*map(_name, reversed(self._state.stage_workers))]
+        if self._losses:
+            self._plan_later()
+        else:
+            self._send()
+
+    def close(self) -> None:
+        """End planning."""
+        self._losses.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _send(self) -> None:
         for name, connection in self._connections.items():
-            stages = wanted.get(name, [])
+            stages = self._wanted.get(name, [])
             message = encode_prefetch(self._model, stages, self._weights.sources(name, stages))
             text = message.SerializeToString(deterministic=True) if stages else b""
             if text != connection.prefetch:
                 connection.prefetch = text
                 connection.send(message)
 
-    def _stages_after_losses(self) -> dict[str, list[StagePlan]]:
-        """Made again when the plan or its possible workers have changed, since plans take a while."""
+    def _situation(self) -> object:
+        """What the plans depend on; None without a spare."""
         usable = [record for record in self._state.workers if record.is_usable]
         if all(record.stage is not None for record in usable):
-            return {}
-        made_for = (self._state.plan_id, frozenset(record.identity.incarnation for record in usable))
-        if made_for != self._made_for:
-            self._made_for, self._wanted = made_for, self._state.stages_after_losses()
-        return self._wanted
+            return None
+        return self._state.plan_id, frozenset(record.identity.incarnation for record in usable)
+
+    def _plan_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PAUSE_S, self._plan_next)
+
+    def _plan_next(self) -> None:
+        self._timer = None
+        if self._losses and self._situation() == self._planned_for:
+            for stage in self._state.stages_after_loss(self._losses.pop()):
+                self._wanted.setdefault(stage.worker, []).append(stage)
+        self.update()
+
+
+def _name(record: WorkerRecord) -> str:
+    return record.identity.name
