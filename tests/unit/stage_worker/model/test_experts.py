@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from checkpoint.blueprint import GroupScore, Router, RouterScore
-from stage_worker.model.experts import choose, grouped_products, separate_products
+from stage_worker.model.experts import choose, grouped_products, rows_of_each, separate_products
+from tests.fake_cuda import DEVICE, fake_cuda
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [2, 2, 2, 3]]
 
@@ -52,3 +53,15 @@ def test_a_choice_bias_chooses_but_does_not_weigh() -> None:
     choice = choose(logits, router, 1, torch.tensor([0.0, 0.0, 0.0, 3.0]))
     assert choice.experts.tolist() == [[3]]
     torch.testing.assert_close(choice.weights, torch.tensor([[-0.5]]).sigmoid())
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 500])
+def test_rows_of_each_expert_are_counted(num_rows: int) -> None:
+    chosen = torch.randint(0, 7, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+    assert torch.equal(rows_of_each(chosen, 9), torch.bincount(chosen, minlength=9))
+
+
+def test_counting_rows_does_not_wait_for_a_gpu() -> None:
+    with fake_cuda():
+        counts = rows_of_each(torch.empty(40, dtype=torch.int64, device=DEVICE), 9)
+        assert (counts.shape, counts.device) == ((9,), DEVICE)
