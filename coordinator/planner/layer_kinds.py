@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checkpoint import Blueprint, Experts, Latent, LayerPlan, Opaque
 from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
-from coordinator.planner.planner import StageMemory
+from coordinator.planner.stage_memory import StageMemory
 
 
 def layer_kinds(config: Blueprint, plan: Plan) -> LayerKinds:

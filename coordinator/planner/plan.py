@@ -63,7 +63,7 @@ class StagePlan:
     """One stage: layers [layer_begin, layer_end) on one worker.
 
     `memory_bytes` is the worker's budget. `cost` is the bytes of weights that a decode step reads on this
-    stage, proportional to its time (see `coordinator.planner.planner`).
+    stage, proportional to its time (see `coordinator.planner.stage_memory`).
     """
 
     stage: int

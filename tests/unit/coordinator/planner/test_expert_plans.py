@@ -13,7 +13,8 @@ from checkpoint import Blueprint, DType, Experts, LayerPlan
 from checkpoint.blueprint import Router
 from checkpoint.tensors import role_shapes
 from coordinator.planner.plan import Plan
-from coordinator.planner.planner import StageMemory, make_plan
+from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, llama_8b, workers
 from wire.ids import StageRole
 

@@ -10,7 +10,8 @@ from checkpoint import Blueprint, DType, Latent, ScaledDType, parse_config
 from checkpoint.blueprint import EXPANDED_ELEMENTS
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import format_ranges
-from coordinator.planner.planner import StageMemory, make_plan
+from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
 from tests.unit.checkpoint.test_latent_config import V3
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, workers
 from wire.ids import StageRole

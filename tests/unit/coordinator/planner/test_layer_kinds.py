@@ -10,7 +10,8 @@ from checkpoint import Blueprint, DType, Experts
 from checkpoint.blueprint import Dense, Router
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import Plan, format_ranges, layer_ranges
-from coordinator.planner.planner import StageMemory, make_plan
+from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, llama, workers
 
 EXPERTS = Experts(count=16, per_token=2, width=8, router=Router(), shared=Dense(width=8))

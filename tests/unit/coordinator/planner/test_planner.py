@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType
 from coordinator.planner.plan import Plan, PlanImpossible, StepLimits, WorkerCapacity
-from coordinator.planner.planner import StageMemory, make_plan
+from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
 from kvcache import KvGroup, KvWindow
 from tests.properties import examples
 from tests.unit.coordinator.planner.small_models import (

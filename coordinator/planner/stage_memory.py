@@ -1,0 +1,261 @@
+"""Memory and cost of the stages of a model, from which plans are made.
+
+Activation memory, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and
+a longest sequence of C = min(max_sequence_tokens, K) tokens:
+
+* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); float32 copies of both in the
+  norm (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the attention output
+  (q * s); gate, up and their product (3 * intermediate * s); one received and one sent frame
+  (2 * hidden * s). Layers run one after the other and reuse this memory; the largest one of the model counts.
+  A mixture of E experts instead has the router's logits, scores and order (E * 20), and for each expert that
+  a token chooses its row, gate, up and their product, its result before and after sorting
+  ((3 * hidden + 3 * width) * s), and the latter in float32 with its weight (8 * hidden).
+* Latent attention has instead of q, k, v: latents before and after their norms, queries before and after
+  rotation, in the width of latents, mixed latents, and the attention output twice; and, for a prompt, keys
+  and values of some heads for C tokens, with a float32 copy of the keys.
+* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
+  KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
+* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
+  temporary (2), in the run dtype and aligned for a kernel (2 * s). Scores are not counted: the fused kernels
+  of scaled_dot_product_attention do not store them.
+* with the head, min(S, T) rows of logits: in the run dtype (s), for sampling in float32 with a filtered copy
+  (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and cut (48).
+
+The process itself is not part of the budget (see `WorkerCapacity`).
+
+The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
+final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
+E * (1 - (1 - k / E)^B), if each sequence chooses k; B is max_step_sequences / stages, so that all sequences
+are evenly spread. Decoding is bound by memory bandwidth, because at small batch sizes every
+weight is read once per step, so time is proportional to cost. In prefill, which is bound by compute, work has
+the same proportion: one multiplication per weight element and token. The embedding is a lookup of a few rows
+and costs nothing. All workers are assumed to be equally fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import mul
+
+from checkpoint import (
+    EXPANDED_ELEMENTS,
+    Blueprint,
+    DType,
+    Experts,
+    Latent,
+    LayerPlan,
+    Mixer,
+    Opaque,
+    ScaledDType,
+    expert_weight_bytes,
+    head_bytes,
+    kv_bytes_per_token,
+    layer_weight_bytes,
+    stage_weight_bytes,
+)
+from coordinator.planner.plan import StepLimits
+from kvcache import KvGroup, KvWindow, group_windows
+from wire.ids import StageRole
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Memory of the stages of one model under one set of limits, in bytes.
+
+    Layers may differ. Activations are those of the largest layer of the model.
+    """
+
+    config: Blueprint
+    dtype: DType
+    limits: StepLimits
+    block_size: int
+    num_stages: int
+    kv_dtype: ScaledDType | None = None
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights of each layer."""
+        hidden_size = self.config.hidden_size
+        kinds = {kind: layer_weight_bytes(hidden_size, kind, self.dtype) for kind in self.config.kinds}
+        return tuple(kinds[layer] for layer in self.config.layers)
+
+    def layer_costs(self) -> tuple[int, ...]:
+        """Bytes of weights of each layer that a decode step reads."""
+        return tuple(size - self._unread_bytes(layer) for layer, size in enumerate(self.layer_bytes))
+
+    @property
+    def step_sequences(self) -> float:
+        """Sequences of an average step, if all sequences are evenly spread over the stages; at least one."""
+        return max(1.0, self.limits.max_step_sequences / self.num_stages)
+
+    @cached_property
+    def _of_experts(self) -> dict[int, tuple[float, int]]:
+        """Layers with experts: probability that a token does not choose a given one, and bytes of all."""
+        hidden_size = self.config.hidden_size
+        return {
+            index: (
+                1.0 - layer.feed_forward.per_token / layer.feed_forward.count,
+                expert_weight_bytes(hidden_size, layer, self.dtype),
+            )
+            for index, layer in enumerate(self.config.layers)
+            if isinstance(layer.feed_forward, Experts)
+        }
+
+    def _unread_bytes(self, layer: int) -> int:
+        """Bytes of a layer's experts that no sequence of an average step chooses."""
+        if layer not in self._of_experts:
+            return 0
+        unchosen, num_bytes = self._of_experts[layer]
+        unread: float = unchosen**self.step_sequences
+        return round(num_bytes * unread)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block in each layer."""
+        dtype = self.kv_dtype or self.dtype
+        sizes = (kv_bytes_per_token(layer.mixer, dtype) for layer in self.config.layers)
+        return tuple(self.block_size * size for size in sizes)
+
+    @property
+    def head_cost(self) -> int:
+        """Cost of the head in a decode step: final norm and output matrix, tied or not."""
+        return head_bytes(self.config, self.dtype)
+
+    def cost(self, role: StageRole, layer_begin: int, layer_end: int) -> int:
+        """Cost of a decode step on a stage."""
+        unread = sum(self._unread_bytes(layer) for layer in range(layer_begin, layer_end))
+        return (
+            sum(self.layer_bytes[layer_begin:layer_end]) - unread + (self.head_cost if role.has_head else 0)
+        )
+
+    def weight_bytes(self, role: StageRole, layer_begin: int, layer_end: int) -> int:
+        """Weights of a stage: its layers, and the embeddings and head of its role."""
+        return self.outside_bytes(role) + sum(self.layer_bytes[layer_begin:layer_end])
+
+    def outside_bytes(self, role: StageRole) -> int:
+        """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
+        return self._outside_bytes[role]
+
+    @cached_property
+    def _outside_bytes(self) -> Mapping[StageRole, int]:
+        """By role; a search of a split asks hundreds of times."""
+        one_layer = partial(stage_weight_bytes, self.config, self.dtype, 0, 1)
+        return {
+            role: one_layer(has_embeddings=role.has_embeddings, has_head=role.has_head) - self.layer_bytes[0]
+            for role in StageRole
+        }
+
+    @cached_property
+    def windows(self) -> tuple[KvWindow | None, ...]:
+        """Window of each block group, in the order of the groups."""
+        widths = group_windows(self.config.layer_windows)
+        return tuple(KvWindow.of(width, self.limits.max_step_tokens) for width in widths)
+
+    @cached_property
+    def _layer_windows(self) -> tuple[KvWindow | None, ...]:
+        max_step_tokens = self.limits.max_step_tokens
+        return tuple(KvWindow.of(width, max_step_tokens) for width in self.config.layer_windows)
+
+    def block_limits(self, most: int) -> tuple[int, ...]:
+        """Blocks that each layer needs at most, if the first block group has up to `most`."""
+        limits = {window: self.block_limit(window, most) for window in self.windows}
+        return tuple(limits[window] for window in self._layer_windows)
+
+    def block_limit(self, window: KvWindow | None, most: int) -> int:
+        """Blocks that the group of `window` needs at most: `most` in the first group.
+
+        Other groups hold the window and one step for every sequence in flight.
+        """
+        if window is None or window == self.windows[0]:
+            return most
+        return min(most, self.num_in_flight * window.num_blocks(self.block_size))
+
+    def other_groups(self, num_blocks: int) -> tuple[KvGroup, ...]:
+        """The block groups after the first, which has `num_blocks`."""
+        return tuple(KvGroup(self.block_limit(window, num_blocks), window) for window in self.windows[1:])
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences in all steps: one step per stage and one that waits."""
+        return (self.num_stages + 1) * self.limits.max_step_sequences
+
+    def kv_bytes(self, layer_begin: int, layer_end: int, num_blocks: int) -> int:
+        """KV pages of a stage, with `num_blocks` blocks in the first block group."""
+        counts = self.block_limits(num_blocks)[layer_begin:layer_end]
+        return sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
+
+    def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
+        """Activation memory of the largest step with `num_blocks` blocks in the cache."""
+        limits, kv_tokens = self.limits, num_blocks * self.block_size
+        longest = min(limits.max_sequence_tokens, kv_tokens)
+        gathered = min(limits.max_step_sequences * longest, kv_tokens)
+        size = limits.max_step_tokens * longest * self._mask_bytes()
+        size += max(
+            limits.max_step_tokens * token_bytes + gathered * kv_bytes
+            for token_bytes, kv_bytes in self._kind_bytes
+        )
+        size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
+        return size + (self._logits_bytes() if role.has_head else 0)
+
+    def total_bytes(self, role: StageRole, layer_begin: int, layer_end: int, num_blocks: int) -> int:
+        """Weights, KV pages and activations of a stage."""
+        weights = self.weight_bytes(role, layer_begin, layer_end)
+        kv = self.kv_bytes(layer_begin, layer_end, num_blocks)
+        return weights + kv + self.activation_bytes(role, num_blocks)
+
+    @cached_property
+    def _kind_bytes(self) -> set[tuple[int, int]]:
+        """Activation bytes of one token, and KV bytes of one token, in each kind of layers."""
+        return {(self._token_bytes(kind), self._gathered_bytes(kind)) for kind in self.config.kinds}
+
+    def _gathered_bytes(self, layer: LayerPlan) -> int:
+        """Keys and values of one token that attention reads, and while they are read from rows with scales:
+        these rows, and keys or values before their product with the scales.
+        """
+        size = kv_bytes_per_token(layer.mixer, self.dtype)
+        if self.kv_dtype is None:
+            return size
+        return size + size // 2 + kv_bytes_per_token(layer.mixer, self.kv_dtype)
+
+    def _expanded_bytes(self, mixer: Mixer, num_keys: int) -> int:
+        """Keys and values that are expanded from latents at once, and their copies for products."""
+        if not isinstance(mixer, Latent):
+            return 0
+        of_a_head = num_keys * (mixer.query_dim + mixer.value_dim)
+        num_elements = max(of_a_head, min(EXPANDED_ELEMENTS, mixer.num_heads * of_a_head))
+        return num_elements * (3 * self.dtype.size_bytes + 4)
+
+    def _token_bytes(self, layer: LayerPlan) -> int:
+        hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
+        residual = hidden_size * (2 * size + 2 * 4)
+        attention = _mixer_elements(layer.mixer) * size
+        return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size
+
+    def _inner_bytes(self, layer: LayerPlan) -> int:
+        """Bytes of one token within a feed-forward."""
+        inner, hidden_size, size = layer.feed_forward, self.config.hidden_size, self.dtype.size_bytes
+        if isinstance(inner, Opaque):
+            return inner.inner_elements * size
+        if not isinstance(inner, Experts):
+            return 3 * inner.width * size
+        shared = 0 if inner.shared is None else 3 * inner.shared.width * size
+        of_a_choice = 3 * (hidden_size + inner.width) * size + 8 * hidden_size
+        return 20 * inner.count + inner.per_token * of_a_choice + shared
+
+    def _mask_bytes(self) -> int:
+        return len(set(self.config.layer_windows)) * (2 + 2 * self.dtype.size_bytes)
+
+    def _logits_bytes(self) -> int:
+        rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
+        return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
+
+
+def _mixer_elements(mixer: Mixer) -> int:
+    """Elements of one token within a mixer."""
+    if isinstance(mixer, Latent):
+        absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+        down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
+        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size
