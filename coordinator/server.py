@@ -137,6 +137,7 @@ class CoordinatorServer:
             *(self.controller, self.engine, model),
             sampler=config.sampler.get_description(),
             loop_lag=self.metrics.loop_lag.recent,
+            max_step_tokens=config.max_step_tokens,
             transport=self._transport,
         )
         activity = ActivityReporter(self.activity, self.controller, self.engine)

@@ -72,16 +72,19 @@ class LinkMeasurement:
 
 async def measure_links(transport: Transport, order: join_pb2.MeasureLinks) -> join_pb2.JoinRequest:
     """Measure one peer after the other, so that they do not share the link of this host."""
-    links = [await _measure(transport, peer) for peer in order.peers[:MAX_PEERS]]
+    num_transfers = 0 if order.round_trips_only else NUM_TRANSFERS
+    links = [await _measure(transport, peer, num_transfers) for peer in order.peers[:MAX_PEERS]]
     return join_pb2.JoinRequest(measured_links=join_pb2.MeasuredLinks(links=links))
 
 
-async def _measure(transport: Transport, peer: join_pb2.LinkPeer) -> join_pb2.MeasuredLink:
+async def _measure(
+    transport: Transport, peer: join_pb2.LinkPeer, num_transfers: int
+) -> join_pb2.MeasuredLink:
     link = join_pb2.MeasuredLink(worker=peer.worker)
     async with transport.channel(peer.address) as channel:
         try:
             pings = [await _probe(channel, has_data=False) for _ in range(NUM_PINGS)]
-            transfers = [await _probe(channel, has_data=True) for _ in range(NUM_TRANSFERS)]
+            transfers = [await _probe(channel, has_data=True) for _ in range(num_transfers)]
         except grpc.aio.AioRpcError as error:
             link.problem = f"{error.code().name}: {error.details()}"[:200]
             log.info(
@@ -91,7 +94,7 @@ async def _measure(transport: Transport, peer: join_pb2.LinkPeer) -> join_pb2.Me
     round_trip_s = min(time_s for time_s, _ in pings[1:])
     rates = [num_bytes / max(1e-4, time_s - round_trip_s) for time_s, num_bytes in transfers]
     link.round_trip_us = round(round_trip_s * 1e6)
-    link.bytes_per_second = round(max(rates))
+    link.bytes_per_second = round(max(rates, default=0.0))
     return link
 
 

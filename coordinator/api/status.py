@@ -11,6 +11,7 @@ from coordinator.cluster.messages import ROLE_TO_MESSAGE
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
+from coordinator.planner.links import wire_dtype_advice
 from coordinator.planner.plan import Plan
 from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
@@ -62,6 +63,7 @@ class StatusReporter:
         *,
         sampler: str,
         loop_lag: Callable[[], tuple[float, float] | None],
+        max_step_tokens: int,
         transport: Transport = PLAIN,
     ) -> None:
         """`sampler` describes which requests are traced, `transport` has this process's certificate.
@@ -76,6 +78,7 @@ class StatusReporter:
         self._engine = engine
         self._model = model
         self._sampler, self._loop_lag, self._transport = sampler, loop_lag, transport
+        self._max_step_tokens = max_step_tokens
 
     def model(self) -> inference_pb2.GetModelResponse:
         """The model, and the current maximum sequence length (0 before the first plan)."""
@@ -125,16 +128,20 @@ class StatusReporter:
 
     def _links(self) -> list[cluster_pb2.LinkStatus]:
         """Of hops between hosts."""
-        plan, links = self._state.plan, self._state.links
-        names = [] if plan is None else [stage.worker for stage in plan.stages]
+        plan, links, model = self._state.plan, self._state.links, self._model
+        if plan is None:
+            return []
+        shape = self._max_step_tokens, model.config.hidden_size
+        used = model.wire_dtype or plan.dtype
         return [
             cluster_pb2.LinkStatus(
                 from_worker=one,
                 to_worker=other,
                 round_trip=duration(link.round_trip_s),
                 bytes_per_second=round(link.bytes_per_s),
+                advice=wire_dtype_advice(link, *shape, used),
             )
-            for one, other in pairwise(names)
+            for one, other in pairwise(stage.worker for stage in plan.stages)
             if (link := links.find(one, other)) is not None
         ]
 

@@ -25,11 +25,11 @@ from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.checks import LedgerCheck, PlanChecks, WeightsCheck
 from coordinator.cluster.connections import Connections, WorkerConnection, stage_kernels
 from coordinator.cluster.event_log import EventLog
+from coordinator.cluster.link_checks import LinkChecks
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
     decode_links,
     encode_assign,
-    encode_measure,
     encode_serving,
     encode_welcome,
 )
@@ -97,6 +97,7 @@ class Controller:
         self._spares = WarmSpares(
             *(state, self.connections, self.weights, model), is_enabled=settings.prefetch
         )
+        self.link_checks = LinkChecks(state, self.connections, lambda: engine.has_live_requests)
         self._pipeline = self._new_pipeline(refused or RefusedPeers(time.monotonic), transport)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()
@@ -131,6 +132,7 @@ class Controller:
     def start(self) -> None:
         """Start the failure detector. Restored requests wait as long as after a worker loss."""
         self._spawn(self._failure_detector.run())
+        self._spawn(self.link_checks.run())
         if self._weights_check is not None:
             self._spawn(self._weights_check.run())
         self._carry_out(self.state.start())
@@ -180,9 +182,7 @@ class Controller:
                 rejoin_secret=connection.rejoin_secret,
             )
         )
-        others = (known.identity for known in self.connections.values())
-        if not self.state.has_served and (measure := encode_measure(identity, others)) is not None:
-            connection.send(measure)
+        self.link_checks.joined(connection)
         self._carry_out(actions)
         return connection
 

@@ -119,7 +119,9 @@ def encode_prefetch(
     return join_pb2.JoinResponse(prefetch_weights=prefetch)
 
 
-def encode_measure(worker: WorkerIdentity, others: Iterable[WorkerIdentity]) -> join_pb2.JoinResponse | None:
+def encode_measure(
+    worker: WorkerIdentity, others: Iterable[WorkerIdentity], *, round_trips_only: bool
+) -> join_pb2.JoinResponse | None:
     """Encode the order to measure the ways to workers on other hosts; None if there are none."""
     host = parse_address(worker.address).host
     peers = [
@@ -127,7 +129,8 @@ def encode_measure(worker: WorkerIdentity, others: Iterable[WorkerIdentity]) -> 
         for other in others
         if other.name != worker.name and parse_address(other.address).host != host
     ]
-    return join_pb2.JoinResponse(measure_links=join_pb2.MeasureLinks(peers=peers)) if peers else None
+    order = join_pb2.MeasureLinks(peers=peers, round_trips_only=round_trips_only)
+    return join_pb2.JoinResponse(measure_links=order) if peers else None
 
 
 def decode_links(message: join_pb2.MeasuredLinks) -> dict[str, Link]:

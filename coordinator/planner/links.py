@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from statistics import median
 
+from checkpoint.dtypes import ScaledDType
 from wire.addresses import parse_address
+from wire.tensors import WireDType, payload_bytes, wire_dtype_name
 
 COORDINATOR = ""
 """Name of the coordinator in links; workers have other names."""
 MIN_GAIN, MIN_GAIN_S = 0.1, 0.002
 """Share of the time on links, and time, that another order must save: measurements vary."""
+MIN_SAVING_S = 0.02
+"""Time of a step on a link that is worth another wire dtype."""
 MAX_EXACT = 10
 """Workers up to which every order is considered; above, only those that moves of one worker reach."""
 
@@ -77,9 +81,12 @@ class LinkTable:
         self._measured: dict[tuple[str, str], Link] = {}
 
     def put(self, worker: str, links: Mapping[str, Link]) -> None:
-        """Store the links of a worker to others, by their names."""
+        """Store the links of a worker to others, by their names; a rate stays until it is measured again."""
         for other, link in links.items():
-            self._measured[worker, other] = link
+            known = self.find(worker, other)
+            rate = link.bytes_per_s or (known.bytes_per_s if known else 0.0)
+            self._measured.pop((other, worker), None)
+            self._measured[worker, other] = replace(link, bytes_per_s=rate)
 
     def find(self, one: str, other: str) -> Link | None:
         """The link between two workers, as either measured it."""
@@ -94,6 +101,21 @@ class LinkTable:
             if link is not None:
                 found[one, other] = link
         return Links(found if any(link is not SAME_HOST for link in found.values()) else {})
+
+
+def wire_dtype_advice(link: Link, num_tokens: int, width: int, used: WireDType) -> str:
+    """Say how much sooner hidden states [num_tokens, width] would pass in int8; empty for less than 20 ms."""
+    if not link.bytes_per_s:
+        return ""
+    now_s, then_s = (
+        payload_bytes(dtype, (num_tokens, width)) / link.bytes_per_s for dtype in (used, ScaledDType.I8)
+    )
+    if now_s - then_s < MIN_SAVING_S:
+        return ""
+    return (
+        f"a step of {num_tokens} tokens takes {now_s * 1e3:.0f} ms, {then_s * 1e3:.0f} ms with "
+        f"--wire-dtype {wire_dtype_name(ScaledDType.I8)}"
+    )
 
 
 def best_order(workers: Sequence[str], links: Links, num_bytes: int) -> list[str]:

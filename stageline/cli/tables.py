@@ -137,7 +137,8 @@ def _links(status: cluster_pb2.GetStatusResponse) -> list[str]:
     return [
         f"Link {link.from_worker} to {link.to_worker}: "
         f"round trip {link.round_trip.ToTimedelta().total_seconds() * 1e3:.1f} ms, "
-        f"{format_size(link.bytes_per_second)}/s"
+        + (f"{format_size(link.bytes_per_second)}/s" if link.bytes_per_second else "rate not measured yet")
+        + (f"; {link.advice}" if link.advice else "")
         for link in status.links
     ]
 

@@ -44,6 +44,44 @@ async def test_links_between_hosts_are_measured_and_shown() -> None:
         assert (await cluster.generate(CASE.again())).succeeded
 
 
+async def test_hops_are_measured_again_while_the_cluster_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    trip_us, rate = 1_000, 10**6
+
+    async def measured(
+        transport: object, peer: join_pb2.LinkPeer, num_transfers: int
+    ) -> join_pb2.MeasuredLink:
+        asked.append((peer.worker, num_transfers))
+        found = rate if num_transfers else 0
+        return join_pb2.MeasuredLink(worker=peer.worker, round_trip_us=trip_us, bytes_per_second=found)
+
+    monkeypatch.setattr(links, "_measure", measured)
+    async with Cluster(None, layers=(4, 4, 4), num_workers=0, waits=False) as cluster:
+        for number in range(3):
+            await start_at(cluster, f"w{number}", f"127.0.0.{number + 1}")
+        await cluster.wait_status(
+            lambda status: status.state == cluster_pb2.CLUSTER_STATE_SERVING and len(status.links) == 2
+        )
+        checks, asked[:] = cluster.server.controller.link_checks, []
+        trip_us, rate = 70_000, 10**4
+
+        async def measured_again() -> list[tuple[float, int]]:
+            checks.measure_hops()
+            status = await cluster.wait_status(
+                lambda status: all(link.round_trip.ToMicroseconds() == trip_us for link in status.links)
+            )
+            return [(link.bytes_per_second, bool(link.advice)) for link in status.links]
+
+        async with cluster.generating([RequestCase(prompt=(5, 17, 99), max_tokens=400)]) as answers:
+            await until(lambda: bool(answers[0].tokens))
+            assert await measured_again() == [(10**6, False)] * 2, "transfers would delay the request"
+        assert sorted(asked) == [("w1", 0), ("w2", 0)]
+        trip_us = 71_000
+        assert await measured_again() == [(10**4, True)] * 2
+        await start_at(cluster, "w3", "127.0.0.9")
+        await until(lambda: ("w0", links.NUM_TRANSFERS) in asked)
+
+
 async def test_a_peer_that_is_gone_is_a_problem_and_uploads_have_a_limit() -> None:
     async with Cluster(None, layers=(12,)) as cluster:
         address = cluster.workers["w0"].worker.listen_address
@@ -63,7 +101,7 @@ async def test_a_peer_that_is_gone_is_a_problem_and_uploads_have_a_limit() -> No
 
 
 async def test_the_plan_avoids_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measured(transport: object, peer: join_pb2.LinkPeer) -> join_pb2.MeasuredLink:
+    async def measured(transport: object, peer: join_pb2.LinkPeer, _: int) -> join_pb2.MeasuredLink:
         trip_us = 50_000 if measuring == "w1" else 100  # the way from w1 to w0
         return join_pb2.MeasuredLink(worker=peer.worker, round_trip_us=trip_us, bytes_per_second=10**9)
 

@@ -612,9 +612,13 @@ class LinkStatus(_message.Message):
     TO_WORKER_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     from_worker: _builtins.str
     to_worker: _builtins.str
     bytes_per_second: _builtins.int
+    """0: not measured."""
+    advice: _builtins.str
+    """Wire dtype with which large steps would pass sooner, and both times; empty if none would save much."""
     @_builtins.property
     def round_trip(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -624,10 +628,11 @@ class LinkStatus(_message.Message):
         to_worker: _builtins.str = ...,
         round_trip: _duration_pb2.Duration | None = ...,
         bytes_per_second: _builtins.int = ...,
+        advice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round_trip", b"round_trip"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "from_worker", b"from_worker", "round_trip", b"round_trip", "to_worker", b"to_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "bytes_per_second", b"bytes_per_second", "from_worker", b"from_worker", "round_trip", b"round_trip", "to_worker", b"to_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

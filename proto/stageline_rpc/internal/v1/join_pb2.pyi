@@ -600,16 +600,20 @@ class MeasureLinks(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PEERS_FIELD_NUMBER: _builtins.int
+    ROUND_TRIPS_ONLY_FIELD_NUMBER: _builtins.int
+    round_trips_only: _builtins.bool
+    """No transfers, which would delay steps."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkPeer]: ...
     def __init__(
         self,
         *,
         peers: _abc.Iterable[Global___LinkPeer] | None = ...,
+        round_trips_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers", "round_trips_only", b"round_trips_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -668,8 +672,9 @@ class MeasuredLink(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     round_trip_us: _builtins.int
-    """Median, in microseconds."""
+    """The shortest of several, in microseconds."""
     bytes_per_second: _builtins.int
+    """0: not measured."""
     problem: _builtins.str
     """Why the worker was not reached; the other fields are then 0."""
     def __init__(
