@@ -138,6 +138,12 @@ class Attention:
 EXPANDED_ELEMENTS = 1 << 22
 """Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
 
+KEY_SPLIT = 512
+"""Keys of a decode that one program of a GPU reads; parts have results of their own, which are merged."""
+CHUNK_SPLIT = 4096
+"""As `KEY_SPLIT`, for a prompt's slice of at most `SHORT_CHUNK` queries; a longer one is not split."""
+SHORT_CHUNK = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:

@@ -1,9 +1,9 @@
 """Decodes and validates the coordinator's assignments and reference requests."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from checkpoint import DType, ScaledDType, WeightFormat
+from checkpoint import BoundaryTensor, DType, ScaledDType, WeightFormat
 from checkpoint.blueprint import Implementation
 from checkpoint.pins import PinnedFile, Pins
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
@@ -14,6 +14,7 @@ from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import StageRole
 from wire.peer_secrets import RefusedPeers, is_secret
 from wire.reference import Text
+from wire.staging import StagingSizes
 from wire.tensors import (
     DTYPE_FROM_MESSAGE,
     IMPLEMENTATION_FROM_MESSAGE,
@@ -232,6 +233,18 @@ class Assignment:
     def group_blocks(self) -> tuple[int, ...]:
         """KV blocks of each block group."""
         return (self.num_blocks, *self.other_num_blocks)
+
+    def staging_sizes(self, boundary: Sequence[BoundaryTensor]) -> StagingSizes:
+        """Staging memory of a GPU for the steps of this stage."""
+        return StagingSizes.of(
+            max_step_tokens=self.max_step_tokens,
+            max_step_sequences=self.max_step_sequences,
+            max_sequence_tokens=self.max_sequence_tokens,
+            block_size=self.block_size,
+            num_groups=len(self.group_blocks),
+            boundary=boundary,
+            dtypes=(self.dtype, self.sent_dtype),
+        )
 
     @property
     def sent_dtype(self) -> WireDType:

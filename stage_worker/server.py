@@ -289,6 +289,7 @@ class Worker:
             supports_bf16=self._backend.supports_bf16,
             supports_f16=self._backend.supports_f16,
             gpu=None if gpu is None else encode_gpu(gpu),
+            reads_pages_in_place=self._backend.reads_pages_in_place,
         )
 
     def _heartbeat(self) -> join_pb2.Heartbeat:

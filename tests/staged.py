@@ -9,7 +9,7 @@ import torch
 from checkpoint import Checkpoint
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
-from stage_worker.backends.transfers import DeviceQueue, StagingRing, StagingSizes
+from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model import DecoderStage
@@ -28,6 +28,6 @@ def staged_executor(assignment: Assignment, queue: DeviceQueue, device: torch.de
         device=device,
     )
     model.load(checkpoint)
-    ring = StagingRing(queue, StagingSizes.of(assignment, checkpoint.config.boundary))
+    ring = StagingRing(queue, assignment.staging_sizes(checkpoint.config.boundary))
     pages = new_pages(assignment, checkpoint.config, device)
     return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from statistics import median_low
 
-from coordinator.planner.plan import StagePlan
+from coordinator.planner.plan import DeviceKind, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from wire.errors import HandshakeMismatch
 from wire.gpu import Gpu
@@ -45,6 +45,14 @@ class WorkerIdentity:
     supports_bf16: bool = True
     supports_f16: bool = False
     gpu: Gpu | None = None
+    reads_pages_in_place: bool = False
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """Where it computes."""
+        if self.gpu is None:
+            return DeviceKind.HOST
+        return DeviceKind.GPU_IN_PLACE if self.reads_pages_in_place else DeviceKind.GPU
 
 
 @dataclass(slots=True)

@@ -66,6 +66,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         supports_bf16=hello.supports_bf16,
         supports_f16=hello.supports_f16,
         gpu=gpu,
+        reads_pages_in_place=hello.reads_pages_in_place,
     )
 
 

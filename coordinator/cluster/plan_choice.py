@@ -294,6 +294,7 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
         memory_bytes=worker.memory_bytes,
         supports_bf16=worker.supports_bf16,
         supports_f16=worker.supports_f16,
+        device=worker.device_kind,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from checkpoint import DType, ScaledDType
 from kvcache import KvGroup, KvWindow
@@ -17,19 +18,33 @@ class PlanImpossible(ValueError):
     """No plan exists for the workers and options; the message has the numbers."""
 
 
+class DeviceKind(Enum):
+    """Where a stage computes, which decides on its memory.
+
+    HOST has no other memory. GPU and GPU_IN_PLACE have buffers for copies from and to the host, and
+    workspaces. GPU computes with torch's operators; the kernels of GPU_IN_PLACE attend to pages in place.
+    """
+
+    HOST = auto()
+    GPU = auto()
+    GPU_IN_PLACE = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCapacity:
-    """Memory budget of a worker for weights, KV pages and activations.
+    """Memory budget of a worker for weights, KV pages, activations, buffers and workspaces.
 
     The budget does not include the process itself: interpreter, torch and gRPC take some 300 MB on the host,
-    and a CUDA context on the device. A device without `supports_bf16` emulates bfloat16, slower than float32;
-    with `supports_f16` float16 is as fast there as bfloat16 elsewhere.
+    and a CUDA context 300 to 600 MB on the device, before the worker reads its free memory. A device without
+    `supports_bf16` emulates bfloat16, slower than float32; with `supports_f16` float16 is as fast there as
+    bfloat16 elsewhere.
     """
 
     name: str
     memory_bytes: int
     supports_bf16: bool = True
     supports_f16: bool = False
+    device: DeviceKind = DeviceKind.HOST
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -62,8 +77,10 @@ class StepLimits:
 class StagePlan:
     """One stage: layers [layer_begin, layer_end) on one worker.
 
-    `memory_bytes` is the worker's budget. `cost` is the bytes of weights that a decode step reads on this
-    stage, proportional to its time (see `coordinator.planner.stage_memory`).
+    `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
+    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces of libraries. `cost` is
+    the bytes of weights that a decode step reads on this stage, proportional to its time (see
+    `coordinator.planner.stage_memory`).
     """
 
     stage: int
@@ -76,6 +93,13 @@ class StagePlan:
     activation_bytes: int
     memory_bytes: int
     cost: int
+    buffer_bytes: int = 0
+    overhead_bytes: int = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of the host that buffers for copies have twins in."""
+        return self.buffer_bytes
 
     @property
     def num_layers(self) -> int:
@@ -89,8 +113,9 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV pages and activations together."""
-        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+        """Weights, KV pages, activations, buffers and workspaces together."""
+        used = self.weight_bytes + self.kv_bytes + self.activation_bytes
+        return used + self.buffer_bytes + self.overhead_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -22,6 +22,7 @@ from coordinator.planner.split import Split, SplitProblem, best_split
 from coordinator.planner.stage_memory import StageMemory
 from wire.ids import StageRole
 from wire.sizes import format_size
+from wire.tensors import WireDType
 
 
 def validate_counts(
@@ -86,7 +87,7 @@ def validate_layers(
     """Raise PlanImpossible if a stage of a given split does not fit its worker."""
     for stage, (worker, layer_range) in enumerate(zip(workers, _layer_ranges(layers), strict=True)):
         role = StageRole.of_stage(stage, len(layers))
-        if memory.total_bytes(role, *layer_range, num_blocks) > worker.memory_bytes:
+        if memory.total_bytes(role, *layer_range, num_blocks, worker.device) > worker.memory_bytes:
             need = _stage_need(memory, worker, stage, layers, num_blocks)
             raise PlanImpossible(f"{need}. {_total_need(memory, workers, num_blocks)}")
 
@@ -121,11 +122,13 @@ def _stage_need(
     role = StageRole.of_stage(stage, len(layers))
     begin, end = _layer_ranges(layers)[stage]
     named = f"layers {begin}-{end - 1} need" if end - begin > 1 else f"layer {begin} needs"
-    short = memory.total_bytes(role, begin, end, num_blocks) - worker.memory_bytes
+    short = memory.total_bytes(role, begin, end, num_blocks, worker.device) - worker.memory_bytes
+    buffers = memory.buffer_bytes(num_blocks, worker.device) + memory.overhead_bytes(worker.device)
     return (
         f"stage {stage} on {worker.name}: {named}"
         f" {format_size(memory.weight_bytes(role, begin, end))} weights"
-        f" + {format_size(memory.activation_bytes(role, num_blocks))} activations"
+        f" + {format_size(memory.activation_bytes(role, num_blocks, worker.device))} activations"
+        f"{f' + {format_size(buffers)} buffers and workspaces' if buffers else ''}"
         f" + {format_size(memory.kv_bytes(begin, end, num_blocks))} KV"
         f" for {num_blocks * memory.block_size} tokens,"
         f" but {worker.name} has {format_size(worker.memory_bytes)} ({format_size(short)} too little)"
@@ -135,7 +138,10 @@ def _stage_need(
 def _total_need(memory: StageMemory, workers: Sequence[WorkerCapacity], num_blocks: int) -> str:
     """Compare the model's total memory on this many stages with the workers' budgets."""
     roles = [StageRole.of_stage(stage, len(workers)) for stage in range(len(workers))]
-    need = sum(memory.total_bytes(role, 0, 0, num_blocks) for role in roles)
+    need = sum(
+        memory.total_bytes(role, 0, 0, num_blocks, worker.device)
+        for role, worker in zip(roles, workers, strict=True)
+    )
     need += sum(memory.layer_bytes) + memory.kv_bytes(0, memory.config.num_layers, num_blocks)
     have = sum(worker.memory_bytes for worker in workers)
     return (
@@ -158,6 +164,7 @@ def make_plan(
     layers: Sequence[int] | None = None,
     max_kv_tokens: int | None = None,
     kv_dtype: ScaledDType | None = None,
+    wire_dtype: WireDType | None = None,
 ) -> Plan:
     """Assign one stage to every worker, and every layer of the model to one stage.
 
@@ -182,6 +189,7 @@ def make_plan(
         block_size=block_size,
         num_stages=len(workers),
         kv_dtype=kv_dtype,
+        wire_dtype=wire_dtype,
     )
     problem = _split_problem(memory, workers, max_kv_tokens)
     return _made_plan(memory, workers, _choose_split(memory, workers, layers, problem))
@@ -225,10 +233,11 @@ def _split_problem(
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
 
     outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
-    activation_bytes = cache(memory.activation_bytes)  # called for every worker and choice of ends
+    step_bytes = cache(memory.step_bytes)  # called for every worker and choice of ends
 
     def room(worker: int, role: StageRole, num_blocks: int) -> int:
-        return workers[worker].memory_bytes - outside_layers[role] - activation_bytes(role, num_blocks)
+        capacity = workers[worker]
+        return capacity.memory_bytes - outside_layers[role] - step_bytes(role, num_blocks, capacity.device)
 
     return SplitProblem(
         num_workers=len(workers),
@@ -253,7 +262,7 @@ def _given_split(
 
     def too_many(num_blocks: int) -> bool:
         return any(
-            memory.total_bytes(role, begin, end, num_blocks) > worker.memory_bytes
+            memory.total_bytes(role, begin, end, num_blocks, worker.device) > worker.memory_bytes
             for worker, role, (begin, end) in stages
         )
 
@@ -274,7 +283,9 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
         layer_end=end,
         weight_bytes=memory.weight_bytes(role, begin, end),
         kv_bytes=memory.kv_bytes(begin, end, split.num_blocks),
-        activation_bytes=memory.activation_bytes(role, split.num_blocks),
+        activation_bytes=memory.activation_bytes(role, split.num_blocks, worker.device),
+        buffer_bytes=memory.buffer_bytes(split.num_blocks, worker.device),
+        overhead_bytes=memory.overhead_bytes(worker.device),
         memory_bytes=worker.memory_bytes,
         cost=memory.cost(role, begin, end),
     )
@@ -326,6 +337,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         layers=config.layers if len(workers) == config.num_stages else None,
         max_kv_tokens=config.max_kv_tokens,
         kv_dtype=model.kv_dtype,
+        wire_dtype=model.wire_dtype,
     )
 
 

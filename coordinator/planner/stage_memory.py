@@ -23,6 +23,13 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 
 The process itself is not part of the budget (see `WorkerCapacity`).
 
+On a GPU whose kernels attend to pages in place, there are no gathered keys and values and no masks, except
+in layers with latent attention and in those by transformers. Instead, results of parts of keys are kept in
+float32, with two more numbers per head, until they are merged: a decode has one per `KEY_SPLIT` keys, a query
+of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's operators on a GPU, gathered keys and values
+are copied once more, into the order of heads. Any GPU has staging memory (`wire.staging`), and
+`GPU_OVERHEAD_BYTES`.
+
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
 final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
 E * (1 - (1 - k / E)^B), if each sequence chooses k; B is max_step_sequences / stages, so that all sequences
@@ -41,6 +48,7 @@ from operator import mul
 
 from checkpoint import (
     EXPANDED_ELEMENTS,
+    Attention,
     Blueprint,
     DType,
     Experts,
@@ -55,9 +63,18 @@ from checkpoint import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from coordinator.planner.plan import StepLimits
+from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
+from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.ids import StageRole
+from wire.staging import StagingSizes
+from wire.tensors import WireDType
+
+GPU_OVERHEAD_BYTES = 384 * 1024 * 1024
+"""Memory of a GPU that a stage takes beside its tensors, after the context exists. Estimated, not measured:
+workspaces of cuBLAS and cuBLASLt (32 MiB each on Hopper), modules that libraries load with their first use
+(some 150 MiB), and the rest of the 2 MiB and 20 MiB segments in which torch's allocator takes memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +90,7 @@ class StageMemory:
     block_size: int
     num_stages: int
     kv_dtype: ScaledDType | None = None
+    wire_dtype: WireDType | None = None
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -186,29 +204,81 @@ class StageMemory:
         counts = self.block_limits(num_blocks)[layer_begin:layer_end]
         return sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
 
-    def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
+    def activation_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind = DeviceKind.HOST) -> int:
         """Activation memory of the largest step with `num_blocks` blocks in the cache."""
-        limits, kv_tokens = self.limits, num_blocks * self.block_size
-        longest = min(limits.max_sequence_tokens, kv_tokens)
-        gathered = min(limits.max_step_sequences * longest, kv_tokens)
-        size = limits.max_step_tokens * longest * self._mask_bytes()
+        longest = self._longest(num_blocks)
+        gathered = min(self.limits.max_step_sequences * longest, num_blocks * self.block_size)
+        is_in_place = device is DeviceKind.GPU_IN_PLACE
+        gathers = [not (is_in_place and _attends_in_place(kind)) for kind in self.config.kinds]
+        num_copies = 1 if device is DeviceKind.HOST else 2
+        size = self.limits.max_step_tokens * longest * self._mask_bytes() if any(gathers) else 0
         size += max(
-            limits.max_step_tokens * token_bytes + gathered * kv_bytes
-            for token_bytes, kv_bytes in self._kind_bytes
+            self.limits.max_step_tokens * self._token_bytes(kind)
+            + (
+                gathered * num_copies * self._gathered_bytes(kind)
+                if copies
+                else self._partial_bytes(kind.mixer, longest, gathered)
+            )
+            for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
         size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
         return size + (self._logits_bytes() if role.has_head else 0)
 
-    def total_bytes(self, role: StageRole, layer_begin: int, layer_end: int, num_blocks: int) -> int:
-        """Weights, KV pages and activations of a stage."""
+    def buffer_bytes(self, num_blocks: int, device: DeviceKind) -> int:
+        """Memory of a device for copies from and to the host, which has as much for them."""
+        if device is DeviceKind.HOST:
+            return 0
+        bounded = self.limits.max_sequence_tokens if self.windows[0] else self._longest(num_blocks)
+        sizes = StagingSizes.of(
+            max_step_tokens=self.limits.max_step_tokens,
+            max_step_sequences=self.limits.max_step_sequences,
+            max_sequence_tokens=bounded,
+            block_size=self.block_size,
+            num_groups=len(self.windows),
+            boundary=self.config.boundary,
+            dtypes=(self.dtype, self.wire_dtype or self.dtype),
+        )
+        return sizes.total_bytes
+
+    def overhead_bytes(self, device: DeviceKind) -> int:
+        """Memory of a device beside tensors."""
+        return 0 if device is DeviceKind.HOST else GPU_OVERHEAD_BYTES
+
+    def step_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
+        """What a stage holds beside weights and KV pages."""
+        buffers = self.buffer_bytes(num_blocks, device) + self.overhead_bytes(device)
+        return buffers + self.activation_bytes(role, num_blocks, device)
+
+    def total_bytes(
+        self,
+        role: StageRole,
+        layer_begin: int,
+        layer_end: int,
+        num_blocks: int,
+        device: DeviceKind = DeviceKind.HOST,
+    ) -> int:
+        """Weights, KV pages, activations, buffers and workspaces of a stage."""
         weights = self.weight_bytes(role, layer_begin, layer_end)
         kv = self.kv_bytes(layer_begin, layer_end, num_blocks)
-        return weights + kv + self.activation_bytes(role, num_blocks)
+        return weights + kv + self.step_bytes(role, num_blocks, device)
 
-    @cached_property
-    def _kind_bytes(self) -> set[tuple[int, int]]:
-        """Activation bytes of one token, and KV bytes of one token, in each kind of layers."""
-        return {(self._token_bytes(kind), self._gathered_bytes(kind)) for kind in self.config.kinds}
+    def _longest(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that a step attends to."""
+        return min(self.limits.max_sequence_tokens, num_blocks * self.block_size)
+
+    def _partial_bytes(self, mixer: Mixer, longest: int, read: int) -> int:
+        """Results of parts of keys, of a step whose sequences have `read` tokens, `longest` at most.
+
+        A row has a result of every head, and its highest score and sum of weights.
+        """
+        assert isinstance(mixer, Attention), "in place are layers with keys and values of their own"
+        limits, rows = self.limits, 0
+        if longest > KEY_SPLIT:
+            rows = read // KEY_SPLIT + limits.max_step_sequences
+        if longest > CHUNK_SPLIT:
+            of_chunks = limits.max_step_tokens * -(-longest // CHUNK_SPLIT)
+            rows = min(rows + of_chunks, read * SHORT_CHUNK // CHUNK_SPLIT + limits.max_step_tokens)
+        return rows * mixer.num_heads * (mixer.head_dim + 2) * 4
 
     def _gathered_bytes(self, layer: LayerPlan) -> int:
         """Keys and values of one token that attention reads, and while they are read from rows with scales:
@@ -250,6 +320,11 @@ class StageMemory:
     def _logits_bytes(self) -> int:
         rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
         return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
+
+
+def _attends_in_place(layer: LayerPlan) -> bool:
+    """Whether kernels of a GPU attend to the pages of all slices of a layer in place."""
+    return isinstance(layer.mixer, Attention) and not isinstance(layer.feed_forward, Opaque)
 
 
 def _mixer_elements(mixer: Mixer) -> int:

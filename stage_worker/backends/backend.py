@@ -136,6 +136,11 @@ class StageBackend(ABC):
         return False
 
     @property
+    def reads_pages_in_place(self) -> bool:
+        """Kernels of a GPU attend to pages in place."""
+        return False
+
+    @property
     def gpu(self) -> Gpu | None:
         """The GPU that computes; None on a CPU and for a mock."""
         return None

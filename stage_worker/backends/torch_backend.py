@@ -30,7 +30,7 @@ from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
 from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
-from stage_worker.model.kernels import check_choice
+from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
 from wire.gpu import Gpu
 from wire.reference import Reference, encode_states
@@ -89,6 +89,10 @@ class TorchBackend(StageBackend):
     @property
     def supports_f16(self) -> bool:
         return has_fast_f16(self._resources.device)
+
+    @property
+    def reads_pages_in_place(self) -> bool:
+        return has_triton_kernels(self._resources.kernels, self._resources.device)
 
     @property
     def gpu(self) -> Gpu | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -18,15 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import BoundaryTensor
-from stage_worker.assignment import Assignment
 from stage_worker.model.step_layout import HostArray, Place
-from wire.tensors import payload_bytes
-
-NUM_SLOTS = 4
-"""Of a ring: a step that is uploaded, one that is computed, one that is downloaded, and one that is sent."""
-_ALIGNMENT = 64
-"""Bytes, for any dtype and for coalesced reads."""
+from wire.staging import NUM_SLOTS, StagingSizes, aligned
 
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
@@ -174,46 +167,6 @@ class CudaQueue(DeviceQueue):
         torch.cuda.synchronize(self._device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingSizes:
-    """Bytes of one step's arrays and of its output, at most."""
-
-    input_bytes: int
-    output_bytes: int
-
-    @classmethod
-    def of(cls, assignment: Assignment, boundary: Sequence[BoundaryTensor]) -> StagingSizes:
-        """For steps within the limits of `assignment`."""
-        num_tokens, num_rows = assignment.max_step_tokens, assignment.max_step_sequences
-        pages_per_row = -(-assignment.max_sequence_tokens // assignment.block_size) + 1
-        # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages,
-        # or an attention work list of half as wide elements.
-        of_group = 10 * num_tokens + (13 + pages_per_row) * num_rows
-        # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
-        columns = 2 * num_tokens + 8 * num_rows + len(assignment.group_blocks) * of_group
-        num_arrays = 16 + len(assignment.group_blocks) * (8 + num_rows) + len(boundary)
-        states = [
-            sum(
-                _aligned(payload_bytes(tensor.dtype or dtype, (num_tokens, tensor.width)))
-                for tensor in boundary
-            )
-            for dtype in (assignment.dtype, assignment.sent_dtype)
-        ]
-        return cls(
-            input_bytes=8 * columns + _ALIGNMENT * num_arrays + max(states),
-            output_bytes=_aligned(8 * num_rows) + _ALIGNMENT + max(states),
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of all slots, on the device, and as much on the host."""
-        return NUM_SLOTS * (self.input_bytes + self.output_bytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 @dataclass(slots=True)
 class _Slot:
     """Memory for one step: arrays on host and device, and output on device and host.
@@ -274,7 +227,7 @@ class _StagedTransfer(StepTransfer):
         slot, end = self._slot, 0
         placed: dict[int, tuple[HostArray, Tensor]] = {}
         for array in arrays:
-            begin, end = _aligned(end), _aligned(end) + array.nbytes
+            begin, end = aligned(end), aligned(end) + array.nbytes
             _check_room(end, len(slot.host_arrays))
             slot.host_arrays[begin:end] = array.reshape(-1).view(np.uint8)
             twin = slot.arrays.narrow(0, begin, array.nbytes).view(_DTYPES[array.dtype]).view(array.shape)
@@ -283,7 +236,7 @@ class _StagedTransfer(StepTransfer):
         return lambda array: placed[id(array)][1]
 
     def fetch(self, tensor: Tensor) -> memoryview:
-        begin, num_bytes = _aligned(self._end), tensor.numel() * tensor.element_size()
+        begin, num_bytes = aligned(self._end), tensor.numel() * tensor.element_size()
         self._end = begin + num_bytes
         _check_room(self._end, len(self._output))
         output = self._slot.output

@@ -41,7 +41,7 @@ from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
-from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StagingSizes, StepTransfers
+from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
 from stage_worker.loading.warmup import warm_up
@@ -370,13 +370,13 @@ def _check_memory(
 
 def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.device) -> int:
     """Memory of a device for copies from and to the host."""
-    return 0 if device.type == "cpu" else StagingSizes.of(assignment, config.boundary).total_bytes
+    return 0 if device.type == "cpu" else assignment.staging_sizes(config.boundary).total_bytes
 
 
 def _new_transfers(assignment: Assignment, config: Blueprint, device: torch.device) -> StepTransfers:
     if device.type == "cpu":
         return HostTransfers()
-    return StagingRing(CudaQueue(device), StagingSizes.of(assignment, config.boundary))
+    return StagingRing(CudaQueue(device), assignment.staging_sizes(config.boundary))
 
 
 def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:

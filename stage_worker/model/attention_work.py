@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.validation import SliceLayout
 
-KEY_SPLIT = 512
-CHUNK_SPLIT = 4096
-_SHORT_CHUNK = 64
-"""Queries of a slice up to which `CHUNK_SPLIT` applies."""
 _UNSPLIT = 1 << 40
 
 _TILE_ROWS = 128
@@ -125,7 +122,7 @@ def _blocks(
     for sequence, (item, row) in enumerate(zip(slices, first_rows, strict=True), start=num):
         begins = np.arange(0, item.num_tokens, queries_per_item)
         size = len(begins)
-        split = CHUNK_SPLIT if item.num_tokens <= _SHORT_CHUNK else _UNSPLIT
+        split = CHUNK_SPLIT if item.num_tokens <= SHORT_CHUNK else _UNSPLIT
         counts = np.minimum(queries_per_item, item.num_tokens - begins)
         same = (np.full(size, number, np.int64) for number in (sequence, item.first_block, split))
         sequences, first_blocks, splits = same

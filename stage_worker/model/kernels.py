@@ -243,6 +243,11 @@ def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice:
     return _plain(config, reason)
 
 
+def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:
+    """Whether Triton kernels compute a stage on `device`, of most models."""
+    return device.type == "cuda" and choice is not KernelChoice.PLAIN and no_triton_because(device) is None
+
+
 def no_triton_because(device: torch.device) -> str | None:
     """Why Triton kernels are unavailable on a GPU; None if available."""
     if importlib.util.find_spec("triton") is None:

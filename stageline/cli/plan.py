@@ -17,6 +17,7 @@ from checkpoint import Checkpoint, CheckpointError
 from checkpoint.blueprint import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import (
+    DeviceKind,
     LayerKinds,
     Plan,
     PlanImpossible,
@@ -43,7 +44,7 @@ _KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 
 def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> RenderableType:
     """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
-    notes = (*_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
+    notes = (*_of_gpus(plan), *_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
     lines = (Text(line) for line in (*notes, *_unpacking(plan, model), *_implementation(model)))
     tables = (_stages_table(plan), "", _kinds_table(layers))
     return Group(Text(_headline(plan, model)), "", *tables, "", *lines)
@@ -71,6 +72,20 @@ def _table(*columns: str, right: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left")
     return table
+
+
+def _of_gpus(plan: Plan) -> list[str]:
+    """What the activations of GPUs include, and what their hosts need."""
+    if not any(stage.buffer_bytes for stage in plan.stages):
+        return []
+    buffers, overhead, pinned = (
+        format_size(max(getattr(stage, name) for stage in plan.stages))
+        for name in ("buffer_bytes", "overhead_bytes", "pinned_bytes")
+    )
+    return [
+        f"Activations include {buffers} of buffers for copies and {overhead} of workspaces on each GPU; its"
+        f" host pins {pinned}."
+    ]
 
 
 def _step_cost(layers: LayerKinds) -> list[str]:
@@ -129,6 +144,9 @@ def _stage_facts(stage: StagePlan) -> dict[str, object]:
         "weight_bytes": stage.weight_bytes,
         "kv_bytes": stage.kv_bytes,
         "activation_bytes": stage.activation_bytes,
+        "buffer_bytes": stage.buffer_bytes,
+        "overhead_bytes": stage.overhead_bytes,
+        "pinned_bytes": stage.pinned_bytes,
         "total_bytes": stage.total_bytes,
         "free_bytes": stage.free_bytes,
         "memory_bytes": stage.memory_bytes,
@@ -185,17 +203,17 @@ def _sizes(stage: StagePlan) -> tuple[str, ...]:
     sizes = (
         stage.weight_bytes,
         stage.kv_bytes,
-        stage.activation_bytes,
+        stage.activation_bytes + stage.buffer_bytes + stage.overhead_bytes,
         stage.total_bytes,
         stage.free_bytes,
     )
     return tuple(format_size(size) for size in sizes)
 
 
-def parse_workers(text: str) -> tuple[WorkerCapacity, ...]:
+def parse_workers(text: str, device: DeviceKind = DeviceKind.HOST) -> tuple[WorkerCapacity, ...]:
     """Parse memory sizes such as 24GiB,8GiB, for worker-0, worker-1, ... Raises ValueError."""
     return tuple(
-        WorkerCapacity(name=f"worker-{number}", memory_bytes=parse_size(size))
+        WorkerCapacity(name=f"worker-{number}", memory_bytes=parse_size(size), device=device)
         for number, size in enumerate(text.split(","))
     )
 
@@ -235,6 +253,14 @@ def plan(
             " if it is served.",
         ),
     ] = None,
+    gpus: Annotated[
+        bool,
+        typer.Option(
+            "--gpus",
+            help="Plan for GPUs with Stageline's kernels: count buffers and workspaces, and no copies of"
+            " keys and values (default: CPUs).",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, sizes in bytes.")] = False,
     **flags: Any,
 ) -> int:
@@ -244,7 +270,8 @@ def plan(
         return check(directory, as_json=as_json)
     if workers is None:
         raise typer.BadParameter("is required", param_hint="--workers")
-    capacities = options.build_config(lambda: parse_workers(workers))
+    device = DeviceKind.GPU_IN_PLACE if gpus else DeviceKind.HOST
+    capacities = options.build_config(lambda: parse_workers(workers, device))
     config = make_config(
         CoordinatorConfig,
         context,

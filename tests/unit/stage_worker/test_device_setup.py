@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from stage_worker.backends import torch_device
+from stage_worker.backends.contract import KernelChoice
 from stage_worker.backends.gpu_choice import GpuClaims
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.torch_backend import CPU, TorchBackend
 from stage_worker.backends.torch_device import check_memory, describe_gpu, move_near
 from stage_worker.config import MemoryTooLarge, WorkerConfig
+from stage_worker.model.kernels import has_triton_kernels
 from wire.gpu import Gpu
 
 CUDA = torch.device("cuda", 1)
 UUID = "0f8a6e32-6b0c-4d5e-9a52-6a6f0c2b1d11"
 GIB = 1 << 30
+AUTO = KernelChoice.AUTO
 
 
 @pytest.fixture
@@ -110,6 +113,24 @@ def test_a_gpu_is_described(text: str, version: str, monkeypatch: pytest.MonkeyP
         memory_bytes=80 * GIB,
         driver=version,
     )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "in_place"),
+    [
+        (KernelChoice.AUTO, (9, 0), True),
+        (KernelChoice.PLAIN, (9, 0), False),
+        (KernelChoice.AUTO, (7, 5), False),
+    ],
+)
+def test_kernels_decide_whether_a_gpu_reads_pages_in_place(
+    kernels: KernelChoice, capability: tuple[int, int], *, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_triton_kernels(kernels, CUDA) is in_place
+    assert not has_triton_kernels(kernels, CPU)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -77,6 +77,18 @@ def test_json_adds_up(capsys: Captured) -> None:
         assert stage["total_bytes"] == parts == (memory_mib << 20) - stage["free_bytes"]
 
 
+def test_gpus_have_buffers_and_workspaces(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ["plan", "--workers", "600MiB,600MiB", "--gpus"]
+    assert main([*command, "--json"]) == 0
+    for stage in json.loads(capsys.readouterr().out)["stages"]:
+        parts = ("weight_bytes", "kv_bytes", "activation_bytes", "buffer_bytes", "overhead_bytes")
+        assert stage["total_bytes"] == sum(stage[part] for part in parts) == (600 << 20) - stage["free_bytes"]
+        assert stage["pinned_bytes"] == stage["buffer_bytes"] > 0 < stage["overhead_bytes"]
+    assert main(command) == 0
+    assert "Activations include 1.5 MiB of buffers for copies and 384.0 MiB of" in capsys.readouterr().out
+
+
 def test_the_memory_of_unpacked_weights_is_said_aloud(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,7 @@ class WorkerHello(_message.Message):
     REJOIN_SECRET_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     SUPPORTS_F16_FIELD_NUMBER: _builtins.int
+    READS_PAGES_IN_PLACE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -288,6 +289,8 @@ class WorkerHello(_message.Message):
     """`Welcome.rejoin_secret` of the process's previous stream, if any."""
     supports_f16: _builtins.bool
     """The device computes float16 in hardware, with float32 sums. A bf16 model runs in it by default where bfloat16 is missing."""
+    reads_pages_in_place: _builtins.bool
+    """A GPU whose kernels attend to pages in place, so that steps need no copies of keys and values and no masks."""
     @_builtins.property
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
@@ -309,10 +312,11 @@ class WorkerHello(_message.Message):
         rejoin_secret: _builtins.bytes = ...,
         gpu: _cluster_pb2.Gpu | None = ...,
         supports_f16: _builtins.bool = ...,
+        reads_pages_in_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stage_worker.model.attention_work import (
-    CHUNK_SPLIT,
-    KEY_SPLIT,
-    AttentionWork,
-    HostWork,
-    queries_per_item,
-)
+from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT
+from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.decode_rows import DecodeRows
 from stage_worker.validation import SliceLayout
 

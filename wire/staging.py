@@ -1,0 +1,65 @@
+"""Memory in which steps travel between a host and its GPU: pinned on the host, with twins on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from checkpoint.blueprint import BoundaryTensor
+from wire.tensors import WireDType, payload_bytes
+
+NUM_SLOTS = 4
+"""Of a ring: a step that is uploaded, one that is computed, one that is downloaded, and one that is sent."""
+_ALIGNMENT = 64
+"""Bytes, for any dtype and for coalesced reads."""
+
+
+def aligned(num_bytes: int) -> int:
+    """The next place for an array in staging memory."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSizes:
+    """Bytes of one step's arrays and of its output, at most."""
+
+    input_bytes: int
+    output_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_step_tokens: int,
+        max_step_sequences: int,
+        max_sequence_tokens: int,
+        block_size: int,
+        num_groups: int,
+        boundary: Sequence[BoundaryTensor],
+        dtypes: Iterable[WireDType],
+    ) -> StagingSizes:
+        """For steps within these limits; hidden states come and go in `dtypes`."""
+        num_tokens, num_rows = max_step_tokens, max_step_sequences
+        pages_per_row = -(-max_sequence_tokens // block_size) + 1
+        # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages,
+        # or an attention work list of half as wide elements.
+        of_group = 10 * num_tokens + (13 + pages_per_row) * num_rows
+        # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
+        columns = 2 * num_tokens + 8 * num_rows + num_groups * of_group
+        num_arrays = 16 + num_groups * (8 + num_rows) + len(boundary)
+        states = [
+            sum(
+                aligned(payload_bytes(tensor.dtype or dtype, (num_tokens, tensor.width)))
+                for tensor in boundary
+            )
+            for dtype in dtypes
+        ]
+        return cls(
+            input_bytes=8 * columns + _ALIGNMENT * num_arrays + max(states),
+            output_bytes=aligned(8 * num_rows) + _ALIGNMENT + max(states),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of all slots, on the device, and as much on the host."""
+        return NUM_SLOTS * (self.input_bytes + self.output_bytes)
