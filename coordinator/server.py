@@ -133,13 +133,7 @@ class CoordinatorServer:
         self.controller = self._new_controller(incarnation)
         self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweeper: asyncio.Task[None] | None = None
-        status = StatusReporter(
-            *(self.controller, self.engine, model),
-            sampler=config.sampler.get_description(),
-            loop_lag=self.metrics.loop_lag.recent,
-            max_step_tokens=config.max_step_tokens,
-            transport=self._transport,
-        )
+        status = self._new_status()
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._requests, self.weights_port = self._new_request_handler(), self._new_weights_port()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
@@ -223,6 +217,15 @@ class CoordinatorServer:
             vocab_size=model.config.vocab_size,
             interval_s=config.self_check_interval_s,
             policy=policy,
+        )
+
+    def _new_status(self) -> StatusReporter:
+        return StatusReporter(
+            *(self.controller, self.engine, self._model),
+            sampler=self._config.sampler.get_description(),
+            loop_lag=self.metrics.loop_lag.recent,
+            max_step_tokens=self._config.max_step_tokens,
+            transport=self._transport,
         )
 
     def _new_request_handler(self) -> RequestHandler:
