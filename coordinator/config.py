@@ -109,6 +109,14 @@ class CoordinatorConfig:
             format=_format_layers,
         ),
     ] = None
+    orders_by_links: Annotated[
+        bool,
+        _model(
+            "--link-order",
+            None,
+            "Put workers into the order with the shortest steps on the measured links, not of their names",
+        ),
+    ] = True
     dtype: Annotated[
         str | None,
         _model("--dtype", "bf16|f16|f32", "Dtype of weights and compute", unset="the checkpoint's"),

@@ -443,6 +443,7 @@ def _new_state(
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
         hop_bytes=config.max_step_sequences * model.config.boundary_bytes(model.dtype),
+        orders_by_links=config.orders_by_links,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rejoin timer of lost workers, and failure counters with restart backoff. Pure."""
+"""Timers of the cluster, among them that of lost workers, and failure counters with restart backoff. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -23,7 +23,15 @@ class GraceExpired:
     num_losses: int
 
 
-Timer = HoldExpired | GraceExpired
+@dataclass(frozen=True, slots=True)
+class LinksOverdue:
+    """A worker had long enough to measure its ways to others."""
+
+    name: str
+    incarnation: Incarnation
+
+
+Timer = HoldExpired | GraceExpired | LinksOverdue
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
     return Plan(stages=stages, num_blocks=4, block_size=4, dtype=DType.F32, limits=LIMITS)
 
 
+def kinds(actions: Sequence[object]) -> list[type]:
+    """Their types."""
+    return [type(action) for action in actions]
+
+
 class ClusterDriver:
     """A cluster state with helpers for common event sequences."""
 
@@ -74,6 +79,7 @@ class ClusterDriver:
         needs_check: bool = False,
         has_served: bool = False,
         last_epoch: int = 0,
+        orders_by_links: bool = False,
     ) -> None:
         self.needed_bytes = needed_bytes
         self.state = ClusterState(
@@ -83,6 +89,7 @@ class ClusterDriver:
             needs_check=needs_check,
             has_served=has_served,
             last_epoch=last_epoch,
+            orders_by_links=orders_by_links,
         )
 
     @property

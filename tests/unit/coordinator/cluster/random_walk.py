@@ -9,7 +9,7 @@ from random import Random
 from coordinator.cluster.actions import Action, FinishRunning
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.transitions import TRANSITIONS, ClusterEvent, ClusterPhase
-from coordinator.recovery.rejoin import GraceExpired, HoldExpired, StartTimer
+from coordinator.recovery.rejoin import StartTimer, Timer
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import StepFaultKind
 from wire.ids import RequestId
@@ -34,7 +34,7 @@ class RandomWalk:
             has_served=self._random.random() < 0.5,
         )
         self._state = self._cluster.state
-        self._timers: list[HoldExpired | GraceExpired] = []
+        self._timers: list[Timer] = []
         self._finishing: list[WorkerIdentity] = []
         self._num_incarnations = 0
         self._choices: dict[ClusterEvent, Callable[[], list[Action]]] = {

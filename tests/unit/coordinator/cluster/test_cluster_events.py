@@ -19,7 +19,7 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
-from coordinator.recovery.rejoin import GraceExpired, HoldExpired, StartTimer
+from coordinator.recovery.rejoin import GraceExpired, StartTimer, Timer
 from tests.properties import examples
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
@@ -48,7 +48,7 @@ class ClusterEvents(RuleBasedStateMachine):
         self.num_incarnations = 0
         self.plan_id = 0
         self.assigned: list[AssignStage] = []
-        self.timers: list[HoldExpired | GraceExpired] = []
+        self.timers: list[Timer] = []
         self.dismissed: set[WorkerIdentity] = set()
         self.finishing: list[WorkerIdentity] = []
         for name in "abcd"[:num_joined]:

@@ -22,11 +22,8 @@ from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
     identity_of,
+    kinds,
 )
-
-
-def kinds(actions: list[object]) -> list[type]:
-    return [type(action) for action in actions]
 
 
 def shown(cluster: ClusterDriver, name: str) -> WorkerState:

@@ -15,11 +15,13 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.state_machine import LINKS_WAIT_S
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.observer import EndCause
 from coordinator.planner.links import Link
 from coordinator.recovery.policy import DEFAULT_POLICY
-from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
+from coordinator.recovery.rejoin import LinksOverdue, StartTimer
+from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of, kinds
 
 
 def only_begin(actions: list[Action]) -> BeginEpoch:
@@ -477,10 +479,20 @@ def test_spares_would_get_the_layers_of_each_worker_that_may_be_lost() -> None:
 FAST, SLOW = Link(round_trip_s=0.001, bytes_per_s=1e9), Link(round_trip_s=0.1, bytes_per_s=1e6)
 
 
-def test_measured_links_change_the_order_before_the_first_epoch() -> None:
-    cluster = ClusterDriver(num_stages=3)
-    cluster.join_all("a", "b", "c")
-    assert cluster.stage_names == ["a", "b", "c"]
+def measuring_cluster(**options: bool) -> ClusterDriver:
+    """Workers a, b and c have joined, each on a host of its own."""
+    cluster = ClusterDriver(num_stages=3, orders_by_links=True, **options)
+    assert cluster.join("a") == [], "there is no other"
+    for name in ("b", "c"):
+        overdue = LinksOverdue(name, identity_of(name).incarnation)
+        assert cluster.join(name) == [StartTimer(LINKS_WAIT_S, overdue)]
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    assert cluster.state.detail == "links to others are measured by b, c"
+    return cluster
+
+
+def test_the_first_plan_waits_for_measured_links_and_has_their_order() -> None:
+    cluster = measuring_cluster()
     assert cluster.state.links_measured("b", {"a": SLOW}) == [], "other links are not known yet"
     actions = cluster.state.links_measured("c", {"a": FAST, "b": FAST})
     assert cluster.stage_names == ["a", "c", "b"]
@@ -494,8 +506,36 @@ def test_measured_links_change_the_order_before_the_first_epoch() -> None:
     assert cluster.stage_names == ["a", "d", "b"]
 
 
+def test_links_that_are_not_measured_in_time_are_not_awaited() -> None:
+    cluster = measuring_cluster()
+    assert cluster.state.links_measured("b", {}) == []
+    (late, again) = (LinksOverdue("c", identity_of("c", incarnation=number).incarnation) for number in (1, 2))
+    assert cluster.state.elapsed(again) == [], "of another process"
+    assert kinds(cluster.state.elapsed(late)) == [AssignStage] * 3
+    assert cluster.stage_names == ["a", "b", "c"]
+    assert kinds(cluster.state.links_measured("c", {"a": FAST, "b": FAST})) == []
+    assert kinds(cluster.state.links_measured("b", {"a": SLOW})) == [AssignStage] * 3, "while it loads"
+    assert cluster.stage_names == ["a", "c", "b"]
+
+
+def test_a_lost_worker_measures_no_links() -> None:
+    cluster = measuring_cluster()
+    cluster.state.links_measured("b", {})
+    cluster.lose("c")
+    assert "2 of 3 workers" in cluster.state.detail
+    cluster.join("d")
+    assert kinds(cluster.state.links_measured("d", {})) == [AssignStage] * 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_nothing_is_measured_on_one_host_and_after_a_restart(*, restarted: bool) -> None:
+    cluster = ClusterDriver(num_stages=2, orders_by_links=True, has_served=restarted)
+    cluster.join("a", address="x:1")
+    assert kinds(cluster.join("b", address="y:1" if restarted else "x:2")) == [AssignStage] * 2
+
+
 def test_workers_of_one_host_are_next_to_each_other() -> None:
-    cluster = ClusterDriver(num_stages=3)
+    cluster = ClusterDriver(num_stages=3, orders_by_links=True)
     for name, address in (("a", "x:1"), ("b", "y:1"), ("c", "x:2")):
         cluster.join(name, address=address)
     cluster.state.links_measured("b", {"a": SLOW})
