@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import __main__ as program
+from bench import command as program
 from bench.harness.group import Group, Setting
 from bench.harness.run import GroupResult
 from tests.unit.bench.runs import figure

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.__main__ import README
+from bench.command import README
 from bench.harness.readme import BEGIN, END, with_recorded
 from bench.harness.recorded import as_json
 from bench.harness.run import GroupResult
