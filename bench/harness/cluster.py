@@ -55,9 +55,14 @@ class BenchCluster:
         words: Sequence[str] = (),
         probes_loop: bool = False,
         has_tls: bool = False,
+        command: tuple[str, ...] = _TRACED_COMMAND,
     ) -> None:
-        """`probes_loop`: the coordinator logs how late its event loop is, for `lags`."""
+        """`probes_loop`: the coordinator logs how late its event loop is, for `lags`.
+
+        `command` is the `stageline` command with a coordinator that logs its steps.
+        """
         self._has_tls = has_tls
+        self._command = command
         self._config = config
         self._vocab_size = vocab_size
         self._words = words
@@ -78,7 +83,7 @@ class BenchCluster:
             }
             if self._probes_loop:
                 environment[loop_probe.FILE_VARIABLE] = str(self._lags_file)
-            config = replace(self._config, environment=environment, command=_TRACED_COMMAND)
+            config = replace(self._config, environment=environment, command=self._command)
             if self._has_tls:
                 authority = BenchAuthority(folder)
                 config = _certified(config, authority)

@@ -1,0 +1,1 @@
+"""Measures a GPU in minutes: `python -m bench gpu`."""
