@@ -32,6 +32,7 @@ from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnaps
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import SpanRecorder, new_resource
 from wire.frames import Frame
+from wire.gpu import DeviceMemory
 from wire.tensors import HiddenStates
 from wire.transport import PLAIN, CertificateLife, RenewedChannel, Transport
 
@@ -252,6 +253,8 @@ class WorkerMetrics:
         self._registry = Registry(start_ns=time.time_ns())
         self.stage = StageMetrics(self._registry)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._device_memory = self._registry.number(definitions.DEVICE_MEMORY)
+        self._read_device: Callable[[], DeviceMemory | None] = lambda: None
         self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
         self._lost_records = self._registry.number(definitions.LOST_AUDIT_RECORDS).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
@@ -264,6 +267,10 @@ class WorkerMetrics:
     def watch_certificate(self, life: Callable[[], CertificateLife | None]) -> None:
         """Report how long this process's certificate is valid. Call once."""
         watch_certificate(self._registry, life)
+
+    def watch_device(self, read: Callable[[], DeviceMemory | None]) -> None:
+        """Report the memory of this process's GPU, if it has one. Call once."""
+        self._read_device = read
 
     def snapshot(self) -> ScopeMetrics:
         return self._registry.snapshot(time.time_ns())
@@ -312,6 +319,15 @@ class WorkerMetrics:
 
     def _read(self) -> None:
         self._memory.set(resident_bytes())
+        if (memory := self._read_device()) is not None:
+            for kind, size_bytes in (
+                ("allocated", memory.allocated_bytes),
+                ("reserved", memory.reserved_bytes),
+                ("free", memory.free_bytes),
+                ("peak", memory.peak_bytes),
+                ("pinned", memory.pinned_bytes),
+            ):
+                self._device_memory.of(kind).set(size_bytes)
         self._lost_records.set(self._num_lost_records())
         if self._spans is not None:
             self._dropped_spans.set(self._spans.num_dropped)

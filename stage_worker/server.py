@@ -50,7 +50,7 @@ from wire.condition import Condition, ProcessState
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
-from wire.gpu import encode_gpu
+from wire.gpu import encode_device_memory, encode_gpu
 from wire.interceptors import HealthServicer
 from wire.payload_sockets import PayloadListener
 from wire.payloads import MIN_PAYLOAD_BYTES
@@ -88,6 +88,7 @@ class Worker:
         self._weights_port = self._new_weights_port()
         self._backend = _new_backend(config, self._sharing())
         self._backend.on_device_failure = self._note_device_failure
+        self.metrics.watch_device(lambda: self._backend.device_memory)
         self._device_failure = ""
         self._has_failed = asyncio.Event()
         self.metrics.watch_certificate(self._transport.certificate_life)
@@ -295,6 +296,8 @@ class Worker:
     def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()
         heartbeat.resident_bytes = resident_bytes()
+        if (memory := self._backend.device_memory) is not None:
+            heartbeat.device_memory.CopyFrom(encode_device_memory(memory))
         if (certificate := encode_certificate(self._transport.certificate_life())) is not None:
             heartbeat.certificate.CopyFrom(certificate)
         return heartbeat

@@ -1,4 +1,4 @@
-"""A GPU as its driver describes it, between workers, coordinator and clients."""
+"""A GPU as its driver describes it, and its memory, between workers, coordinator and clients."""
 
 from __future__ import annotations
 
@@ -40,4 +40,29 @@ def decode_gpu(message: cluster_pb2.Gpu) -> Gpu:
         compute_capability=message.compute_capability,
         memory_bytes=message.memory_bytes,
         driver=message.driver,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Bytes of a GPU's memory in tensors, reserved for tensors, and free for all processes.
+
+    `peak_bytes` is the most that was in tensors since the stage was loaded, `pinned_bytes` memory of the host
+    for copies.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    peak_bytes: int
+    pinned_bytes: int = 0
+
+
+def encode_device_memory(memory: DeviceMemory) -> cluster_pb2.DeviceMemory:
+    return cluster_pb2.DeviceMemory(
+        allocated_bytes=memory.allocated_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        free_bytes=memory.free_bytes,
+        peak_bytes=memory.peak_bytes,
+        pinned_bytes=memory.pinned_bytes,
     )

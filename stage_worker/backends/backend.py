@@ -12,7 +12,7 @@ from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from weights.progress import FetchProgress
 from wire.errors import InvalidRequest
-from wire.gpu import Gpu
+from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference
 from wire.steps import Step
 from wire.tensors import TensorView
@@ -76,7 +76,7 @@ class LoadedStage:
     `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `fetched_bytes`
     counts those that came over the network. `kernels` is
     "compiled" or "plain" (empty for a mock), `kernels_detail` names the functions with reasons. `source`
-    is None for a mock.
+    is None for a mock. `pinned_bytes` is memory of the host for copies from and to a GPU.
     """
 
     assignment: Assignment
@@ -91,6 +91,7 @@ class LoadedStage:
     kernels_detail: str = ""
     source: LoadedFrom | None = None
     fetched_bytes: int = 0
+    pinned_bytes: int = 0
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """This stage under an equivalent assignment."""
@@ -143,6 +144,11 @@ class StageBackend(ABC):
     @property
     def gpu(self) -> Gpu | None:
         """The GPU that computes; None on a CPU and for a mock."""
+        return None
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """Current memory of the GPU; None on a CPU and for a mock."""
         return None
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
 from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.tensor_views import as_array, from_wire, project
 from stage_worker.backends.torch_device import (
+    CudaMeter,
     check_memory,
     default_memory_bytes,
     describe_gpu,
@@ -32,7 +34,7 @@ from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
-from wire.gpu import Gpu
+from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference, encode_states
 from wire.steps import Step
 from wire.tensors import TensorView
@@ -76,6 +78,8 @@ class TorchBackend(StageBackend):
             remote=self._remote,
         )
         self._cache = StageCache()
+        self._meter = CudaMeter(device) if device.type == "cuda" else None
+        self._pinned_bytes = 0
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._steps = StepPipeline(self._thread, self._fail, on_start=lambda: prepare_thread(device))
@@ -99,13 +103,24 @@ class TorchBackend(StageBackend):
         device = self._resources.device
         return describe_gpu(device) if device.type == "cuda" else None
 
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        if self._meter is None:
+            return None
+        return replace(self._meter.read(), pinned_bytes=self._pinned_bytes)
+
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
+        self._pinned_bytes = 0
         try:
-            return await self._after_steps(load_stage, assignment, self._resources, progress, self._cache)
+            loaded = await self._after_steps(load_stage, assignment, self._resources, progress, self._cache)
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
+        self._pinned_bytes = loaded.pinned_bytes
+        if self._meter is not None:
+            self._meter.restart_peak()
+        return loaded
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
         if not assignment.loads_like(loaded.assignment):

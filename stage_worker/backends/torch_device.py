@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import torch
 from stage_worker.backends.contract import DeviceError
 from stage_worker.config import MemoryTooLarge, parse_cpu_set, pin_to
 from wire.errors import StepFaultKind
-from wire.gpu import Gpu
+from wire.gpu import DeviceMemory, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,36 @@ def default_memory_bytes(device: torch.device) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * CUDA_SHARE)
     return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+class DeviceMeter(ABC):
+    """Reads the memory of a device."""
+
+    @abstractmethod
+    def read(self) -> DeviceMemory:
+        """Its memory now."""
+
+    @abstractmethod
+    def restart_peak(self) -> None:
+        """Let the peak begin with what is allocated now."""
+
+
+class CudaMeter(DeviceMeter):
+    """Of this process, by torch's allocator; free memory by the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> DeviceMemory:
+        return DeviceMemory(
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            free_bytes=torch.cuda.mem_get_info(self._device)[0],
+            peak_bytes=torch.cuda.max_memory_allocated(self._device),
+        )
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def fault_kind_of(error: Exception, device: torch.device) -> StepFaultKind:

@@ -258,6 +258,7 @@ def _load(
         kernels_detail=str(model.kernels),
         source=_source(model, checkpoint, cache),
         fetched_bytes=files.fetched_bytes,
+        pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
     )
 
 
@@ -369,7 +370,7 @@ def _check_memory(
 
 
 def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.device) -> int:
-    """Memory of a device for copies from and to the host."""
+    """Memory of a device for copies from and to the host, which has as much for them."""
     return 0 if device.type == "cpu" else assignment.staging_sizes(config.boundary).total_bytes
 
 

@@ -37,6 +37,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_last_end(status.end_cause),
         *_describe_weights(status),
         *_gpus(status),
+        *_device_memory(status),
         *_fetches(status),
         *_links(status),
         *_payload_fallbacks(status),
@@ -242,6 +243,17 @@ def _gpus(status: cluster_pb2.GetStatusResponse) -> list[str]:
         if worker.HasField("gpu")
     ]
     return [f"GPUs: {'; '.join(described)}"] if described else []
+
+
+def _device_memory(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    described = [
+        f"{worker.name} {format_size(memory.allocated_bytes)} in tensors (at most "
+        f"{format_size(memory.peak_bytes)}), {format_size(memory.reserved_bytes)} reserved, "
+        f"{format_size(memory.free_bytes)} free; {format_size(memory.pinned_bytes)} pinned on the host"
+        for worker in _all_workers(status)
+        if worker.HasField("device_memory") and (memory := worker.device_memory)
+    ]
+    return [f"GPU memory: {text}" for text in described]
 
 
 def _details(status: cluster_pb2.GetStatusResponse) -> list[str]:

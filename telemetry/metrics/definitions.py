@@ -131,6 +131,9 @@ WORKER_STATE = Label(
 DIRECTION = Label("direction", "network.io.direction", values=("receive", "transmit"))
 BLOCK_STATE = Label("state", "stageline.kv.block.state", values=("active", "inactive", "free"))
 MEMORY_KIND = Label("kind", "stageline.memory.kind", values=("weights", "kv"))
+DEVICE_MEMORY_KIND = Label(
+    "kind", "stageline.device.memory.kind", values=("allocated", "reserved", "free", "peak", "pinned")
+)
 DEVICE = Label("device", "stageline.device", most=1)
 DTYPE = Label("dtype", "stageline.dtype", values=("bf16", "f16", "f32"))
 KERNELS = Label("kernels", "stageline.kernels", values=("compiled", "plain", "none"))
@@ -451,6 +454,15 @@ STAGE_MEMORY = _of(
     "Memory of the current stage's weights and KV pages.",
     STAGE,
     MEMORY_KIND,
+)
+DEVICE_MEMORY = _of(
+    _WORKER,
+    "stageline.device.memory",
+    _GAUGE,
+    "By",
+    "Memory of the worker's GPU: in tensors, reserved for them, free for all processes, the most in tensors"
+    " since the stage was loaded, and memory of the host for copies. None on a CPU.",
+    DEVICE_MEMORY_KIND,
 )
 STAGE_COMPUTE = _of(
     _WORKER,

@@ -206,7 +206,7 @@ def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -
     )
 
 
-async def test_the_status_has_the_gpu_of_a_workers_hello(varied_llama: Path) -> None:
+async def test_the_status_has_the_gpu_of_a_workers_hello_and_its_memory(varied_llama: Path) -> None:
     message = hello()
     gpu = cluster_pb2.Gpu(
         model="NVIDIA H100", uuid="GPU-0", compute_capability="9.0", memory_bytes=80 << 30, driver="580.95.05"
@@ -221,6 +221,13 @@ async def test_the_status_has_the_gpu_of_a_workers_hello(varied_llama: Path) -> 
         assert (await call.read()).WhichOneof("message") == "welcome"
         status = await cluster.wait_status(lambda status: len(status.workers) == 1)
         assert status.workers[0].gpu == gpu
+        assert not status.workers[0].HasField("device_memory")
+        memory = cluster_pb2.DeviceMemory(
+            allocated_bytes=4, reserved_bytes=5, free_bytes=6, peak_bytes=7, pinned_bytes=8
+        )
+        heartbeat = join_pb2.Heartbeat(device_memory=memory)
+        await call.write(join_pb2.JoinRequest(heartbeat=heartbeat))
+        await cluster.wait_status(lambda status: status.workers[0].device_memory == memory)
         call.cancel()
 
 

@@ -66,13 +66,18 @@ export class Topology {
     const held = worker.weight_bytes + worker.kv_bytes;
     const memory = worker.memory_bytes || held || 1;
     set(card, "memory", held ? `${bytes(held)}${worker.memory_bytes ? ` of ${bytes(worker.memory_bytes)}` : ""}` : "–",
-      [worker.weight_bytes / memory, worker.kv_bytes / memory], `weights ${bytes(worker.weight_bytes)}, KV cache ${bytes(worker.kv_bytes)}, process ${bytes(worker.resident_bytes)}`);
+      [worker.weight_bytes / memory, worker.kv_bytes / memory], `weights ${bytes(worker.weight_bytes)}, KV cache ${bytes(worker.kv_bytes)}, process ${bytes(worker.resident_bytes)}${deviceMemory(worker.device_memory)}`);
     const { active, inactive, free } = kvBlocks(worker);
     const blocks = active + inactive + free || 1;
     set(card, "blocks", `${percent(active / blocks)} of ${blocks === 1 ? "–" : plural(blocks, "block")}`, [active / blocks, inactive / blocks],
       `${plural(active, "block")} active, ${inactive} cached, ${free} free`);
     card.querySelector(".times").replaceChildren(...times(load, worker));
   }
+}
+
+function deviceMemory(memory) {
+  if (!memory) return "";
+  return `; GPU ${bytes(memory.allocated_bytes)} in tensors, at most ${bytes(memory.peak_bytes)}, ${bytes(memory.reserved_bytes)} reserved, ${bytes(memory.free_bytes)} free`;
 }
 
 function times(load, worker) {

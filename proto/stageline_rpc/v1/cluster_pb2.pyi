@@ -925,6 +925,7 @@ class WorkerStatus(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_DETAIL_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -987,6 +988,10 @@ class WorkerStatus(_message.Message):
     def fetch(self) -> Global___WeightsFetch:
         """Unset unless the worker fetches weights."""
 
+    @_builtins.property
+    def device_memory(self) -> Global___DeviceMemory:
+        """Unset for a CPU and a mock."""
+
     def __init__(
         self,
         *,
@@ -1019,16 +1024,55 @@ class WorkerStatus(_message.Message):
         gpu: Global___Gpu | None = ...,
         fetch: Global___WeightsFetch | None = ...,
         fetch_detail: _builtins.str = ...,
+        device_memory: Global___DeviceMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DeviceMemory(_message.Message):
+    """Memory of a GPU, as one worker uses it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    allocated_bytes: _builtins.int
+    """In tensors: weights, KV pages, buffers and activations."""
+    reserved_bytes: _builtins.int
+    """Taken from the device for tensors; what is not allocated is kept for later ones."""
+    free_bytes: _builtins.int
+    """Free for all processes."""
+    peak_bytes: _builtins.int
+    """The most that was allocated since the stage was loaded."""
+    pinned_bytes: _builtins.int
+    """Memory of the host for copies."""
+    def __init__(
+        self,
+        *,
+        allocated_bytes: _builtins.int = ...,
+        reserved_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "free_bytes", b"free_bytes", "peak_bytes", b"peak_bytes", "pinned_bytes", b"pinned_bytes", "reserved_bytes", b"reserved_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceMemory: _TypeAlias = DeviceMemory  # noqa: Y015
 
 @_typing.final
 class Gpu(_message.Message):

@@ -15,10 +15,10 @@ from stage_worker.backends.gpu_choice import GpuClaims
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.torch_backend import CPU, TorchBackend
-from stage_worker.backends.torch_device import check_memory, describe_gpu, move_near
+from stage_worker.backends.torch_device import CudaMeter, check_memory, describe_gpu, move_near
 from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.model.kernels import has_triton_kernels
-from wire.gpu import Gpu
+from wire.gpu import DeviceMemory, Gpu
 
 CUDA = torch.device("cuda", 1)
 UUID = "0f8a6e32-6b0c-4d5e-9a52-6a6f0c2b1d11"
@@ -113,6 +113,25 @@ def test_a_gpu_is_described(text: str, version: str, monkeypatch: pytest.MonkeyP
         memory_bytes=80 * GIB,
         driver=version,
     )
+
+
+def test_the_memory_of_a_gpu_is_read_from_the_allocator_and_the_driver(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("memory_allocated", "memory_reserved", "max_memory_allocated"), start=1):
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=number * GIB: size)
+    restarted: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", restarted.append)
+    meter = CudaMeter(CUDA)
+    assert meter.read() == DeviceMemory(
+        allocated_bytes=GIB, reserved_bytes=2 * GIB, free_bytes=72 * GIB, peak_bytes=3 * GIB
+    )
+    meter.restart_peak()
+    assert restarted == [CUDA]
+
+
+def test_a_cpu_has_no_device_memory(tmp_path: Path) -> None:
+    assert TorchBackend(WorkerConfig(state_directory=tmp_path)).device_memory is None
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ from stage_worker.backends.backend import LoadedStage
 from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
 from stage_worker.backends.mock_compute import MockCompute
 from stage_worker.executor import StepExecutor
-from stage_worker.metrics import StageMetrics
+from stage_worker.metrics import StageMetrics, WorkerMetrics
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Metric
 from telemetry.metrics.registry import Registry
+from telemetry.settings import NO_SETTINGS
 from tests.metric_points import Buckets, Values, values_of
 from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from wire.frames import Frame
+from wire.gpu import DeviceMemory
 from wire.steps import Step, StepResult
 from wire.tensors import TensorView
 
@@ -177,3 +179,17 @@ def test_only_the_present_stage_is_reported() -> None:
     assert watched.values(definitions.PAYLOAD_FALLBACK) == {}
     assert watched.values(definitions.STAGE_MEMORY) == {}
     assert watched.values(definitions.STAGE_COMPUTE) == {}
+
+
+def test_the_memory_of_a_gpu_is_reported_by_kind() -> None:
+    metrics = WorkerMetrics(NO_SETTINGS)
+    assert values_of(metrics.snapshot(), definitions.DEVICE_MEMORY) == {}
+    memory = DeviceMemory(allocated_bytes=1, reserved_bytes=2, free_bytes=3, peak_bytes=4, pinned_bytes=5)
+    metrics.watch_device(lambda: memory)
+    assert values_of(metrics.snapshot(), definitions.DEVICE_MEMORY) == {
+        ("allocated",): 1,
+        ("reserved",): 2,
+        ("free",): 3,
+        ("peak",): 4,
+        ("pinned",): 5,
+    }

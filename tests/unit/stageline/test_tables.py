@@ -62,6 +62,19 @@ def _render(view: RenderableType, *, width: int = 80) -> list[str]:
     return capture.get().splitlines()
 
 
+def test_the_memory_of_each_gpu_has_a_line() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    memory = cluster_pb2.DeviceMemory(
+        allocated_bytes=13 * 2**30, reserved_bytes=14 * 2**30, free_bytes=2**30, peak_bytes=13 * 2**30
+    )
+    status.workers[2].device_memory.CopyFrom(memory)
+    assert [line for line in _render(status_view(status), width=200) if line.startswith("GPU memory")] == [
+        "GPU memory: worker-0 13.0 GiB in tensors (at most 13.0 GiB), 14.0 GiB reserved, 1.0 GiB free; "
+        "0 B pinned on the host"
+    ]
+
+
 def test_the_topology_has_a_row_for_each_stage_in_order() -> None:
     rows = [line.split() for line in _render(topology_view(STATUS)) if "worker" in line]
     assert rows == [
