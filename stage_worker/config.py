@@ -14,6 +14,7 @@ from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.service_manager import UNSUPERVISED, NotifySettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from wire.addresses import DEFAULT_ADDRESS, Address, parse_address, parse_peer_address
+from wire.device_rates import DeviceRates, RateSource, parse_rate, rate_text
 from wire.flags import (
     OFF,
     Flag,
@@ -265,6 +266,17 @@ class WorkerConfig:
             "kernels only, which need bf16 and a CPU with AVX-512, or a GPU and triton",
         ),
     ] = KernelChoice.AUTO
+    device_rate: Annotated[
+        RateSource | DeviceRates,
+        _compute(
+            "--device-rate",
+            "RATE",
+            "Speed of the device, by which layers are shared if all workers tell one: measure, none, "
+            "GB/s:TFLOP/s as in 3350:800, or auto, which measures GPUs",
+            parse=parse_rate,
+            format=rate_text,
+        ),
+    ] = RateSource.AUTO
     step_timeout_s: Annotated[
         float,
         _compute(
@@ -426,6 +438,7 @@ class WorkerConfig:
                 ("--threads", self.num_threads is not None),
                 ("--cpu-set", self.cpu_set is not None),
                 ("--kernels", self.kernels is not KernelChoice.AUTO),
+                ("--device-rate measure", self.device_rate is RateSource.MEASURE),
                 ("--weights-listen", self.weights_listen not in (None, OFF)),
                 ("--weights-advertise", self.weights_advertise is not None),
             )

@@ -47,6 +47,7 @@ from wire.authorization import authorization
 from wire.channels import PROTOCOL_VERSION, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.condition import Condition, ProcessState
+from wire.device_rates import DeviceRates, encode_rates
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
@@ -291,7 +292,14 @@ class Worker:
             supports_f16=self._backend.supports_f16,
             gpu=None if gpu is None else encode_gpu(gpu),
             reads_pages_in_place=self._backend.reads_pages_in_place,
+            rates=None if (rates := self._rates) is None else encode_rates(rates),
         )
+
+    @property
+    def _rates(self) -> DeviceRates | None:
+        """As given, or else as measured."""
+        given = self._config.device_rate
+        return given if isinstance(given, DeviceRates) else self._backend.rates
 
     def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()

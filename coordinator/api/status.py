@@ -17,6 +17,7 @@ from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.clock import wall_clock_us
+from wire.device_rates import encode_rates
 from wire.gpu import encode_gpu
 from wire.status_codec import duration, encode_certificate, encode_integrity, overall_integrity, timestamp
 from wire.tensors import DTYPE_TO_MESSAGE, IMPLEMENTATION_TO_MESSAGE, WEIGHT_FORMAT_TO_MESSAGE, number_of
@@ -213,6 +214,7 @@ class StatusReporter:
             memory_bytes=identity.memory_bytes,
             pid=identity.pid,
             gpu=None if identity.gpu is None else encode_gpu(identity.gpu),
+            rates=None if record.rates is None else encode_rates(record.rates),
         )
         if (stage := record.stage) is not None:
             status.stage = stage.stage

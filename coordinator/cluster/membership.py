@@ -7,7 +7,9 @@ from enum import Enum, auto
 from statistics import median_low
 
 from coordinator.planner.plan import DeviceKind, StagePlan
+from coordinator.planner.rates import settled
 from coordinator.recovery.policy import RecoveryPolicy
+from wire.device_rates import DeviceRates
 from wire.errors import HandshakeMismatch
 from wire.gpu import Gpu
 from wire.ids import Incarnation
@@ -46,6 +48,7 @@ class WorkerIdentity:
     supports_f16: bool = False
     gpu: Gpu | None = None
     reads_pages_in_place: bool = False
+    rates: DeviceRates | None = None
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -60,6 +63,8 @@ class WorkerRecord:
     """A worker that joined, live or lost. `detail` is the reason for its state."""
 
     identity: WorkerIdentity
+    rates: DeviceRates | None = None
+    """As told, or by an earlier process of this name if similar."""
     state: WorkerState = WorkerState.SPARE
     detail: str = ""
     stage: StagePlan | None = None
@@ -183,7 +188,9 @@ class Members:
         A worker that is lost more often than others is held, because each loss costs an epoch.
         """
         hold_s = self._hold_s(identity.name)
-        record = WorkerRecord(identity)
+        before = self._records.get(identity.name) or self._lost.get(identity.name)
+        rates = settled(identity.rates, None if before is None else before.rates)
+        record = WorkerRecord(identity, rates)
         self._lost.pop(identity.name, None)
         if hold_s:
             record.state = WorkerState.JOINING

@@ -13,6 +13,7 @@ from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, check_protocol_version
+from wire.device_rates import decode_rates
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.gpu import decode_gpu
 from wire.ids import Incarnation, StageRole
@@ -52,6 +53,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
             )
     try:
         parse_peer_address(hello.address)
+        rates = decode_rates(hello.rates) if hello.HasField("rates") else None
     except ValueError as error:
         raise InvalidRequest(f"worker {hello.name}: {error}") from None
     return WorkerIdentity(
@@ -67,6 +69,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         supports_f16=hello.supports_f16,
         gpu=gpu,
         reads_pages_in_place=hello.reads_pages_in_place,
+        rates=rates,
     )
 
 

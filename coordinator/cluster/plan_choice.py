@@ -295,6 +295,7 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
         supports_bf16=worker.supports_bf16,
         supports_f16=worker.supports_f16,
         device=worker.device_kind,
+        rates=record.rates,
     )
 
 

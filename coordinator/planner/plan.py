@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from checkpoint import DType, ScaledDType
 from kvcache import KvGroup, KvWindow
+from wire.device_rates import DeviceRates
 from wire.ids import StageRole
 
 LayerRange = tuple[int, int]
@@ -45,6 +46,7 @@ class WorkerCapacity:
     supports_bf16: bool = True
     supports_f16: bool = False
     device: DeviceKind = DeviceKind.HOST
+    rates: DeviceRates | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -80,7 +82,8 @@ class StagePlan:
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
     has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces of libraries. `cost` is
     the bytes of weights that a decode step reads on this stage, proportional to its time (see
-    `coordinator.planner.stage_memory`).
+    `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the worker's among
+    similar ones, and `step_s` is the time of a decode step by them.
     """
 
     stage: int
@@ -95,6 +98,8 @@ class StagePlan:
     cost: int
     buffer_bytes: int = 0
     overhead_bytes: int = 0
+    rates: DeviceRates | None = None
+    step_s: float | None = None
 
     @property
     def pinned_bytes(self) -> int:

@@ -18,8 +18,10 @@ from checkpoint.dtypes import OVERFLOWS_F16
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
-from coordinator.planner.split import Split, SplitProblem, best_split
+from coordinator.planner.rates import levelled
+from coordinator.planner.split import Costs, Split, SplitProblem, best_split
 from coordinator.planner.stage_memory import StageMemory
+from wire.device_rates import DeviceRates
 from wire.ids import StageRole
 from wire.sizes import format_size
 from wire.tensors import WireDType
@@ -241,16 +243,31 @@ def _split_problem(
 
     return SplitProblem(
         num_workers=len(workers),
-        layer_costs=memory.layer_costs(),
+        costs=_costs(memory, _rates(workers)),
         weight_bytes=memory.layer_bytes,
         block_bytes=memory.block_bytes,
         block_limits=memory.block_limits(most),
         legal_cuts=memory.config.legal_cuts,
-        head_cost=memory.head_cost,
         min_blocks=min(least, most),
         max_blocks=most,
         room=room,
     )
+
+
+def _rates(workers: Sequence[WorkerCapacity]) -> tuple[DeviceRates | None, ...]:
+    """The rates that costs count with, none of them if they make no difference."""
+    return levelled([worker.rates for worker in workers]) or (None,) * len(workers)
+
+
+def _costs(memory: StageMemory, rates: Sequence[DeviceRates | None]) -> tuple[Costs, ...]:
+    """By worker: picoseconds, or without rates bytes that a step reads."""
+    found = {
+        rate: Costs(memory.layer_costs(), memory.head_cost)
+        if rate is None
+        else Costs(memory.step_ps(rate), memory.head_ps(rate))
+        for rate in set(rates)
+    }
+    return tuple(found[rate] for rate in rates)
 
 
 def _given_split(
@@ -274,7 +291,7 @@ def _given_split(
 def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split, stage: int) -> StagePlan:
     role = StageRole.of_stage(stage, len(split.layers))
     begin, end = _layer_ranges(split.layers)[stage]
-    worker = workers[split.order[stage]]
+    worker, rates = workers[split.order[stage]], _rates(workers)[split.order[stage]]
     return StagePlan(
         stage=stage,
         worker=worker.name,
@@ -288,7 +305,14 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
         overhead_bytes=memory.overhead_bytes(worker.device),
         memory_bytes=worker.memory_bytes,
         cost=memory.cost(role, begin, end),
+        rates=rates,
+        step_s=None if rates is None else _step_s(memory, rates, role, begin, end),
     )
+
+
+def _step_s(memory: StageMemory, rates: DeviceRates, role: StageRole, begin: int, end: int) -> float:
+    head = memory.head_ps(rates) if role.has_head else 0
+    return (sum(memory.step_ps(rates)[begin:end]) + head) / 1e12
 
 
 def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:

@@ -16,23 +16,35 @@ from itertools import accumulate, pairwise, permutations
 from wire.ids import StageRole
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Cost of each layer on one worker, and of the head. Not negative."""
+
+    layers: tuple[int, ...]
+    head: int
+
+    @property
+    def total(self) -> int:
+        """Of the whole model."""
+        return sum(self.layers) + self.head
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitProblem:
     """Input of `best_split`, with 1 <= num_workers <= len(legal_cuts) + 1.
 
-    `layer_costs`, `weight_bytes` and `block_bytes` (of one KV block) are per layer and not negative. A layer
-    holds at most `block_limits` of the blocks. A stage may begin with layer 0 or with one of `legal_cuts`.
-    `room(worker, role, num_blocks)` is the worker's memory beside layers in bytes. It may be negative, and
-    must not grow with num_blocks.
+    `costs` are per worker, and the same object for equal ones. `weight_bytes` and `block_bytes` (of one KV
+    block) are per layer and not negative. A layer holds at most `block_limits` of the blocks. A stage may
+    begin with layer 0 or with one of `legal_cuts`. `room(worker, role, num_blocks)` is the worker's memory
+    beside layers in bytes. It may be negative, and must not grow with num_blocks.
     """
 
     num_workers: int
-    layer_costs: tuple[int, ...]
+    costs: tuple[Costs, ...]
     weight_bytes: tuple[int, ...]
     block_bytes: tuple[int, ...]
     block_limits: tuple[int, ...]
     legal_cuts: frozenset[int]
-    head_cost: int
     min_blocks: int
     max_blocks: int
     room: Callable[[int, StageRole, int], int]
@@ -40,7 +52,7 @@ class SplitProblem:
     @property
     def num_layers(self) -> int:
         """Number of layers of the model."""
-        return len(self.layer_costs)
+        return len(self.weight_bytes)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -52,9 +64,14 @@ class SplitProblem:
         sizes = zip(self.weight_bytes, self.block_bytes, self.block_limits, strict=True)
         return [weights + min(num_blocks, limit) * block for weights, block, limit in sizes]
 
-    def cost_room(self, role: StageRole, slowest: int) -> int:
+    def cost_room(self, worker: int, role: StageRole, slowest: int) -> int:
         """Maximum cost of a stage's layers, if its whole cost is at most `slowest`."""
-        return slowest - (self.head_cost if role.has_head else 0)
+        return slowest - (self.costs[worker].head if role.has_head else 0)
+
+    def measures(self) -> list[_Measure]:
+        """Of the costs of ranges on each worker; equal workers share one."""
+        found = {costs: _Measure(costs.layers, self.cuts) for costs in set(self.costs)}
+        return [found[costs] for costs in self.costs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +138,7 @@ def _best_bounds(problem: SplitProblem, choices: Sequence[Ends]) -> _Bounds | No
     has nothing to do with how good a choice is.
     """
     best: _Bounds | None = None
-    better = [_Reach(problem, _Bounds(_total_cost(problem), problem.min_blocks))]
+    better = [_Reach(problem, _Bounds(_most_cost(problem), problem.min_blocks))]
     for ends in _scattered(choices):
         if any(reach.holds_model(ends) for reach in better):
             best = _bounds_of_ends(problem, ends)
@@ -133,8 +150,9 @@ def _best_bounds(problem: SplitProblem, choices: Sequence[Ends]) -> _Bounds | No
     return best
 
 
-def _total_cost(problem: SplitProblem) -> int:
-    return sum(problem.layer_costs) + problem.head_cost
+def _most_cost(problem: SplitProblem) -> int:
+    """Of the whole model on the slowest worker."""
+    return max(costs.total for costs in problem.costs)
 
 
 def _scattered(choices: Sequence[Ends]) -> list[Ends]:
@@ -149,7 +167,7 @@ def _bounds_of_ends(problem: SplitProblem, ends: Ends) -> _Bounds:
     def holds(slowest: int, num_blocks: int) -> bool:
         return _Reach(problem, _Bounds(slowest, num_blocks)).holds_model(ends)
 
-    costs = range(_total_cost(problem) + 1)
+    costs = range(_most_cost(problem) + 1)
     slowest = bisect_left(costs, True, key=lambda cost: holds(cost, problem.min_blocks))
     candidates = range(problem.min_blocks, problem.max_blocks + 1)
     too_many = bisect_left(candidates, True, key=lambda blocks: not holds(slowest, blocks))
@@ -240,7 +258,7 @@ class _Reach:
     def __init__(self, problem: SplitProblem, bounds: _Bounds) -> None:
         self._problem = problem
         self._bounds = bounds
-        self._costs = _Measure(problem.layer_costs, problem.cuts)
+        self._costs = problem.measures()
         self._memory = _Measure(problem.layer_bytes(bounds.num_blocks), problem.cuts)
         self._stages: dict[tuple[int, StageRole], _Stage] = {}
         self._after: dict[int, list[int]] = {}
@@ -269,9 +287,9 @@ class _Reach:
         """What fits the worker in this role."""
         found = self._stages.get((worker, role))
         if found is None:
-            cost_room = self._problem.cost_room(role, self._bounds.slowest)
+            cost_room = self._problem.cost_room(worker, role, self._bounds.slowest)
             memory_room = self._problem.room(worker, role, self._bounds.num_blocks)
-            found = _Stage(self._costs, cost_room, self._memory, memory_room)
+            found = _Stage(self._costs[worker], cost_room, self._memory, memory_room)
             self._stages[worker, role] = found
         return found
 
@@ -305,13 +323,13 @@ def _most_even_split(problem: SplitProblem, reach: _Reach, order: tuple[int, ...
     roles = [StageRole.of_stage(stage, len(order)) for stage in range(len(order))]
     stages = [reach.stage(worker, role) for worker, role in zip(order, roles, strict=True)]
     begins = list(accumulate(stages[:-1], lambda cuts, stage: stage.ends(cuts), initial=1))
-    costs = _Measure(problem.layer_costs, problem.cuts)
+    measures = problem.measures()
     tails: dict[int, _Tail] = {reach.last_cut: (0, (reach.last_cut,))}
-    for stage, role, reached in reversed(list(zip(stages, roles, begins, strict=True))):
-        extra = problem.head_cost if role.has_head else 0
+    for worker, stage, role, reached in reversed(list(zip(order, stages, roles, begins, strict=True))):
+        extra = problem.costs[worker].head if role.has_head else 0
         ends = sum(1 << end for end in tails)
         tails = {
-            begin: _best_tail(stage, costs, extra, begin, tails)
+            begin: _best_tail(stage, measures[worker], extra, begin, tails)
             for begin in _cuts_in(reached & stage.begins(ends))
         }
     _, cuts = tails[0]

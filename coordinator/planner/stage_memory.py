@@ -36,13 +36,17 @@ E * (1 - (1 - k / E)^B), if each sequence chooses k; B is max_step_sequences / s
 are evenly spread. Decoding is bound by memory bandwidth, because at small batch sizes every
 weight is read once per step, so time is proportional to cost. In prefill, which is bound by compute, work has
 the same proportion: one multiplication per weight element and token. The embedding is a lookup of a few rows
-and costs nothing. All workers are assumed to be equally fast.
+and costs nothing.
+
+Workers count as equally fast, unless all of them tell rates, and these differ (see `planner.rates`). Then
+the cost of a layer on a worker is its time in that decode step, in picoseconds: the longer one of reading its
+bytes, and of two operations for each element and sequence that is multiplied by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import mul
 
@@ -66,6 +70,7 @@ from checkpoint import (
 from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
+from wire.device_rates import DeviceRates
 from wire.ids import StageRole
 from wire.staging import StagingSizes
 from wire.tensors import WireDType
@@ -102,6 +107,30 @@ class StageMemory:
     def layer_costs(self) -> tuple[int, ...]:
         """Bytes of weights of each layer that a decode step reads."""
         return tuple(size - self._unread_bytes(layer) for layer, size in enumerate(self.layer_bytes))
+
+    def step_ps(self, rates: DeviceRates) -> tuple[int, ...]:
+        """Picoseconds of each layer in a decode step on a device."""
+        costs, products = self.layer_costs(), self._layer_products()
+        return tuple(_step_ps(rates, *work) for work in zip(costs, products, strict=True))
+
+    def head_ps(self, rates: DeviceRates) -> int:
+        """Picoseconds of the head in a decode step on a device."""
+        return _step_ps(rates, self.head_cost, self.head_cost / self.dtype.size_bytes * self.step_sequences)
+
+    def _layer_products(self) -> list[float]:
+        """Multiplications of each layer in a decode step: elements that each of its sequences meets."""
+        hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
+        met: dict[LayerPlan, float] = {}
+        for kind in self.config.kinds:
+            inner, num_bytes = (
+                kind.feed_forward,
+                layer_weight_bytes(hidden_size, replace(kind, weights=None), self.dtype),
+            )
+            if isinstance(inner, Experts):
+                of_experts = expert_weight_bytes(hidden_size, kind, self.dtype)
+                num_bytes -= round(of_experts * (1.0 - inner.per_token / inner.count))
+            met[kind] = num_bytes / size * self.step_sequences
+        return [met[layer] for layer in self.config.layers]
 
     @property
     def step_sequences(self) -> float:
@@ -320,6 +349,12 @@ class StageMemory:
     def _logits_bytes(self) -> int:
         rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
         return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
+
+
+def _step_ps(rates: DeviceRates, num_bytes: float, products: float) -> int:
+    """Picoseconds to read `num_bytes`, or to multiply and add `products` times; at least one."""
+    seconds = max(num_bytes / rates.bytes_per_s, 2.0 * products / rates.operations_per_s)
+    return max(1, round(seconds * 1e12))
 
 
 def _attends_in_place(layer: LayerPlan) -> bool:

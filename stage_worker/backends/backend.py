@@ -11,6 +11,7 @@ from stage_worker.backends.contract import ReceivedFrame, StageOutput
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from weights.progress import FetchProgress
+from wire.device_rates import DeviceRates
 from wire.errors import InvalidRequest
 from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference
@@ -144,6 +145,11 @@ class StageBackend(ABC):
     @property
     def gpu(self) -> Gpu | None:
         """The GPU that computes; None on a CPU and for a mock."""
+        return None
+
+    @property
+    def rates(self) -> DeviceRates | None:
+        """How fast the device is, as measured; None without a measurement."""
         return None
 
     @property

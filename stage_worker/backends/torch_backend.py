@@ -1,6 +1,7 @@
 """The torch backend: models and KV pages on one compute thread."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import DeviceError, ReceivedFrame
+from stage_worker.backends.device_speed import measure_rates
 from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
 from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.tensor_views import as_array, from_wire, project
@@ -20,6 +22,7 @@ from stage_worker.backends.torch_device import (
     check_memory,
     default_memory_bytes,
     describe_gpu,
+    free_memory,
     has_fast_f16,
     has_native_bf16,
     move_near,
@@ -34,16 +37,21 @@ from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
+from wire.device_rates import DeviceRates, RateSource
 from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference, encode_states
 from wire.steps import Step
 from wire.tensors import TensorView
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
 CLAIMS_FOLDER = "gpus"
+RATES_TIMEOUT_S = 60.0
+"""Of a measurement that takes one second, beside libraries that are loaded from a slow disk."""
 
 
 class TorchBackend(StageBackend):
@@ -66,6 +74,7 @@ class TorchBackend(StageBackend):
         prepare_process(device)
         prepare_thread(device)
         self.device = str(device)
+        self._rates = _measured_rates(config, device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
         self._remote = RemoteWeights(
             config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
@@ -102,6 +111,10 @@ class TorchBackend(StageBackend):
     def gpu(self) -> Gpu | None:
         device = self._resources.device
         return describe_gpu(device) if device.type == "cuda" else None
+
+    @property
+    def rates(self) -> DeviceRates | None:
+        return self._rates
 
     @property
     def device_memory(self) -> DeviceMemory | None:
@@ -203,6 +216,37 @@ def handed_on_states(handed_on: list[TensorView]) -> bytes:
     """Projected hidden states of consecutive steps, as in LayerReference.states."""
     states = (project(from_wire(view, device=CPU, dtype=torch.float32)) for view in handed_on)
     return b"".join(encode_states(as_array(state)) for state in states)
+
+
+def _measured_rates(config: WorkerConfig, device: torch.device) -> DeviceRates | None:
+    """Measured on a thread like those of steps; None for a CPU, unless it is asked for.
+
+    A CPU is shared with other processes, whose load would change the split. Memory is free again afterwards.
+    """
+    is_auto = config.device_rate is RateSource.AUTO and device.type == "cuda"
+    if not is_auto and config.device_rate is not RateSource.MEASURE:
+        return None
+    found: list[DeviceRates | Exception] = []
+    thread = ComputeThread(
+        on_start=lambda: _begin_thread(device, config.compute_threads), name="device-rates"
+    )
+    thread.post(lambda: found.append(_rates_or_error(device)))
+    thread.stop(timeout_s=RATES_TIMEOUT_S)
+    free_memory(device)
+    rates = found[0] if found else TimeoutError(f"no result within {RATES_TIMEOUT_S:g} s")
+    if isinstance(rates, Exception):
+        raise ValueError(
+            f"the speed of {device} was not measured ({rates}): use another device, or --device-rate none"
+        ) from rates
+    log.info("device rates of %s: %s", device, rates)
+    return rates
+
+
+def _rates_or_error(device: torch.device) -> DeviceRates | Exception:
+    try:
+        return measure_rates(device)
+    except Exception as error:  # of the driver, of any type: the worker says it and does not start
+        return error
 
 
 def _begin_thread(device: torch.device, num_threads: int | None) -> None:

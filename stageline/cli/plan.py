@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,7 @@ from stageline.cli.check import check, examine_layers
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import windowed_blocks
+from wire.device_rates import DeviceRates
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
 from wire.user_files import user_cache_directory
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from coordinator.model import ServedModel
 
 _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
+_RATES = ("Memory", "Products", "Share", "Decode step")
 _KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 
 
@@ -46,7 +48,7 @@ def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> Renderabl
     """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
     notes = (*_of_gpus(plan), *_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
     lines = (Text(line) for line in (*notes, *_unpacking(plan, model), *_implementation(model)))
-    tables = (_stages_table(plan), "", _kinds_table(layers))
+    tables = (_stages_table(plan), "", *_rates_table(plan), _kinds_table(layers))
     return Group(Text(_headline(plan, model)), "", *tables, "", *lines)
 
 
@@ -56,6 +58,19 @@ def _stages_table(plan: Plan) -> Table:
     for stage in plan.stages:
         table.add_row(stage.role.value, stage.worker, _layers(stage), *_sizes(stage))
     return table
+
+
+def _rates_table(plan: Plan) -> tuple[RenderableType, ...]:
+    """Shares of the layers by the speed of devices; nothing if all count as equally fast."""
+    table = _table("Worker", *_RATES, right=_RATES)
+    total = sum(stage.cost for stage in plan.stages)
+    for stage in plan.stages:
+        if stage.rates is None or stage.step_s is None:
+            return ()
+        share, step = f"{stage.cost / total:.0%}", f"{stage.step_s * 1e3:.3g} ms"
+        memory, products = str(stage.rates).split(", ")
+        table.add_row(stage.worker, memory, products, share, step)
+    return table, ""
 
 
 def _kinds_table(layers: LayerKinds) -> Table:
@@ -151,6 +166,9 @@ def _stage_facts(stage: StagePlan) -> dict[str, object]:
         "free_bytes": stage.free_bytes,
         "memory_bytes": stage.memory_bytes,
         "cost": stage.cost,
+        "bytes_per_second": None if stage.rates is None else stage.rates.bytes_per_s,
+        "operations_per_second": None if stage.rates is None else stage.rates.operations_per_s,
+        "step_s": stage.step_s,
     }
 
 
@@ -210,12 +228,23 @@ def _sizes(stage: StagePlan) -> tuple[str, ...]:
     return tuple(format_size(size) for size in sizes)
 
 
-def parse_workers(text: str, device: DeviceKind = DeviceKind.HOST) -> tuple[WorkerCapacity, ...]:
+def parse_workers(text: str, *, gpus: bool = False) -> tuple[WorkerCapacity, ...]:
     """Parse memory sizes such as 24GiB,8GiB, for worker-0, worker-1, ... Raises ValueError."""
+    device = DeviceKind.GPU_IN_PLACE if gpus else DeviceKind.HOST
     return tuple(
         WorkerCapacity(name=f"worker-{number}", memory_bytes=parse_size(size), device=device)
         for number, size in enumerate(text.split(","))
     )
+
+
+def with_rates(workers: tuple[WorkerCapacity, ...], text: str | None) -> tuple[WorkerCapacity, ...]:
+    """The workers with the rates in `text`, one each. Raises ValueError."""
+    if text is None:
+        return workers
+    rates = [DeviceRates.parse(part) for part in text.split(",")]
+    if len(rates) != len(workers):
+        raise ValueError(f"--device-rates has {len(rates)} rates for {len(workers)} workers: give one each")
+    return tuple(replace(worker, rates=rate) for worker, rate in zip(workers, rates, strict=True))
 
 
 _FLAGS = (
@@ -231,6 +260,25 @@ _FLAGS = (
     "--max-model-len",
     "--kv-tokens",
 )
+
+
+_Gpus = Annotated[
+    bool,
+    typer.Option(
+        "--gpus",
+        help="Plan for GPUs with Stageline's kernels: count buffers and workspaces, and no copies of"
+        " keys and values (default: CPUs).",
+    ),
+]
+_DeviceRates = Annotated[
+    str | None,
+    typer.Option(
+        "--device-rates",
+        metavar="GB/s:TFLOP/s,...",
+        help="Speed of the device of each worker, e.g. 3350:800,2000:312, by which layers are shared"
+        " (default: all are equally fast).",
+    ),
+]
 
 
 @options.takes(config_parameters(CoordinatorConfig, only=_FLAGS))
@@ -253,14 +301,8 @@ def plan(
             " if it is served.",
         ),
     ] = None,
-    gpus: Annotated[
-        bool,
-        typer.Option(
-            "--gpus",
-            help="Plan for GPUs with Stageline's kernels: count buffers and workspaces, and no copies of"
-            " keys and values (default: CPUs).",
-        ),
-    ] = False,
+    gpus: _Gpus = False,
+    device_rates: _DeviceRates = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, sizes in bytes.")] = False,
     **flags: Any,
 ) -> int:
@@ -270,8 +312,7 @@ def plan(
         return check(directory, as_json=as_json)
     if workers is None:
         raise typer.BadParameter("is required", param_hint="--workers")
-    device = DeviceKind.GPU_IN_PLACE if gpus else DeviceKind.HOST
-    capacities = options.build_config(lambda: parse_workers(workers, device))
+    capacities = options.build_config(lambda: with_rates(parse_workers(workers, gpus=gpus), device_rates))
     config = make_config(
         CoordinatorConfig,
         context,

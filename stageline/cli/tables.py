@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline_rpc.v1 import cluster_pb2
+from wire.device_rates import decode_rates
 from wire.kernels import StageKernels, differing_kernels
 from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
@@ -37,6 +38,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_last_end(status.end_cause),
         *_describe_weights(status),
         *_gpus(status),
+        *_rates(status),
         *_device_memory(status),
         *_fetches(status),
         *_links(status),
@@ -243,6 +245,15 @@ def _gpus(status: cluster_pb2.GetStatusResponse) -> list[str]:
         if worker.HasField("gpu")
     ]
     return [f"GPUs: {'; '.join(described)}"] if described else []
+
+
+def _rates(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    described = [
+        f"{worker.name} {decode_rates(worker.rates)}"
+        for worker in _all_workers(status)
+        if worker.HasField("rates")
+    ]
+    return [f"Device rates: {'; '.join(described)}"] if described else []
 
 
 def _device_memory(status: cluster_pb2.GetStatusResponse) -> list[str]:

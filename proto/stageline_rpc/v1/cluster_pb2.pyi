@@ -926,6 +926,7 @@ class WorkerStatus(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -992,6 +993,10 @@ class WorkerStatus(_message.Message):
     def device_memory(self) -> Global___DeviceMemory:
         """Unset for a CPU and a mock."""
 
+    @_builtins.property
+    def rates(self) -> Global___DeviceRates:
+        """Unset unless the worker tells how fast its device is; workers without are counted as equally fast."""
+
     def __init__(
         self,
         *,
@@ -1025,16 +1030,42 @@ class WorkerStatus(_message.Message):
         fetch: Global___WeightsFetch | None = ...,
         fetch_detail: _builtins.str = ...,
         device_memory: Global___DeviceMemory | None = ...,
+        rates: Global___DeviceRates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "rates", b"rates", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "rates", b"rates", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DeviceRates(_message.Message):
+    """Speed of a device, as measured when its worker started, or given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    OPERATIONS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    bytes_per_second: _builtins.int
+    operations_per_second: _builtins.int
+    """Of matrix products; a multiplication and the addition of its product are two."""
+    def __init__(
+        self,
+        *,
+        bytes_per_second: _builtins.int = ...,
+        operations_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "operations_per_second", b"operations_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceRates: _TypeAlias = DeviceRates  # noqa: Y015
 
 @_typing.final
 class DeviceMemory(_message.Message):

@@ -44,6 +44,7 @@ SAMPLES = {
     "SHAPE": "layers=4",
     "KEY": "x-user",
     "NAME": "gpu-a",
+    "RATE": "3350:800",
     "FORMAT": "none",
     "NAME,NAME,...": "mine,org/mine",
     "URL": "http://head:7481/",

@@ -89,6 +89,22 @@ def test_gpus_have_buffers_and_workspaces(capsys: Captured, monkeypatch: pytest.
     assert "Activations include 1.5 MiB of buffers for copies and 384.0 MiB of" in capsys.readouterr().out
 
 
+def test_given_rates_share_the_layers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["plan", "--workers", "64MiB,64MiB", "--device-rates"]
+    assert main([*command, "3350:800,1675:400", "--json"]) == 0
+    fast, slow = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["layer_end"] - stage["layer_begin"] for stage in (fast, slow)] == [9, 3]
+    assert (fast["bytes_per_second"], slow["operations_per_second"]) == (3350e9, 400e12)
+    assert fast["step_s"] == pytest.approx(fast["cost"] / 3350e9, rel=1e-4)
+    assert main([*command, "3350:800,1675:400"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "1675 GB/s" in line)
+    assert row.split()[:6] == ["worker-1", "1675", "GB/s", "400", "TFLOP/s", "31%"]
+    assert main([*command, "3350:800,3300:790", "--json"]) == 0
+    equal = json.loads(capsys.readouterr().out)["stages"]
+    assert {(stage["step_s"], stage["bytes_per_second"]) for stage in equal} == {(None, None)}
+
+
 def test_the_memory_of_unpacked_weights_is_said_aloud(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +175,8 @@ def test_an_impossible_plan_is_one_line_and_exit_code_1(
         [],
         ["--workers", "64"],
         ["--workers", "64MiB,"],
+        ["--workers", "64MiB,64MiB", "--device-rates", "3350:800"],
+        ["--workers", "64MiB", "--device-rates", "3350"],
         ["--workers", "64MiB", "--layers", "6,6"],
         ["--workers", "64MiB", "--dtype", "q4"],
         ["--workers", "64MiB", "--quantize", "int3"],

@@ -46,6 +46,7 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         certificate=certificate,
         gpu=cluster_pb2.Gpu(model="NVIDIA H100", memory_bytes=80 << 30),
         device_memory=cluster_pb2.DeviceMemory(allocated_bytes=20 << 30, free_bytes=50 << 30),
+        rates=cluster_pb2.DeviceRates(bytes_per_second=10**12, operations_per_second=10**15),
         fetch=cluster_pb2.WeightsFetch(done_bytes=3 << 30, total_bytes=17 << 30, bytes_per_second=1 << 27),
     )
     return cluster_pb2.GetStatusResponse(

@@ -266,6 +266,7 @@ class WorkerHello(_message.Message):
     GPU_FIELD_NUMBER: _builtins.int
     SUPPORTS_F16_FIELD_NUMBER: _builtins.int
     READS_PAGES_IN_PLACE_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -295,6 +296,10 @@ class WorkerHello(_message.Message):
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
 
+    @_builtins.property
+    def rates(self) -> _cluster_pb2.DeviceRates:
+        """Unset if not measured."""
+
     def __init__(
         self,
         *,
@@ -313,10 +318,11 @@ class WorkerHello(_message.Message):
         gpu: _cluster_pb2.Gpu | None = ...,
         supports_f16: _builtins.bool = ...,
         reads_pages_in_place: _builtins.bool = ...,
+        rates: _cluster_pb2.DeviceRates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
