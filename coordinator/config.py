@@ -134,7 +134,7 @@ class CoordinatorConfig:
         _model(
             "--quantize",
             "int8|int4",
-            "Hold the matrices of layers in fewer bits, on CPUs; smaller and less exact",
+            "Hold the matrices of layers in fewer bits; smaller and less exact",
             unset="in the run dtype",
         ),
     ] = None

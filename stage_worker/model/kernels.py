@@ -89,6 +89,8 @@ class ProductMethod(Enum):
     INT8 = "int8 weights"
     INT4 = "int4 weights"
     COMPILED_INT4 = "compiled products of int4 weights"
+    TRITON_INT8 = "Triton products of int8 weights"
+    TRITON_INT4 = "Triton products of int4 weights"
 
     @property
     def can_gate(self) -> bool:
@@ -134,15 +136,21 @@ class Kernels:
 
         On a CPU, only bfloat16 differs. With AMX, SDPA packs keys, which pays off for prompts but not for
         one query per sequence. Compiled products and attention of prompts need torch's threads. Raises
-        KernelsUnavailable for COMPILED where unsupported, and for quantised weights except on a CPU.
+        KernelsUnavailable for COMPILED where unsupported, and for quantised weights on a GPU without Triton
+        kernels.
         """
         found = cls._of_run_dtype(config, device, dtype, choice)
         weights = config.weight_format
         if weights is None:
             return found
-        if device.type != "cpu":
-            raise KernelsUnavailable(f"--quantize {weights.value} is for workers on a CPU, not on {device}")
-        return replace(found, quantized=_quantized_products(weights, dtype, choice))
+        if device.type == "cpu":
+            return replace(found, quantized=_quantized_products(weights, dtype, choice))
+        if found.decode is not AttentionMethod.TRITON:
+            raise KernelsUnavailable(
+                f"--quantize {weights.value} needs Triton kernels on {device}: {found.not_compiled_because}"
+            )
+        is_int8 = weights is WeightFormat.INT8
+        return replace(found, quantized=ProductMethod.TRITON_INT8 if is_int8 else ProductMethod.TRITON_INT4)
 
     @classmethod
     def _of_run_dtype(

@@ -25,7 +25,8 @@ from checkpoint.tensors import (
     role_shapes,
     row_axis,
 )
-from stage_worker.model.kernels import ProductMethod, load
+from stage_worker.model.held_matrices import ByteMatrix, HeldMatrix, NibbleMatrix
+from stage_worker.model.kernels import ProductMethod, load, load_triton
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.quantize import int4_groups, int8_rows
 from stage_worker.model.rope import head_order
@@ -241,6 +242,39 @@ class Int4Projection:
         return self(x).add_(residual)
 
 
+class HeldProjection:
+    """Product on a GPU with weights of 4 or 8 bits, see `triton_kernels.held_products`.
+
+    Sums, bias and residual are float32, and rounded once.
+    """
+
+    __slots__ = ("_bias", "_matrix", "_multiply")
+
+    def __init__(self, matrix: HeldMatrix, bias: Tensor | None) -> None:
+        self._matrix, self._bias = matrix, bias
+        self._multiply = _held_product(matrix)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._matrix, self._bias, None)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._multiply(x, self._matrix, self._bias, residual)
+
+
+def _held_product(matrix: HeldMatrix) -> Callable[..., Tensor]:
+    if isinstance(matrix, NibbleMatrix):
+        return load_triton("nibble_products").nibble_product  # type: ignore[no-any-return]
+    return load_triton("byte_products").byte_product  # type: ignore[no-any-return]
+
+
+def _held_int8(weight: Tensor, bias: Tensor | None) -> Projection:
+    return HeldProjection(ByteMatrix.quantized(weight), bias)
+
+
+def _held_int4(weight: Tensor, bias: Tensor | None) -> Projection:
+    return HeldProjection(NibbleMatrix.quantized(weight), bias)
+
+
 _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
     ProductMethod.LINEAR: PlainProjection,
     ProductMethod.LINEAR_IN_PLACE: InPlaceProjection,
@@ -249,6 +283,8 @@ _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]]
     ProductMethod.INT8: Int8Projection,
     ProductMethod.INT4: Int4Projection,
     ProductMethod.COMPILED_INT4: functools.partial(CompiledProjection, products=ProductMethod.COMPILED_INT4),
+    ProductMethod.TRITON_INT8: _held_int8,
+    ProductMethod.TRITON_INT4: _held_int4,
 }
 
 Destinations = dict[str, Tensor]

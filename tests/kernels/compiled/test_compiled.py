@@ -23,12 +23,16 @@ from triton.compiler import ASTSource
 
 from checkpoint import Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
+from checkpoint.held import HeldBytes, HeldNibbles
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
+from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.triton_kernels import gates, heads, launch
 from stage_worker.model.triton_kernels.attention import attend
+from stage_worker.model.triton_kernels.byte_products import byte_product
 from stage_worker.model.triton_kernels.experts import expert_products
+from stage_worker.model.triton_kernels.nibble_products import nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
 from stage_worker.validation import SliceLayout
 
@@ -127,6 +131,58 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
     )
 
 
+ROW_COUNTS = {"decode": 8, "decodes": 24, "prompt": 512}
+
+
+def nibbles(num_rows: int, dtype: torch.dtype, *, group: int, **parts: torch.dtype) -> None:
+    """`parts` are dtypes of optional tensors of a matrix of 4 bits."""
+    plan = HeldNibbles(
+        rows=28672, columns=4096, group=group, has_zeros="zeros" in parts, has_order="order" in parts
+    )
+    of_groups = (plan.num_groups, plan.rows)
+    matrix = NibbleMatrix(
+        plan=plan,
+        codes=new((plan.rows, plan.row_bytes), dtype=torch.uint8),
+        scales=new(of_groups, dtype=parts.get("offsets", F32)),
+        zeros=new(of_groups, dtype=parts["zeros"]) if "zeros" in parts else None,
+        offsets=new(of_groups, dtype=parts["offsets"]) if "offsets" in parts else None,
+        order=new(plan.columns, dtype=parts["order"]) if "order" in parts else None,
+    )
+    nibble_product(new((num_rows, 4096), dtype=dtype), matrix, None, new((num_rows, 28672), dtype=dtype))
+
+
+def octets(num_rows: int, dtype: torch.dtype, *, height: int, width: int, is_fp8: bool) -> None:
+    plan = HeldBytes(rows=4096, columns=14336, height=height, width=width, is_fp8=is_fp8)
+    matrix = ByteMatrix(
+        plan=plan,
+        codes=new((plan.rows, plan.columns), dtype=torch.uint8),
+        scales=new((plan.num_blocks, plan.num_row_blocks), dtype=F32),
+    )
+    bias = new(plan.rows, dtype=dtype)
+    byte_product(new((num_rows, plan.columns), dtype=dtype), matrix, bias, None)
+
+
+def _held_cases() -> dict[str, Callable[[], None]]:
+    gptq = partial(nibbles, group=128, zeros=torch.uint8, order=torch.int32)
+    fp8 = partial(octets, height=128, width=128, is_fp8=True)
+    cases: dict[str, Callable[[], None]] = {}
+    for phase, num_rows in ROW_COUNTS.items():
+        for name, dtype in DTYPES.items():
+            cases[f"gptq-{phase}-{name}"] = partial(gptq, num_rows, dtype)
+            cases[f"fp8-blocks-{phase}-{name}"] = partial(fp8, num_rows, dtype)
+        for name, case in {
+            "int4": partial(nibbles, group=128),
+            "quantize-int4": partial(nibbles, group=32, offsets=BF16),
+            "fp8-rows": partial(octets, height=1, width=0, is_fp8=True),
+            "int8-rows": partial(octets, height=1, width=0, is_fp8=False),
+        }.items():
+            cases[f"{name}-{phase}"] = partial(case, num_rows, BF16)
+    return cases
+
+
+DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
+
+
 def _cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for is_decode, phase in ((True, "decode"), (False, "prompt")):
@@ -164,7 +220,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases()
+CASES = _cases() | _held_cases()
 
 _TYPES = {
     BF16: "*bf16",

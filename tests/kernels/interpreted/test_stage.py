@@ -76,10 +76,13 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of_a_step(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    kernels: Kernels | None = None,
 ) -> Counter[str]:
     """Launches of all layers in a step of decodes at these positions."""
-    pipeline = Pipeline(checkpoint, kernels=by_triton(checkpoint.config), block_size=16)
+    pipeline = Pipeline(checkpoint, kernels=kernels or by_triton(checkpoint.config), block_size=16)
     pipeline.fill(1.0)
     sequences = [Running(tokens=[1] * (length + 1)) for length in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):

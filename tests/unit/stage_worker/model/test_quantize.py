@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,8 +222,32 @@ def test_matrices_without_whole_groups_are_refused_for_int4_only(tmp_path: Path)
     assert checkpoint.with_weights(WeightFormat.INT8).config.weight_format is WeightFormat.INT8
 
 
-def test_a_gpu_refuses_rounded_weights(tmp_path: Path) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """One that Triton kernels support."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("form", "products"),
+    [(WeightFormat.INT8, ProductMethod.TRITON_INT8), (WeightFormat.INT4, ProductMethod.TRITON_INT4)],
+)
+def test_a_gpu_multiplies_by_rounded_weights_with_triton(
+    form: WeightFormat, products: ProductMethod, gpu: torch.device, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=1, intermediate_size=96))
+    found = Kernels.of(checkpoint.with_weights(form).config, gpu, torch.bfloat16)
+    assert found.layer_products is products
+    assert found.products is ProductMethod.LINEAR_IN_PLACE
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_without_triton_kernels_refuses_rounded_weights(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=1))
     config = checkpoint.with_weights(WeightFormat.INT8).config
-    with pytest.raises(KernelsUnavailable, match="--quantize int8 is for workers on a CPU, not on cuda:0"):
-        Kernels.of(config, torch.device("cuda:0"), torch.bfloat16)
+    reason = "--quantize int8 needs Triton kernels on cuda:0: chosen with --kernels plain"
+    with pytest.raises(KernelsUnavailable, match=reason):
+        Kernels.of(config, torch.device("cuda:0"), torch.bfloat16, KernelChoice.PLAIN)

@@ -1,0 +1,98 @@
+"""Products of activations of 16 or 32 bits with 4-bit weights in groups along the columns (W4A16)."""
+
+# Constants of kernels are in capitals.
+# ruff: noqa: N803
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stage_worker.model.held_matrices import NibbleMatrix
+from stage_worker.model.triton_kernels.held_products import (
+    ProductTile,
+    checked,
+    code_product,
+    input_tile,
+    write_sum,
+)
+from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, Launch
+
+_MIDDLE = tl.constexpr(8)
+
+
+# fmt: off
+@triton.jit
+def _plus_group(
+    total, left, codes, scales, zeros, offsets, outputs, is_output, group, num_outputs, WIDENS: tl.constexpr
+):
+    """`total` plus the product of `left` with the weights of `codes` int32 [outputs, n], of one group."""
+    of_group = group * num_outputs + outputs
+    if zeros is None:
+        codes = codes - _MIDDLE
+    else:
+        codes = codes - tl.load(zeros + of_group, mask=is_output, other=0).to(tl.int32)[:, None]
+    sums = code_product(left, codes, tl.zeros([left.shape[0], codes.shape[0]], tl.float32), WIDENS)
+    total += sums * tl.load(scales + of_group, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if offsets is not None:
+        offset = tl.load(offsets + of_group, mask=is_output, other=0.0).to(tl.float32)
+        total += tl.sum(left.to(tl.float32), 1)[:, None] * offset[None, :]
+    return total
+
+
+@triton.jit
+def nibble_kernel(
+    x, stride, order, codes, scales, zeros, offsets, bias, residual, residual_stride, found,
+    num_rows, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDENS: tl.constexpr,
+):
+    """A tile of the product: grid [tiles of rows, tiles of outputs]. See `NibbleMatrix`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output, lanes = rows < num_rows, outputs < num_outputs, tl.arange(0, HALF)
+    of_outputs = codes + outputs.to(tl.int64)[:, None] * ROW_BYTES + lanes[None, :]
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for run in range(0, ROW_BYTES, HALF):
+        both = tl.load(of_outputs + run, mask=is_output[:, None], other=0).to(tl.int32)
+        first = 2 * run
+        left = input_tile(x, stride, order, rows, is_row, first + lanes, WIDTH)
+        total = _plus_group(
+            total, left, both & 15, scales, zeros, offsets, outputs, is_output, first // GROUP, num_outputs,
+            WIDENS,
+        )
+        if first + HALF < WIDTH:
+            left = input_tile(x, stride, order, rows, is_row, first + HALF + lanes, WIDTH)
+            total = _plus_group(
+                total, left, both >> 4, scales, zeros, offsets, outputs, is_output, (first + HALF) // GROUP,
+                num_outputs, WIDENS,
+            )
+    write_sum(total, rows, is_row, outputs, is_output, bias, residual, residual_stride, found, num_outputs)
+# fmt: on
+
+
+def nibble_product(
+    x: Tensor, matrix: NibbleMatrix, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """`x` [n, columns] times the matrix, plus `bias` [rows] and `residual` [n, rows], in the dtype of `x`.
+
+    Everything is added in float32, group by group, and rounded once. A row's result does not depend on the
+    other rows, but for the sizes of tiles, which depend on their number.
+    """
+    plan, num_rows = matrix.plan, len(x)
+    checked(x, plan.columns, residual, plan.rows)
+    found = x.new_empty(num_rows, plan.rows)
+    tile = ProductTile.of(num_rows, x.element_size())
+    constants = {
+        "WIDTH": plan.columns,
+        "GROUP": plan.group or 2 * plan.row_bytes,
+        "HALF": plan.half,
+        "ROW_BYTES": plan.row_bytes,
+        "ROWS": tile.rows,
+        "OUTPUTS": tile.outputs,
+        "WIDENS": IS_INTERPRETED,
+    }
+    Launch(nibble_kernel, tile.grid(num_rows, plan.rows), constants, tile.num_warps, num_stages=4)(
+        *(x, x.stride(0), matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets, bias),
+        *(residual, None if residual is None else residual.stride(0), found, num_rows, plan.rows),
+    )
+    return found
