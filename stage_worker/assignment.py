@@ -242,6 +242,7 @@ class Assignment:
             max_sequence_tokens=self.max_sequence_tokens,
             block_size=self.block_size,
             num_groups=len(self.group_blocks),
+            has_head=self.role.has_head,
             boundary=boundary,
             dtypes=(self.dtype, self.sent_dtype),
         )

@@ -10,6 +10,8 @@ from wire.tensors import WireDType, payload_bytes
 
 NUM_SLOTS = 4
 """Of a ring: a step that is uploaded, one that is computed, one that is downloaded, and one that is sent."""
+MAX_EDIT_BYTES = 2 << 20
+"""Of the edits of a step's rows that a device samples: 100,000 distinct tokens with two penalties each."""
 _ALIGNMENT = 64
 """Bytes, for any dtype and for coalesced reads."""
 
@@ -35,6 +37,7 @@ class StagingSizes:
         max_sequence_tokens: int,
         block_size: int,
         num_groups: int,
+        has_head: bool,
         boundary: Sequence[BoundaryTensor],
         dtypes: Iterable[WireDType],
     ) -> StagingSizes:
@@ -46,7 +49,7 @@ class StagingSizes:
         of_group = 10 * num_tokens + (13 + pages_per_row) * num_rows
         # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
         columns = 2 * num_tokens + 8 * num_rows + num_groups * of_group
-        num_arrays = 16 + num_groups * (8 + num_rows) + len(boundary)
+        num_arrays = 32 + num_groups * (8 + num_rows) + len(boundary)
         states = [
             sum(
                 aligned(payload_bytes(tensor.dtype or dtype, (num_tokens, tensor.width)))
@@ -54,8 +57,9 @@ class StagingSizes:
             )
             for dtype in dtypes
         ]
+        edit_bytes = MAX_EDIT_BYTES if has_head else 0
         return cls(
-            input_bytes=8 * columns + _ALIGNMENT * num_arrays + max(states),
+            input_bytes=8 * columns + edit_bytes + _ALIGNMENT * num_arrays + max(states),
             output_bytes=aligned(8 * num_rows) + _ALIGNMENT + max(states),
         )
 

@@ -253,7 +253,7 @@ class StageMemory:
         size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
         return size + (self._logits_bytes() if role.has_head else 0)
 
-    def buffer_bytes(self, num_blocks: int, device: DeviceKind) -> int:
+    def buffer_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """Memory of a device for copies from and to the host, which has as much for them."""
         if device is DeviceKind.HOST:
             return 0
@@ -264,6 +264,7 @@ class StageMemory:
             max_sequence_tokens=bounded,
             block_size=self.block_size,
             num_groups=len(self.windows),
+            has_head=role.has_head,
             boundary=self.config.boundary,
             dtypes=(self.dtype, self.wire_dtype or self.dtype),
         )
@@ -275,7 +276,7 @@ class StageMemory:
 
     def step_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """What a stage holds beside weights and KV pages."""
-        buffers = self.buffer_bytes(num_blocks, device) + self.overhead_bytes(device)
+        buffers = self.buffer_bytes(role, num_blocks, device) + self.overhead_bytes(device)
         return buffers + self.activation_bytes(role, num_blocks, device)
 
     def total_bytes(

@@ -26,7 +26,7 @@ from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTra
 from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import HostArray, Place, StepArrays, StepLayout
-from stage_worker.sampling import PlainRows, Sampler
+from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices
 from stageline_rpc.internal.v1 import step_pb2
@@ -215,18 +215,18 @@ class ModelCompute(StageCompute):
     def begin(self, frame: Frame, prepared: object) -> Finish:
         assert isinstance(prepared, _Prepared)
         model, transfer = self._model, self._transfers.begin()
-        plain = None if self._sampler is None else _PlainSlices.of(frame.step, self._sampler, model.device)
+        sampled = None if self._sampler is None else self._sampler.prepare(frame.step, device=model.device)
         inputs = _inputs(frame)
-        place = transfer.upload(_arrays_of(inputs, prepared, plain))
+        place = transfer.upload(_arrays_of(inputs, prepared, sampled))
         entered = self._entered(frame, [place(array) for array in inputs])
         layout = prepared.layout or model.layout(prepared.arrays, place)
         carried = model.advance(entered, layout, self._pages)
-        if self._sampler is None:
+        if self._sampler is None or sampled is None:
             return self._hand_on(frame.step, entered, carried, transfer)
         hidden = model.leave(carried)
         rows = None if prepared.rows is None else place(prepared.rows)
-        answer = _Answer(frame.step, self._sampler, plain, transfer)
-        answer.begin(hidden, rows, model.logits, place)
+        answer = _Answer(frame.step, self._sampler, sampled, model.logits)
+        answer.begin(hidden, rows, place, transfer)
         return self._answer(frame.step, entered, answer, transfer)
 
     def _hand_on(
@@ -316,7 +316,7 @@ def _inputs(frame: Frame) -> list[HostArray]:
 
 
 def _arrays_of(
-    inputs: Sequence[HostArray], prepared: _Prepared, plain: _PlainSlices | None
+    inputs: Sequence[HostArray], prepared: _Prepared, sampled: SampledStep | None
 ) -> Iterator[HostArray]:
     """All that the device needs of a step."""
     yield from inputs
@@ -324,8 +324,8 @@ def _arrays_of(
         yield from part.arrays
     if prepared.rows is not None:
         yield prepared.rows
-    if plain is not None:
-        yield from plain.rows.arrays
+    if sampled is not None and sampled.rows is not None:
+        yield from sampled.rows.arrays
 
 
 def _rows_of_logits(step: Step) -> Column | None:
@@ -339,105 +339,84 @@ def _rows_of_logits(step: Step) -> Column | None:
     return None if len(rows) == ends[-1] else np.array(rows, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlainSlices:
-    """Slices of a step that a device samples without a look: its decodes, and `chunks` or none of them."""
-
-    rows: PlainRows
-    chunks: list[StepSlice]
-
-    @classmethod
-    def of(cls, step: Step, sampler: Sampler, device: torch.device) -> _PlainSlices | None:
-        """None if there are decodes that need a look."""
-        chunks = [chunk for chunk in step.chunks if chunk.is_sampled]
-        choices = [chunks, []] if not any(chunk.is_scored for chunk in step.chunks) else [[]]
-        for some in choices:
-            if (rows := sampler.plain_rows(step.decodes, some, device=device)) is not None:
-                return cls(rows, some)
-        return None
-
-
 class _Answer:
     """The result of a step on LAST: one row per sampled or scored slice, in slice order.
 
-    The device samples plain slices; for the others `begin` waits for it.
+    Nothing waits for a device before `finish`. A CPU samples rows with state when it begins.
     """
 
     def __init__(
-        self, step: Step, sampler: Sampler, plain: _PlainSlices | None, transfer: StepTransfer
+        self, step: Step, sampler: Sampler, sampled: SampledStep, head: Callable[[Tensor], Tensor]
     ) -> None:
+        """`head` computes logits float32 [m, vocab_size] of hidden states [m, hidden_size]."""
         self._step = step
         self._sampler = sampler
-        self._plain = plain
-        self._transfer = transfer
+        self._sampled = sampled
+        self._head = head
+        self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._tokens: memoryview | None = None
-        self._others: tuple[SliceResult, ...] = ()
+        self._result: StepResult | None = None
 
-    def begin(
-        self, hidden: Tensor, rows: Tensor | None, head: Callable[[Tensor], Tensor], place: Place
-    ) -> None:
-        """Sample from `hidden` [n, hidden_size], whose `rows` int64 [m] (None: all) need logits by `head`."""
-        logits = None
-        if rows is None or len(rows):
-            logits = head(hidden if rows is None else hidden.index_select(0, rows))
-        plain, step = self._plain, self._step
-        num_plain = 0 if plain is None else len(plain.rows)
-        if plain is not None and num_plain:
-            assert logits is not None, "a plain row has logits"
-            self._logits = logits[:num_plain]
-            self._tokens = self._transfer.fetch(plain.rows.choose(self._logits, place))
-        others = step.slices if plain is None else () if plain.chunks else step.chunks
-        if any(other.is_answered for other in others):
-            first_row = 0 if plain is None else len(step.decodes)
-            rest = logits[num_plain:] if logits is not None and num_plain < len(logits) else None
-            self._others = self._results(others, hidden[first_row:], rest, head)
+    def begin(self, hidden: Tensor, rows: Tensor | None, place: Place, transfer: StepTransfer) -> None:
+        """Sample from `hidden` [n, hidden_size], whose `rows` int64 [m] (None: all) need logits."""
+        sampled = self._sampled
+        if sampled.states:
+            self._logits = self._head(hidden if rows is None else hidden.index_select(0, rows))
+        if sampled.scored:
+            self._hidden = hidden
+        tokens = None
+        if sampled.rows is not None:
+            assert self._logits is not None, "a sampled row has logits"
+            tokens = sampled.rows.choose(self._logits, place)
+        if hidden.device.type == "cpu" and (sampled.scored or not sampled.are_plain):
+            self._result = self._settled([] if tokens is None else tokens.tolist())
+        elif tokens is not None:
+            self._tokens = transfer.fetch(tokens)
 
     def finish(self) -> StepResult:
         """The result, once the download has ended."""
-        step, plain = self._step, self._plain
-        if plain is None:
-            return StepResult.of(step.epoch, step.step_id, self._others)
-        tokens: list[int | None] = []
-        if self._tokens is not None and self._logits is not None:
-            tokens = plain.rows.settle(self._logits, np.frombuffer(self._tokens, np.int64).tolist())
-        num_decodes = len(step.decodes)
-        decoded = [token for token in tokens[:num_decodes] if token is not None]
-        chunks = self._plain_results(plain.chunks, tokens[num_decodes:])
+        if self._result is None:
+            tokens = [] if self._tokens is None else np.frombuffer(self._tokens, np.int64).tolist()
+            self._result = self._settled(tokens)
+        return self._result
+
+    def _settled(self, tokens: Sequence[int]) -> StepResult:
+        step, num_decodes = self._step, len(self._step.decodes)
+        settled = self._sampler.settle(self._sampled, self._logits, tokens)
+        decoded = [token for token in settled[:num_decodes] if isinstance(token, int)]
+        chunks = self._chunk_results(settled[num_decodes:])
         if len(decoded) == num_decodes:
-            rest = StepResult.of(step.epoch, step.step_id, [*chunks, *self._others])
+            rest = StepResult.of(step.epoch, step.step_id, chunks)
             return rest.after(step.decodes.identities, decoded)
-        decodes = self._plain_results(step.decodes.slices, tokens[:num_decodes])
-        return StepResult.of(step.epoch, step.step_id, [*decodes, *chunks, *self._others])
+        decodes = _results(step.decodes.slices, settled[:num_decodes])
+        return StepResult.of(step.epoch, step.step_id, [*decodes, *chunks])
 
-    def _plain_results(self, slices: Sequence[StepSlice], tokens: Sequence[int | None]) -> list[SliceResult]:
-        return [
-            self._sampler.not_finite(part)
-            if token is None
-            else SliceResult(part.sequence, part.restart_count, token)
-            for part, token in zip(slices, tokens, strict=True)
-        ]
+    def _chunk_results(self, settled: Sequence[int | SliceResult]) -> list[SliceResult]:
+        """Results of the step's chunks, whose sampled rows are `settled`."""
+        chunks = self._step.chunks
+        found = {
+            result.sequence: result
+            for result in _results([chunk for chunk in chunks if chunk.is_sampled], settled)
+        }
+        if self._hidden is not None:
+            ends = itertools.accumulate(
+                (len(chunk.tokens) for chunk in chunks), initial=len(self._step.decodes)
+            )
+            for chunk, first in zip(chunks, ends, strict=False):
+                if chunk.is_scored:
+                    rows = self._hidden[first : first + len(chunk.tokens)]
+                    unscored = found.get(chunk.sequence) or _results([chunk], [None])[0]
+                    state = self._sampled.scored[chunk.sequence]
+                    found[chunk.sequence] = self._sampler.score(chunk, state, rows, self._head, unscored)
+        return [found[chunk.sequence] for chunk in chunks if chunk.is_answered]
 
-    def _results(
-        self,
-        slices: Sequence[StepSlice],
-        hidden: Tensor,
-        logits: Tensor | None,
-        head: Callable[[Tensor], Tensor],
-    ) -> tuple[SliceResult, ...]:
-        """One result per sampled or scored slice of `hidden` [tokens of the slices, hidden_size], in order.
 
-        `logits` has a row for each sampled slice, None if there is none.
-        """
-        sampler = self._sampler
-        results: dict[SequenceKey, SliceResult] = {}
-        if logits is not None:
-            chosen = sampler.choose([part for part in slices if part.is_sampled], logits)
-            results = {result.sequence: result for result in chosen}
-        ends = itertools.accumulate(len(part.tokens) for part in slices)
-        for part, end in zip(slices, ends, strict=True):
-            if part.is_scored:
-                unscored = results.get(part.sequence, SliceResult(part.sequence, part.restart_count, None))
-                rows = hidden[end - len(part.tokens) : end]
-                results[part.sequence] = sampler.score(part, rows, head, unscored)
-        return tuple(results[part.sequence] for part in slices if part.is_answered)
+def _results(slices: Sequence[StepSlice], settled: Sequence[int | SliceResult | None]) -> list[SliceResult]:
+    """A result for each slice, of its token."""
+    return [
+        outcome
+        if isinstance(outcome, SliceResult)
+        else SliceResult(part.sequence, part.restart_count, outcome)
+        for part, outcome in zip(slices, settled, strict=True)
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,11 @@ class _Sequence:
 
 
 class GrammarMasks:
-    """Grammars of one stage's sequences, for the compute thread; `apply` reports problems, by row."""
+    """Grammars of one stage's sequences, for the compute thread; `apply` reports problems, by row.
+
+    `apply` and `precompute` may run on another thread; what they find for a sequence that has ended is not
+    used.
+    """
 
     def __init__(
         self,
@@ -140,7 +144,8 @@ class GrammarMasks:
         Returns problems by row, whose logits are unchanged: a rejected grammar or token, no allowed token,
         or a mask that was not ready in time.
         """
-        started = [(row, self._sequences[key]) for row, key in rows if key in self._sequences]
+        found = [(row, self._sequences.get(key)) for row, key in rows]
+        started = [(row, sequence) for row, sequence in found if sequence is not None]
         deadline = time.monotonic() + self._wait_s
         problems: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint8]] = {}
@@ -158,6 +163,8 @@ class GrammarMasks:
             error = matched.exception(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             return f"the mask of the grammar was not ready after {self._wait_s:g} s"
+        except CancelledError:
+            return "the sequence has ended"
         if error is None or isinstance(error, GrammarError | UnusableTokenizer):
             return None if error is None else f"structured output: {error}"
         return f"structured output: {type(error).__name__}: {error}"

@@ -7,8 +7,9 @@ on the batch.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,47 +19,14 @@ from torch import Tensor
 from wire.sampling import StepSampling
 from wire.steps import TokenLogprobs
 
+Place = Callable[[NDArray[Any]], Tensor]
+"""Returns an array of the host on the device of the scores."""
+
 
 def non_finite_rows(logits: Tensor) -> list[int]:
     """Rows of `logits` [n, vocab_size] with a NaN or an infinity; overflowing sums are checked again."""
     suspects = torch.nonzero(~torch.isfinite(logits.sum(dim=-1))).flatten().tolist()
     return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
-
-
-@dataclass(frozen=True, slots=True)
-class RowEntries:
-    """Entries of `scores` (contiguous [n, vocab_size]) at flat `index`, `lengths` [len(rows)] per row."""
-
-    scores: Tensor
-    index: Tensor
-    lengths: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, scores: Tensor, rows: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> "RowEntries":
-        """Select `ids` of each row. `write` requires distinct ids per row; `fill` does not."""
-        lengths = np.array([len(row_ids) for row_ids in ids], dtype=np.int64)
-        offsets = np.array(rows, dtype=np.int64) * scores.shape[-1]
-        index = np.concatenate(ids) + np.repeat(offsets, lengths)
-        return cls(scores, torch.from_numpy(index).to(scores.device), lengths)
-
-    def read(self) -> Tensor:
-        """Copy of the entries, [number of entries]."""
-        return self.scores.view(-1).index_select(0, self.index)
-
-    def write(self, values: Tensor) -> None:
-        """Set the entries to `values` [number of entries]."""
-        self.scores.view(-1).index_copy_(0, self.index, values)
-
-    def fill(self, value: float) -> None:
-        self.scores.view(-1).index_fill_(0, self.index, value)
-
-    def spread(self, values: Sequence[float]) -> Tensor:
-        """One value per row, repeated for each of its entries; float32 like the scores."""
-        return self.tensor(np.repeat(np.array(values, dtype=np.float32), self.lengths))
-
-    def tensor(self, values: NDArray[np.float32]) -> Tensor:
-        """One value per entry, on the scores' device."""
-        return torch.from_numpy(values).to(self.scores.device)
 
 
 def token_logprobs(
@@ -142,6 +110,13 @@ class SequenceMasks:
             parts.append(_ids(word[-1] for word in words if self._ends_with(word[:-1])))
         return np.concatenate(parts) if parts else _NONE
 
+    @property
+    def most_entries(self) -> int:
+        """At most as many ids are allowed or banned for one token."""
+        num_allowed = 0 if self.allowed is None else len(self.allowed)
+        num_endings = sum(len(words) for words in self._endings.values())
+        return num_allowed + len(self._always_bad) + len(self._hold_back) + num_endings
+
     def names(self) -> list[str]:
         """Parameters that currently ban tokens."""
         named = {
@@ -161,19 +136,6 @@ def masks_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens: 
     if not (sampling.allowed_token_ids or sampling.bad_words or holds_back):
         return None
     return SequenceMasks(sampling, tokens, len(tokens) - num_prompt_tokens)
-
-
-def mask(scores: Tensor, rows: Sequence[int], masks: Sequence[SequenceMasks]) -> None:
-    """Set disallowed tokens to -inf, in place: `rows` of `scores` (contiguous float32 [n, vocab_size])."""
-    limited = [(row, each.allowed) for row, each in zip(rows, masks, strict=True) if each.allowed is not None]
-    if limited:
-        entries = RowEntries.of(scores, [row for row, _ in limited], [ids for _, ids in limited])
-        allowed = entries.read()
-        scores.index_fill_(0, torch.tensor([row for row, _ in limited], device=scores.device), -math.inf)
-        entries.write(allowed)
-    banned = [(row, ids) for row, each in zip(rows, masks, strict=True) if len(ids := each.banned())]
-    if banned:
-        RowEntries.of(scores, [row for row, _ in banned], [ids for _, ids in banned]).fill(-math.inf)
 
 
 def _ids(tokens: Iterable[int]) -> NDArray[np.int64]:
@@ -242,34 +204,128 @@ def counts_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens:
     return TokenCounts(prompt, tokens[num_prompt_tokens:])
 
 
-def add_bias(scores: Tensor, rows: Sequence[int], biases: Sequence[Bias]) -> None:
-    """Add logit_bias to `rows` of `scores` (contiguous float32 [n, vocab_size]), in place."""
-    if not rows:
-        return
-    entries = RowEntries.of(scores, rows, [bias.ids for bias in biases])
-    entries.write(entries.read() + entries.tensor(np.concatenate([bias.values for bias in biases])))
+@dataclass(frozen=True, slots=True)
+class SequenceEdits:
+    """What changes the logits of one sequence before it is sampled, except for its grammar."""
+
+    sampling: StepSampling
+    bias: Bias | None
+    counts: TokenCounts | None
+    masks: SequenceMasks | None
+
+    @classmethod
+    def of(
+        cls, sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens: int
+    ) -> "SequenceEdits | None":
+        """The edits after `tokens`, of which `num_prompt_tokens` are the prompt; None without any."""
+        bias = Bias.of(sampling)
+        counts = counts_for(sampling, tokens, num_prompt_tokens)
+        masks = masks_for(sampling, tokens, num_prompt_tokens)
+        if bias is None and counts is None and masks is None:
+            return None
+        return cls(sampling, bias, counts, masks)
+
+    @property
+    def most_bytes(self) -> int:
+        """Upper bound of the sequence's part of `LogitEdits.arrays`."""
+        num_biased = 0 if self.bias is None else len(self.bias.ids)
+        num_counted = 0 if self.counts is None else len(self.counts.ids)
+        num_masked = 0 if self.masks is None else self.masks.most_entries
+        return 12 * num_biased + 24 * num_counted + 8 * num_masked + 8
+
+    def add(self, token: int) -> None:
+        """Append a generated token."""
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.masks is not None:
+            self.masks.add(token)
 
 
-def penalise(
-    scores: Tensor, rows: Sequence[int], counts: Sequence[TokenCounts], samplings: Sequence[StepSampling]
-) -> None:
-    """Apply penalties in place to `rows` of `scores` (contiguous float32 [n, vocab_size]).
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """Entries of scores [n, vocab_size] at flat `index` int64 [m], with `columns` float32 [m] of operands."""
 
-    repetition_penalty applies to all tokens of `counts`, then frequency_penalty and presence_penalty to
-    generated ones.
+    index: NDArray[np.int64]
+    columns: tuple[NDArray[np.float32], ...] = ()
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.index, *self.columns
+
+
+class LogitEdits:
+    """Bias, penalties and masks of the rows of a step, made before their logits.
+
+    `arrays` must be on the device before `apply`. Without rows they are empty, and nothing is applied.
     """
-    if not rows:
-        return
-    entries = RowEntries.of(scores, rows, [row_counts.ids for row_counts in counts])
-    values = entries.read()
-    if any(sampling.repetition_penalty != 1.0 for sampling in samplings):
-        values = _repetition_penalised(
-            values, entries.spread([sampling.repetition_penalty for sampling in samplings])
+
+    def __init__(self, edits: Mapping[int, SequenceEdits], vocab_size: int) -> None:
+        """`edits` by row of scores [n, vocab_size]."""
+        self._offsets = {row: row * vocab_size for row in edits}
+        self._bias = self._entries(
+            {row: (each.bias.ids, each.bias.values) for row, each in edits.items() if each.bias is not None}
         )
-    if any(sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 for sampling in samplings):
-        subtracted = [_subtracted(each.counts, s) for each, s in zip(counts, samplings, strict=True)]
-        values = values - entries.tensor(np.concatenate(subtracted))
-    entries.write(values)
+        counted = {
+            row: (each.counts, each.sampling) for row, each in edits.items() if each.counts is not None
+        }
+        self._repeated = self._entries(
+            {
+                row: (counts.ids, np.full(len(counts.ids), sampling.repetition_penalty, np.float32))
+                for row, (counts, sampling) in counted.items()
+                if sampling.repetition_penalty != 1.0
+            }
+        )
+        self._subtracted = self._entries(
+            {
+                row: (counts.ids, _subtracted(counts.counts, sampling))
+                for row, (counts, sampling) in counted.items()
+                if sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+            }
+        )
+        masks = {row: each.masks for row, each in edits.items() if each.masks is not None}
+        limited = {row: (each.allowed,) for row, each in masks.items() if each.allowed is not None}
+        self._limited_rows = np.array(list(limited), np.int64)
+        self._allowed = self._entries(limited)
+        self._banned = self._entries({row: (each.banned(),) for row, each in masks.items()})
+
+    @property
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        if self._allowed is not None:
+            yield self._limited_rows
+        for entries in (self._bias, self._repeated, self._subtracted, self._allowed, self._banned):
+            if entries is not None:
+                yield from entries.arrays
+
+    def apply(self, scores: Tensor, place: Place) -> None:
+        """Edit contiguous float32 `scores` [n, vocab_size] in place; nothing waits for a device.
+
+        Each operation is rounded to float32 by itself, so that results do not depend on the batch.
+        """
+        flat = scores.view(-1)
+        for entries, operation in (
+            (self._bias, torch.add),
+            (self._repeated, _repetition_penalised),
+            (self._subtracted, torch.sub),
+        ):
+            if entries is not None:
+                index, operand = (place(array) for array in entries.arrays)
+                flat.index_copy_(0, index, operation(flat.index_select(0, index), operand))
+        if self._allowed is not None:
+            index = place(self._allowed.index)
+            allowed = flat.index_select(0, index)
+            scores.index_fill_(0, place(self._limited_rows), -math.inf)
+            flat.index_copy_(0, index, allowed)
+        if self._banned is not None:
+            flat.index_fill_(0, place(self._banned.index), -math.inf)
+
+    def _entries(self, columns: Mapping[int, tuple[NDArray[Any], ...]]) -> _Entries | None:
+        """The entries of rows with their ids, and operands of each; None for none."""
+        parts = {row: arrays for row, arrays in columns.items() if len(arrays[0])}
+        if not parts:
+            return None
+        ids = [arrays[0] + self._offsets[row] for row, arrays in parts.items()]
+        operands = list(zip(*(arrays[1:] for arrays in parts.values()), strict=True))
+        return _Entries(np.concatenate(ids), tuple(np.concatenate(column) for column in operands))
 
 
 def _repetition_penalised(values: Tensor, penalties: Tensor) -> Tensor:

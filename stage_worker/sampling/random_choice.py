@@ -18,7 +18,7 @@ depends on the row alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stage_worker.sampling.logits_processors import Place
 from wire.sampling import StepSampling
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -274,9 +275,6 @@ def _log_weights(scores: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
 
 NUM_CANDIDATES = 256
 
-Place = Callable[[NDArray[Any]], Tensor]
-"""Returns an array of the host on the device of the scores."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -368,7 +366,7 @@ class RandomRows:
         Waits for the device.
         """
         drawn = _DrawnRows.of({0: self._draws[row]}, self._vocab_size)
-        return int(_choose_at_full_width(drawn.batch(scores, maxima, _copies_to(scores.device))))
+        return int(_choose_at_full_width(drawn.batch(scores, maxima, copies_to(scores.device))))
 
 
 def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -377,14 +375,14 @@ def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tens
     """
     tokens = torch.empty(len(draws), dtype=torch.int64, device=scores.device)
     rows = RandomRows(dict(enumerate(draws)), scores.shape[-1])
-    is_exact = rows.sample(scores, maxima, tokens, _copies_to(scores.device))
+    is_exact = rows.sample(scores, maxima, tokens, copies_to(scores.device))
     for row, is_done in enumerate(is_exact.tolist()):
         if not is_done:
             tokens[row] = rows.sample_again(row, scores[row : row + 1], maxima[row : row + 1])
     return tokens
 
 
-def _copies_to(device: torch.device) -> Place:
+def copies_to(device: torch.device) -> Place:
     return lambda array: torch.from_numpy(array).to(device)
 
 

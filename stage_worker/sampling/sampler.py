@@ -8,29 +8,25 @@ from torch import Tensor
 
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.sampling.logits_processors import (
-    Bias,
-    SequenceMasks,
-    TokenCounts,
-    add_bias,
-    counts_for,
-    mask,
-    masks_for,
+    LogitEdits,
+    SequenceEdits,
     non_finite_rows,
-    penalise,
     token_logprobs,
 )
-from stage_worker.sampling.plain_rows import PlainRows, rows_per_block
-from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
+from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
+from stage_worker.sampling.step_rows import OPEN, StepRows, rows_per_block
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
 from wire.sampling import BIAS_RANGE, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS, StepSampling
+from wire.staging import MAX_EDIT_BYTES
 from wire.steps import (
     Decode,
     Decodes,
     SliceError,
     SliceResult,
     StartRecord,
+    Step,
     StepSlice,
     TokenLogprobs,
     identity_of,
@@ -92,9 +88,7 @@ class SamplerState:
     sampling: StepSampling
     prompt: tuple[int, ...]
     problem: str | None = None
-    bias: Bias | None = None
-    counts: TokenCounts | None = None
-    masks: SequenceMasks | None = None
+    edits: SequenceEdits | None = None
 
     @classmethod
     def of(cls, record: StartRecord, *, vocab_size: int) -> "SamplerState":
@@ -102,25 +96,17 @@ class SamplerState:
         sampling, tokens = record.sampling, record.tokens
         prompt = tokens[: record.num_prompt_tokens]
         problem = _problem(record, vocab_size)
-        if problem is not None:
-            return cls(record.sequence.choice, sampling, prompt, problem)
-        return cls(
-            record.sequence.choice,
-            sampling,
-            prompt,
-            bias=Bias.of(sampling),
-            counts=counts_for(sampling, tokens, record.num_prompt_tokens),
-            masks=masks_for(sampling, tokens, record.num_prompt_tokens),
-        )
+        edits = None if problem else SequenceEdits.of(sampling, tokens, record.num_prompt_tokens)
+        return cls(record.sequence.choice, sampling, prompt, problem, edits)
 
     @property
     def edits_logits(self) -> bool:
-        return (
-            self.bias is not None
-            or self.counts is not None
-            or self.masks is not None
-            or self.sampling.grammar is not None
-        )
+        return self.edits is not None or self.sampling.grammar is not None
+
+    @property
+    def needs_look(self) -> bool:
+        """No device can sample it by itself."""
+        return self.problem is not None or self.sampling.grammar is not None
 
     @property
     def is_plain(self) -> bool:
@@ -130,10 +116,8 @@ class SamplerState:
     def add(self, token: int) -> None:
         """Append a generated token."""
         self.prompt = ()
-        if self.counts is not None:
-            self.counts.add(token)
-        if self.masks is not None:
-            self.masks.add(token)
+        if self.edits is not None:
+            self.edits.add(token)
 
 
 def _problem(record: StartRecord, vocab_size: int) -> str | None:
@@ -181,17 +165,8 @@ def processed(
     if not any(state.edits_logits for state in states):
         return logits
     scores = logits.clone(memory_format=torch.contiguous_format)
-    biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
-    add_bias(scores, [row for row, _ in biased], [bias for _, bias in biased])
-    counted = [(row, state.counts) for row, state in enumerate(states) if state.counts is not None]
-    penalise(
-        scores,
-        [row for row, _ in counted],
-        [counts for _, counts in counted],
-        [states[row].sampling for row, _ in counted],
-    )
-    masked = [(row, state.masks) for row, state in enumerate(states) if state.masks is not None]
-    mask(scores, [row for row, _ in masked], [masks for _, masks in masked])
+    edits = {row: state.edits for row, state in enumerate(states) if state.edits is not None}
+    LogitEdits(edits, scores.shape[-1]).apply(scores, copies_to(scores.device))
     if forbid is not None:
         forbid(scores)
     return scores
@@ -238,9 +213,33 @@ def score(
 NO_GRAMMARS = "structured output is not available on this stage"
 
 
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """The sampled rows of a step: its decodes, then its sampled chunks.
+
+    A device samples all but `held` by `rows`, which is None if there are none; `Sampler.settle` the others.
+    `are_plain` if all are. `scored` are the states of scored chunks.
+    """
+
+    decodes: Decodes
+    chunks: Sequence[StepSlice]
+    states: Sequence[SamplerState]
+    are_plain: bool
+    rows: StepRows | None
+    held: frozenset[int]
+    scored: Mapping[SequenceKey, SamplerState]
+
+    @property
+    def slices(self) -> tuple[StepSlice, ...]:
+        """One for each row."""
+        return (*self.decodes.slices, *self.chunks)
+
+
 class Sampler:
     """Samples on the stage with the head, for one epoch; state follows from start records and decode
     tokens.
+
+    `settle` and `score` may run beside the other methods, for steps that were prepared before.
     """
 
     def __init__(self, *, vocab_size: int, stage: int, grammars: GrammarMasks | None = None) -> None:
@@ -251,7 +250,7 @@ class Sampler:
         self._live: dict[SequenceKey, SamplerState] = {}
         self._by_identity: dict[bytes, SamplerState] = {}
         self._identities: dict[SequenceKey, bytes] = {}
-        self._batches: dict[bytes, list[SamplerState] | None] = {}
+        self._batches: dict[bytes, _Batch] = {}
 
     def start(self, record: StartRecord) -> None:
         """Start a sequence; invalid parameters are reported for each of its slices."""
@@ -270,44 +269,99 @@ class Sampler:
         if self._grammars is not None:
             self._grammars.end(key)
 
-    def plain_rows(
-        self, decodes: Decodes, chunks: Sequence[StepSlice] = (), *, device: torch.device
-    ) -> PlainRows | None:
-        """The rows of `decodes`, and then of `chunks`, all of them sampled, for logits on `device`.
+    def prepare(self, step: Step, *, device: torch.device) -> SampledStep:
+        """What sampling `step` needs, for logits on `device`; the input tokens of its decodes are appended
+        to their sequences.
 
-        None if `choose` must sample them, because a row has parameters or a result of its own; nothing has
-        changed then.
+        A CPU leaves decodes to `settle` if one of them has parameters or a result of its own, and so chunks.
         """
+        batch = self._batch(step.decodes.identities)
+        chunks = [chunk for chunk in step.chunks if chunk.is_sampled]
+        if not batch.is_plain:
+            for part, state in zip(step.decodes.slices, batch.states, strict=True):
+                self._append(part, state)
         of_chunks = [self._live[chunk.sequence] for chunk in chunks]
-        if not all(state.is_plain for state in of_chunks):
-            return None
-        states = self._plain_states(decodes.identities)
-        if states is None:
-            return None
-        positions = [position + 1 for position in unpack_column(decodes.positions)]
-        positions += [_position(chunk) for chunk in chunks]
-        draws = {
-            row: Draw(state.sampling, state.choice, positions[row])
-            for row, state in enumerate([*states, *of_chunks])
-            if state.sampling.temperature > 0.0
-        }
-        return PlainRows(draws, len(positions), vocab_size=self._vocab_size, device=device)
+        states = [*batch.states, *of_chunks]
+        are_plain = batch.is_plain and all(state.is_plain for state in of_chunks)
+        held = frozenset[int]()
+        if not are_plain and device.type == "cpu":
+            held = frozenset(range(len(batch.states) if batch.is_plain else 0, len(states)))
+        elif not are_plain:
+            held = _held(states)
+        rows = None
+        if len(held) < len(states):
+            positions = [position + 1 for position in unpack_column(step.decodes.positions)]
+            positions += [_position(chunk) for chunk in chunks]
+            rows = self._step_rows(states, positions, held, device)
+        scored = {chunk.sequence: self._live[chunk.sequence] for chunk in step.chunks if chunk.is_scored}
+        return SampledStep(step.decodes, chunks, states, are_plain, rows, held, scored)
+
+    def settle(
+        self, step: SampledStep, logits: Tensor | None, tokens: Sequence[int]
+    ) -> Sequence[int | SliceResult]:
+        """Return one result per row of `step`, in order: a token, or what else belongs to its result.
+
+        `logits` float32 [n, vocab_size] are those of `StepRows.choose`, which returned `tokens` (empty
+        without `rows`). Waits for the device if a row needs a look.
+        """
+        if step.are_plain and OPEN not in tokens:
+            return tokens
+        assert logits is not None, "a sampled row has logits"
+        slices = step.slices
+        settled: list[int | SliceResult] = list(tokens) or [OPEN] * len(slices)
+        looks: list[int] = []
+        for row, state in enumerate(step.states):
+            if row in step.held or (settled[row] == OPEN and state.edits_logits):
+                looks.append(row)
+            elif settled[row] == OPEN:
+                assert step.rows is not None, "a row that is not held"
+                token = step.rows.look_again(row, logits[row : row + 1].cpu())
+                settled[row] = self.not_finite(slices[row]) if token is None else token
+        for row, result in zip(looks, self._results(slices, step.states, logits, looks), strict=True):
+            settled[row] = result
+        return self._with_logprobs(slices, step.states, logits, settled)
 
     def not_finite(self, step_slice: StepSlice) -> SliceResult:
         """The result of a sampled slice whose logits are not finite."""
         return self._not_finite(step_slice, _position(step_slice))
 
-    def _plain_states(self, identities: bytes) -> list[SamplerState] | None:
-        """States of a batch that decodes; None if one is not plain. Steady decoding repeats its batches."""
-        if identities not in self._batches:
+    def _batch(self, identities: bytes) -> "_Batch":
+        """States of a batch that decodes. Steady decoding repeats its batches."""
+        if (batch := self._batches.get(identities)) is None:
             states = [self._by_identity[identity] for identity in split_identities(identities)]
-            is_plain = all(state.is_plain for state in states)
-            for state in states if is_plain else ():
+            batch = _Batch(states, all(state.is_plain for state in states))
+            for state in states if batch.is_plain else ():
                 state.prompt = ()
             if len(self._batches) >= MAX_BATCHES:
                 self._batches.clear()
-            self._batches[identities] = states if is_plain else None
-        return self._batches[identities]
+            self._batches[identities] = batch
+        return batch
+
+    def _step_rows(
+        self,
+        states: Sequence[SamplerState],
+        positions: Sequence[int],
+        held: frozenset[int],
+        device: torch.device,
+    ) -> StepRows:
+        free = [(row, state) for row, state in enumerate(states) if row not in held]
+        return StepRows(
+            len(states),
+            {
+                row: Draw(state.sampling, state.choice, positions[row])
+                for row, state in free
+                if state.sampling.temperature > 0.0
+            },
+            {row: state.edits for row, state in free if state.edits is not None},
+            vocab_size=self._vocab_size,
+            device=device,
+        )
+
+    def _append(self, step_slice: StepSlice, state: SamplerState) -> None:
+        """Append the input token of a decode slice."""
+        state.add(step_slice.tokens[0])
+        if self._grammars is not None:
+            self._grammars.advance(step_slice.sequence, step_slice.tokens[0])
 
     def choose(self, slices: Sequence[StepSlice], logits: Tensor) -> tuple[SliceResult, ...]:
         """Return one result per slice, in order: a token with requested log-probabilities, or an error of
@@ -315,21 +369,34 @@ class Sampler:
 
         `slices` are sampled ones of started sequences; `logits` is float32 [n, vocab_size], one row per
         slice, and is not modified. The input token of a Decode slice is appended to its sequence's history
-        first.
+        first. This is the definition of `prepare` and what follows it.
         """
         states = [self._live[step_slice.sequence] for step_slice in slices]
         for step_slice, state in zip(slices, states, strict=True):
             if isinstance(step_slice.inference_step, Decode):
-                state.add(step_slice.tokens[0])
-                if self._grammars is not None:
-                    self._grammars.advance(step_slice.sequence, step_slice.tokens[0])
-        results = self._errors(slices, states, logits)
-        rows = [row for row in range(len(slices)) if row not in results]
+                self._append(step_slice, state)
+        return self._results(slices, states, logits, range(len(slices)))
+
+    def _results(
+        self,
+        slices: Sequence[StepSlice],
+        states: Sequence[SamplerState],
+        logits: Tensor,
+        rows: Sequence[int],
+    ) -> tuple[SliceResult, ...]:
+        """Results of `rows` of the slices and of their `logits`."""
+        if not rows:
+            return ()
         if len(rows) < len(slices):
-            logits = logits[rows]
+            slices, states = [slices[row] for row in rows], [states[row] for row in rows]
+            logits = logits[list(rows)].cpu()
+        results = self._errors(slices, states, logits)
+        usable = [row for row in range(len(slices)) if row not in results]
+        if len(usable) < len(slices):
+            logits = logits[usable]
         num_rows = rows_per_block(self._vocab_size, logits.device)
-        for first in range(0, len(rows), num_rows):
-            block = rows[first : first + num_rows]
+        for first in range(0, len(usable), num_rows):
+            block = usable[first : first + num_rows]
             chosen = self._choose_block(
                 [slices[row] for row in block],
                 [states[row] for row in block],
@@ -339,7 +406,12 @@ class Sampler:
         return tuple(results[row] for row in range(len(slices)))
 
     def score(
-        self, step_slice: StepSlice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
+        self,
+        step_slice: StepSlice,
+        state: SamplerState,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        result: SliceResult,
     ) -> SliceResult:
         """Return `result` with the log-probabilities of the prompt tokens after a scored chunk, or with an
         error.
@@ -347,7 +419,7 @@ class Sampler:
         `hidden` [tokens of the chunk, hidden_size] is the last layer's; `head` computes logits float32 [m,
         vocab_size].
         """
-        state, first = self._live[step_slice.sequence], step_slice.first_position + 1
+        first = step_slice.first_position + 1
         if isinstance(result.outcome, SliceError):
             return result
         if state.problem is not None:
@@ -416,6 +488,20 @@ class Sampler:
             return None
         return lambda scores: problems.update(grammars.apply(scores, rows))
 
+    def _with_logprobs(
+        self,
+        slices: Sequence[StepSlice],
+        states: Sequence[SamplerState],
+        logits: Tensor,
+        settled: list[int | SliceResult],
+    ) -> list[int | SliceResult]:
+        """`settled`, with the requested log-probabilities of tokens."""
+        tokens = [token if isinstance(token, int) else None for token in settled]
+        for row, logprobs in _sampled_logprobs(logits, tokens, states).items():
+            part, token = slices[row], tokens[row]
+            settled[row] = SliceResult(part.sequence, part.restart_count, token, logprobs)
+        return settled
+
     def _not_finite(self, step_slice: StepSlice, position: int) -> SliceResult:
         return self._failed(
             step_slice,
@@ -432,13 +518,34 @@ class Sampler:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """States of the sequences of a batch that decodes; `is_plain` if all of them are."""
+
+    states: list[SamplerState]
+    is_plain: bool
+
+
+def _held(states: Sequence[SamplerState]) -> frozenset[int]:
+    """Rows that a device does not sample."""
+    held, edit_bytes = set[int](), 0
+    for row, state in enumerate(states):
+        more_bytes = 0 if state.edits is None else state.edits.most_bytes
+        if state.needs_look or edit_bytes + more_bytes > MAX_EDIT_BYTES:
+            held.add(row)
+        else:
+            edit_bytes += more_bytes
+    return frozenset(held)
+
+
 def _position(step_slice: StepSlice) -> int:
     """Absolute position of the token sampled after `step_slice`."""
     return step_slice.first_position + len(step_slice.tokens)
 
 
 def _nothing_allowed(step_slice: StepSlice, state: SamplerState) -> str:
-    names = state.masks.names() if state.masks is not None else []
+    masks = None if state.edits is None else state.edits.masks
+    names = masks.names() if masks is not None else []
     if state.sampling.grammar is not None:
         names = [*names, "the grammar"]
     place = f"position {_position(step_slice)} of {step_slice.sequence}"

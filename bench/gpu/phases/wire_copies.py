@@ -17,7 +17,8 @@ from bench.harness.figure import Better
 from checkpoint import BoundaryTensor, DType, ScaledDType
 from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.backends.tensor_views import from_frame, payload, to_frame
-from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StagingSizes, StepTransfers
+from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
+from wire.staging import StagingSizes
 from wire.frames import Frame, FrameAssembler, encode_hidden_states, encode_step_frame, step_frame_checksum
 from wire.ids import RequestId, SequenceKey
 from wire.step_codec import encode_step

@@ -1,6 +1,5 @@
 """The one routine of every role: what it refuses, what it answers, and that a refused epoch stays refused."""
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.sampling import PlainRows, Sampler
+from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.validation import StepSlices
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
@@ -28,7 +27,6 @@ from wire.frames import Frame
 from wire.ids import RequestId, SequenceKey, new_request_id
 from wire.sampling import StepSampling
 from wire.steps import (
-    Decodes,
     Grows,
     Prefill,
     SequenceSignal,
@@ -469,14 +467,17 @@ def test_decodes_as_columns_compute_what_objects_compute(
 
 def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of decodes alone and with chunks, of plain sequences and others."""
-    plain_rows, num_plain = Sampler.plain_rows, [0]
+    prepare, num_rows = Sampler.prepare, [0]
 
-    def counted(
-        self: Sampler, decodes: Decodes, chunks: Sequence[StepSlice] = (), *, device: torch.device
-    ) -> PlainRows | None:
-        rows = plain_rows(self, decodes, chunks, device=device)
-        num_plain[0] += rows is not None
-        return rows
+    def counted(self: Sampler, step: Step, *, device: torch.device) -> SampledStep:
+        sampled = prepare(self, step, device=device)
+        num_rows[0] += sampled.rows is not None
+        return sampled
+
+    def held(self: Sampler, step: Step, *, device: torch.device) -> SampledStep:
+        sampled = prepare(self, step, device=device)
+        held = frozenset(range(len(sampled.states)))
+        return replace(sampled, rows=None, held=held, are_plain=False)
 
     def results() -> list[StepResult]:
         only.begin(2)
@@ -495,9 +496,9 @@ def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.
             only.log.complete(result)
         return found
 
-    monkeypatch.setattr(Sampler, "plain_rows", counted)
+    monkeypatch.setattr(Sampler, "prepare", counted)
     by_columns = results()
-    assert num_plain[0] > 10
+    assert num_rows[0] > 10
     assert any(result.details for result in by_columns)
-    monkeypatch.setattr(Sampler, "plain_rows", lambda self, decodes, chunks=(), *, device: None)
+    monkeypatch.setattr(Sampler, "prepare", held)
     assert results() == by_columns

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stage_worker.executor import StepExecutor
 from tests.checkpoints import make_checkpoint
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from tests.staged import staged_executor
 from wire.frames import Frame
-from wire.sampling import StepSampling
-from wire.steps import SliceResult, Step, StepResult
+from wire.sampling import GrammarSpec, StepSampling
+from wire.steps import SliceResult, Step, StepResult, TokenLogprobs
 
 HIDDEN_SIZE = 64
 SAMPLINGS = {
@@ -24,19 +27,48 @@ SAMPLINGS = {
         StepSampling(temperature=1.3, min_p=0.1, typical_p=0.9, seed=4),
         StepSampling(temperature=1.0, seed=5),
     ),
+    "top-p": (StepSampling(temperature=1.0, top_p=0.9, seed=1),),
+    "min-p": (StepSampling(temperature=1.0, min_p=0.1, seed=1),),
+    "bias": (replace(GREEDY, logit_bias=((3, 1.5), (9, -2.0))), GREEDY),
+    "penalties": (
+        StepSampling(temperature=0.8, top_k=5, repetition_penalty=1.2, seed=1),
+        replace(GREEDY, frequency_penalty=0.5, presence_penalty=-0.5),
+    ),
+    "masks": (
+        StepSampling(temperature=1.0, allowed_token_ids=(3, 4, 5), seed=2),
+        replace(GREEDY, bad_words=((7,), (5, 8)), min_tokens=3, min_tokens_hold_back=(2,)),
+    ),
+    "edits and filters": (
+        StepSampling(temperature=0.7, top_p=0.9, logit_bias=((3, 1.0),), bad_words=((4,),), seed=2),
+        StepSampling(temperature=0.7, min_p=0.1, frequency_penalty=0.3, seed=2),
+        StepSampling(temperature=1.0, seed=5),
+    ),
 }
+NEED_A_LOOK = {
+    "log-probabilities": (replace(GREEDY, logprobs=0), GREEDY),
+    "scored prompt": (replace(GREEDY, prompt_logprobs=1), GREEDY),
+    "grammar": (replace(GREEDY, grammar=GrammarSpec(definition="x", tokenizer_checksum=1)), GREEDY),
+    "bad parameters": (replace(GREEDY, top_p=2.0), StepSampling(temperature=1.0)),
+}
+"""After the step, but not before."""
+LOGPROBS = TokenLogprobs(5, -1.0, 1, ())
 
 
 def steps(log: Log, samplings: tuple[StepSampling, ...]) -> list[tuple[str, Step]]:
     """A prompt in two chunks, prompts of several sequences, decodes, and decodes beside a prompt."""
     log.begin(1)
     log.add(tuple(range(40)), sampling=samplings[0], max_tokens=4)
-    found = []
+    found, with_logprobs = [], set()
 
     def run(kind: str) -> None:
         step = log.scheduler.next_step(0.0)
         assert step is not None
-        answers = [SliceResult(part.sequence, 0, 5) for part in step.slices if part.is_sampled]
+        with_logprobs.update(start.sequence for start in step.starts if start.sampling.logprobs is not None)
+        answers = [
+            SliceResult(part.sequence, 0, 5, LOGPROBS if part.sequence in with_logprobs else None)
+            for part in step.slices
+            if part.is_sampled
+        ]
         log.complete(StepResult.of(step.epoch, step.step_id, answers))
         found.append((kind, step))
 
@@ -58,7 +90,31 @@ def steps(log: Log, samplings: tuple[StepSampling, ...]) -> list[tuple[str, Step
 def test_a_step_is_one_copy_to_the_device_and_one_back(
     stage: int, samplings: tuple[StepSampling, ...], family: str, tmp_path: Path
 ) -> None:
-    assignment = new_assignment(make_checkpoint(tmp_path, family, num_layers=3), stage=stage)
+    for kind, copies in copies_of(samplings, stage, tmp_path, family, StepExecutor.run):
+        assert copies == (1, 1), kind
+
+
+@pytest.mark.parametrize("samplings", NEED_A_LOOK.values(), ids=NEED_A_LOOK.keys())
+def test_rows_that_need_a_look_wait_for_the_device_after_their_step_only(
+    samplings: tuple[StepSampling, ...], tmp_path: Path
+) -> None:
+    def begin(executor: StepExecutor, frame: Frame) -> None:
+        executor.prepare(frame.step)
+        assert executor.begin(frame).refusal is None
+
+    for kind, copies in copies_of(samplings, 2, tmp_path, "llama", begin):
+        assert copies == (1, 1), kind
+
+
+def copies_of(
+    samplings: tuple[StepSampling, ...],
+    stage: int,
+    directory: Path,
+    family: str,
+    run: Callable[[StepExecutor, Frame], object],
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Copies to the device and back of each step that `run` computes or begins."""
+    assignment = new_assignment(make_checkpoint(directory, family, num_layers=3), stage=stage)
     frames = [
         (kind, Frame(step, hidden_for(step, HIDDEN_SIZE) if stage else ()))
         for kind, step in steps(Log(assignment), samplings)
@@ -68,5 +124,5 @@ def test_a_step_is_one_copy_to_the_device_and_one_back(
         executor.begin_epoch(1, stage=stage)
         for kind, frame in frames:
             copies.counts.clear()
-            executor.run(frame)
-            assert (copies.counts["up"], copies.counts["down"]) == (1, 1), kind
+            run(executor, frame)
+            yield kind, (copies.counts["up"], copies.counts["down"])

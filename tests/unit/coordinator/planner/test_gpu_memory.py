@@ -107,15 +107,16 @@ def test_partial_results_of_any_work_list_fit(step: list[tuple[int, int]]) -> No
     assert work.num_partial * 32 * (128 + 2) * 4 <= room
 
 
+@pytest.mark.parametrize("role", [StageRole.FIRST, StageRole.LAST])
 @pytest.mark.parametrize("wire_dtype", [None, ScaledDType.I8])
-def test_buffers_are_those_that_the_worker_allocates(wire_dtype: WireDType | None) -> None:
+def test_buffers_are_those_that_the_worker_allocates(wire_dtype: WireDType | None, role: StageRole) -> None:
     memory = memory_of(llama_8b(), wire_dtype=wire_dtype)
     num_blocks = 4096
     assignment = Assignment(
         plan_id=1,
-        stage=0,
+        stage=int(role is StageRole.LAST),
         num_stages=2,
-        role=StageRole.FIRST,
+        role=role,
         layer_begin=0,
         layer_end=16,
         model_directory="",
@@ -130,8 +131,8 @@ def test_buffers_are_those_that_the_worker_allocates(wire_dtype: WireDType | Non
     )
     sizes = assignment.staging_sizes(memory.config.boundary)
     for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE):
-        assert memory.buffer_bytes(num_blocks, device) == sizes.total_bytes > 4 * 2048 * 4096 * 2
-    assert memory.buffer_bytes(num_blocks, DeviceKind.HOST) == 0
+        assert memory.buffer_bytes(role, num_blocks, device) == sizes.total_bytes > 4 * 2048 * 4096 * 2
+    assert memory.buffer_bytes(role, num_blocks, DeviceKind.HOST) == 0
 
 
 @pytest.mark.parametrize("device", [DeviceKind.GPU, DeviceKind.GPU_IN_PLACE])

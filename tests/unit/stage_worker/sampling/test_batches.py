@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stage_worker.sampling import plain_rows
+from stage_worker.sampling import step_rows
 from stage_worker.sampling.random_choice import argmax_rows, row_sums
 from tests.sampled import GENERATED, Row, results_of, tokens_of
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
@@ -50,7 +50,7 @@ def test_log_probabilities_do_not_depend_on_batch_mates() -> None:
 def test_the_size_of_the_blocks_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, rows = some_logits(ROWS, vocab_size=1000), mixed_rows()
     at_once = results_of(logits, rows)
-    monkeypatch.setattr(plain_rows, "MAX_BLOCK_ELEMENTS", 7000)
+    monkeypatch.setattr(step_rows, "MAX_BLOCK_ELEMENTS", 7000)
     assert results_of(logits, rows) == at_once
 
 

@@ -101,7 +101,9 @@ class Scored:
         step = Prefill(start, end - start, len(self.tokens), is_scored=True)
         part = StepSlice(key(0), 0, self.tokens[start:end], step)
         result = SliceResult(part.sequence, 0, outcome)
-        return self.sampler.score(part, self.hidden[start:end], self.head, result)
+        return self.sampler.score(
+            part, self.sampler._live[part.sequence], self.hidden[start:end], self.head, result
+        )
 
 
 def test_a_chunk_is_scored_with_the_tokens_that_follow_each_of_its_own() -> None:
@@ -173,4 +175,5 @@ def test_an_error_of_the_sampled_token_stays() -> None:
     scored = Scored(sampling=StepSampling(top_p=2.0))
     part = StepSlice(key(0), 0, PROMPT[20:], Prefill(20, 10, 30, is_scored=True))
     failed = scored.sampler.choose([part], torch.zeros((1, VOCAB)))[0]
-    assert scored.sampler.score(part, scored.hidden[20:], scored.head, failed) == failed
+    (state,) = scored.sampler._live.values()
+    assert scored.sampler.score(part, state, scored.hidden[20:], scored.head, failed) == failed
