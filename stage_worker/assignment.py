@@ -178,7 +178,8 @@ class Assignment:
     parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
     values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a
     remote model, whose `model_directory` is empty, or of the coordinator's directory; `manifest` has the
-    SHA-256 of the stage's tensors, if they are known. `implementation` computes the layers.
+    SHA-256 of the stage's tensors, if they are known. `implementation` computes the layers. The plan counts
+    `activation_bytes` for the largest step.
     """
 
     plan_id: int
@@ -206,6 +207,7 @@ class Assignment:
     manifest: Mapping[str, bytes] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
     implementation: Implementation = Implementation.NATIVE
+    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -277,6 +279,7 @@ class Assignment:
             model_directory="",
             force_reload=False,
             sources=Sources(),
+            activation_bytes=0,
         )
 
 
@@ -287,9 +290,6 @@ def decode_assignment(
 
     `wire_dtype` overrides the coordinator's.
     """
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise ValueError(f"role number {message.role} is not known")
     dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
     if dtype is None:
         raise ValueError(f"dtype number {message.dtype} is not known")
@@ -297,7 +297,7 @@ def decode_assignment(
         plan_id=message.plan_id,
         stage=message.stage,
         num_stages=message.num_stages,
-        role=role,
+        role=_assigned_role(message.role),
         layer_begin=message.layer_begin,
         layer_end=message.layer_end,
         model_directory=message.model.directory,
@@ -319,6 +319,7 @@ def decode_assignment(
         manifest=_manifest(message.manifest),
         sources=_sources(message.sources, coordinator),
         implementation=_assigned_implementation(message.implementation),
+        activation_bytes=message.activation_bytes,
     )
 
 
@@ -388,6 +389,13 @@ def _pins(model: join_pb2.ModelRef) -> Pins | None:
     if not model.source:
         return Pins(source=model.directory, files=files, sampled_values=model.sampled_values)
     return Pins(source=model.source, files=files, manifest_sha256=model.manifest_sha256)
+
+
+def _assigned_role(number: int) -> StageRole:
+    role = _ROLES.get(number)
+    if role is None:
+        raise ValueError(f"role number {number} is not known")
+    return role
 
 
 def _assigned_wire_dtype(number: int) -> WireDType | None:

@@ -100,6 +100,7 @@ def encode_assign(
         manifest=_encode_manifest(model, [stage]),
         sources=sources,
         implementation=IMPLEMENTATION_TO_MESSAGE[model.implementation],
+        activation_bytes=stage.activation_bytes,
     )
     return join_pb2.JoinResponse(assign=assign)
 

@@ -13,7 +13,6 @@ from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import DeviceError, ReceivedFrame
-from stage_worker.backends.device_speed import measure_rates
 from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
 from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.tensor_views import as_array, from_wire, project
@@ -25,6 +24,7 @@ from stage_worker.backends.torch_device import (
     free_memory,
     has_fast_f16,
     has_native_bf16,
+    measure_rates,
     move_near,
     parse_device,
     prepare_process,
@@ -79,15 +79,16 @@ class TorchBackend(StageBackend):
         self._remote = RemoteWeights(
             config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
+        self._meter = CudaMeter(device) if device.type == "cuda" else None
         self._resources = WorkerResources(
             device=device,
+            meter=self._meter,
             memory_bytes=self.memory_bytes,
             model_directory=config.model_directory,
             kernels=config.kernels,
             remote=self._remote,
         )
         self._cache = StageCache()
-        self._meter = CudaMeter(device) if device.type == "cuda" else None
         self._pinned_bytes = 0
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))

@@ -1,4 +1,4 @@
-"""Device selection, memory budget and device faults with torch."""
+"""Device selection, memory budget, rates and device faults with torch."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,9 @@ import gc
 import logging
 import os
 import re
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,7 @@ import torch
 
 from stage_worker.backends.contract import DeviceError
 from stage_worker.config import MemoryTooLarge, parse_cpu_set, pin_to
+from wire.device_rates import DeviceRates
 from wire.errors import StepFaultKind
 from wire.gpu import DeviceMemory, Gpu
 
@@ -23,6 +26,12 @@ CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PCI_FIELDS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+RATE_BUDGET_S = 0.3
+"""Of each measurement of a rate, after its first run, which loads libraries."""
+_COPIED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Above all caches, and a copy reads and writes as much."""
+_PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of both factors."""
 _DRIVER_FILES = {
     Path("/proc/driver/nvidia/version"): re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s"),
     Path("/sys/module/amdgpu/version"): re.compile(r"(\S+)"),
@@ -215,3 +224,64 @@ def _is_accelerator_error(error: Exception) -> bool:
     kind = getattr(torch, "AcceleratorError", None)
     is_typed = kind is not None and isinstance(error, kind)
     return is_typed or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
+
+
+def measure_rates(device: torch.device) -> DeviceRates:
+    """Copy and multiply on `device` with the threads of the caller.
+
+    Products are of bfloat16 where the device has it, else of float16 or float32. Raises errors of the device.
+    """
+    with torch.inference_mode():
+        return DeviceRates(bytes_per_s=_copy_rate(device), operations_per_s=_product_rate(device))
+
+
+def _copy_rate(device: torch.device) -> float:
+    num_bytes = _COPIED_BYTES[device.type]
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return best_rate(lambda: target.copy_(source), _synchronize(device), amount=2.0 * num_bytes)
+
+
+def _product_rate(device: torch.device) -> float:
+    size = _PRODUCT_SIZE[device.type]
+    left, right = (torch.ones(size, size, dtype=_dtype(device), device=device) for _ in range(2))
+    product = torch.empty_like(left)
+    return best_rate(lambda: torch.mm(left, right, out=product), _synchronize(device), amount=2.0 * size**3)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    if has_native_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if has_fast_f16(device) else torch.float32
+
+
+def _synchronize(device: torch.device) -> Callable[[], None]:
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.cuda.synchronize(device)
+
+
+def best_rate(
+    work: Callable[[], object],
+    synchronize: Callable[[], None],
+    *,
+    amount: float,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = RATE_BUDGET_S,
+) -> float:
+    """The amount per second of the fastest run, after a first one that does not count.
+
+    Runs until `budget_s` has passed, but once at least: the others of a device or host only ever slow it.
+    """
+    work()
+    synchronize()
+    began = clock()
+    fastest_s = float("inf")
+    while True:
+        started = clock()
+        work()
+        synchronize()
+        ended = clock()
+        fastest_s = min(fastest_s, ended - started)
+        if ended - began >= budget_s:
+            return amount / fastest_s

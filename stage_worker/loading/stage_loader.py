@@ -40,11 +40,11 @@ from stage_worker.backends.backend import (
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.tensor_views import ELEMENTS
-from stage_worker.backends.torch_device import fault_kind_of, free_memory
+from stage_worker.backends.torch_device import DeviceMeter, fault_kind_of, free_memory
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
-from stage_worker.loading.warmup import warm_up
+from stage_worker.loading.warmup import run_largest_step, warm_up
 from stage_worker.loading.weights_check import LoadedFrom
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import TORCH_DTYPES
@@ -52,6 +52,7 @@ from stage_worker.model.parts import LoadedParts
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
+from wire.sizes import format_size
 from wire.tensors import WireDType
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class StageCache:
 class WorkerResources:
     """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path.
 
-    `remote` has the cache of remote models.
+    `remote` has the cache of remote models. `meter` reads the memory of a GPU; a host has none of its own.
     """
 
     device: torch.device
@@ -138,6 +139,7 @@ class WorkerResources:
     model_directory: Path | None
     kernels: KernelChoice = KernelChoice.AUTO
     remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
+    meter: DeviceMeter | None = None
 
     def directory(self, coordinators: str) -> Path:
         """The local model directory; `coordinators` is the coordinator's path, "" for the built-in model."""
@@ -245,6 +247,7 @@ def _load(
     budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
     warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
     cache.has_warmed_up = True
+    _check_peak(executor, assignment, checkpoint.config, resources, model.weight_bytes + kv_bytes)
     return LoadedStage(
         assignment=assignment,
         executor=executor,
@@ -367,6 +370,37 @@ def _check_memory(
             f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens)"
             f"{staging}, {needed} in all; this worker has {resources.memory_bytes}"
         )
+
+
+def _check_peak(
+    executor: StepExecutor,
+    assignment: Assignment,
+    config: Blueprint,
+    resources: WorkerResources,
+    held_bytes: int,
+) -> None:
+    """Run the largest step on a GPU and compare its memory with the plan's; `held_bytes` are weights and KV.
+
+    Raises StageLoadError above the budget, with the numbers.
+    """
+    if (meter := resources.meter) is None:
+        return
+    meter.restart_peak()
+    run_largest_step(executor, assignment, config)
+    found = meter.read()
+    planned_bytes = held_bytes + _staging_bytes(assignment, config, resources.device)
+    planned_bytes += assignment.activation_bytes
+    measured = (
+        f"the largest step took {format_size(found.peak_bytes)} in tensors, the plan counts"
+        f" {format_size(planned_bytes)}; {format_size(found.reserved_bytes)} are reserved,"
+        f" {format_size(found.free_bytes)} free"
+    )
+    if found.peak_bytes > resources.memory_bytes:
+        raise StageLoadError(
+            f"{resources.device}: {measured}; this worker has {format_size(resources.memory_bytes)}: lower "
+            "--max-step-tokens or --max-step-sequences of the coordinator, or raise --memory"
+        )
+    log.log(logging.WARNING if found.peak_bytes > planned_bytes else logging.INFO, "warm-up: %s", measured)
 
 
 def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.device) -> int:

@@ -1,13 +1,23 @@
 """Warm-up: the first steps of a stage, in real shapes and through the regular executor."""
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 
 from checkpoint import Blueprint
-from kvcache import ActiveSequence, BlockPool, combined_digest
+from kvcache import (
+    ActiveSequence,
+    BlockPool,
+    KvWindow,
+    combined_digest,
+    first_needed_block,
+    group_windows,
+)
 from stage_worker.assignment import Assignment
 from stage_worker.backends.tensor_views import to_frame
 from stage_worker.executor import StepExecutor
@@ -62,6 +72,83 @@ def _largest_batch(assignment: Assignment) -> int:
     return min(assignment.max_step_sequences, assignment.max_step_tokens, *assignment.group_blocks)
 
 
+def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blueprint) -> None:
+    """Run a step that takes the most memory, then reset: a chunk behind the longest history, and decodes of
+    all other sequences behind as much history as the KV cache holds.
+
+    Nothing computes the histories, whose pages have zeros. Raises StepFault.
+    """
+    steps = _WarmupSteps(executor, assignment, config)
+    batch = LargestStep.of(assignment, config)
+    decoding = [steps.add_cached(number + 1, batch.decoded_blocks, 1) for number in range(batch.num_decodes)]
+    chunk = steps.add_cached(0, batch.chunk_blocks, batch.chunk_tokens)
+    steps.run_behind_history(decoding, chunk)
+    executor.begin_epoch(0, stage=assignment.stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestStep:
+    """A chunk of `chunk_tokens` behind `chunk_blocks` blocks, and decodes behind `decoded_blocks` each."""
+
+    num_decodes: int
+    decoded_blocks: int
+    chunk_tokens: int
+    chunk_blocks: int
+
+    @classmethod
+    def of(cls, assignment: Assignment, config: Blueprint) -> LargestStep:
+        """Within the limits of `assignment`: as many decodes and tokens as possible, then the longest history
+        of the chunk, then those of the decodes.
+        """
+        size, longest, groups = assignment.block_size, assignment.max_sequence_tokens, assignment.group_blocks
+        visible = [_most_visible(window, size) for window in group_windows(config.layer_windows)]
+        own = -(-2 // size)  # blocks of a decode: the last token of its prompt, and a second one
+        num_decodes = min(assignment.max_step_sequences, assignment.max_step_tokens, min(groups) // own) - 1
+        num_decodes = num_decodes if longest > 1 else 0
+        free = [blocks - own * num_decodes for blocks in groups]
+        tokens = min(assignment.max_step_tokens - num_decodes, longest, min(free) * size)
+        free = [blocks - -(-tokens // size) for blocks in free]
+        chunk = min((longest - tokens) // size, *_histories(visible, free))
+        share = [
+            (blocks - min(chunk, most)) // max(1, num_decodes)
+            for blocks, most in zip(free, visible, strict=True)
+        ]
+        decoded = min((longest - 2) // size, *_histories(visible, share)) if num_decodes else 0
+        return cls(num_decodes=num_decodes, decoded_blocks=decoded, chunk_tokens=tokens, chunk_blocks=chunk)
+
+
+_ANY = 1 << 40
+
+
+def _most_visible(window: int | None, block_size: int) -> int:
+    """Blocks of a history that a query sees at most."""
+    return _ANY if window is None else -(-window // block_size) + 1
+
+
+def _histories(visible: Sequence[int], free: Sequence[int]) -> list[int]:
+    """Blocks of the longest history in each group."""
+    return [_ANY if blocks >= most else blocks for most, blocks in zip(visible, free, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """A sequence behind `num_cached` tokens of history, with its blocks in each group."""
+
+    key: SequenceKey
+    tokens: tuple[int, ...]
+    num_cached: int
+    groups: list[ActiveSequence]
+
+    @property
+    def start(self) -> StartRecord:
+        return StartRecord(self.key, 0, len(self.tokens), self.tokens, _SAMPLING[self.tokens[0] % 3])
+
+    @property
+    def prefill(self) -> StepSlice:
+        tokens = self.tokens[self.num_cached :]
+        return StepSlice(self.key, 0, tokens, Prefill(self.num_cached, len(tokens), len(self.tokens)))
+
+
 class _WarmupSteps:
     """Stands in for the coordinator: its own block pools yield signals and digests."""
 
@@ -82,6 +169,74 @@ class _WarmupSteps:
         """Run one-token prompts, then a decode step if the limits leave room for a second token."""
         decodes = self._assignment.block_size > 1 and self._assignment.max_sequence_tokens > 1
         self._run_batch(num_sequences=num_sequences, num_tokens=1, decodes=decodes)
+
+    def add_cached(self, number: int, num_blocks: int, num_tokens: int) -> _Cached:
+        """Begin a sequence of `num_tokens` behind `num_blocks` blocks that count as cached.
+
+        Its tokens are unlike those of other numbers.
+        """
+        history, vocab_size = num_blocks * self._assignment.block_size, self._config.vocab_size
+        pair = [number % vocab_size, number // vocab_size % vocab_size]
+        tokens = tuple((pair * (history + num_tokens))[: history + num_tokens])
+        if history:
+            cached = _Cached(self._new_key(), tokens[:history], 0, self._groups(tokens[:history], history))
+            self._run(starts=(cached.start,), signals=self._uses(cached))
+            freed = [
+                SequenceSignal(cached.key, signal, group.group)
+                for group in cached.groups
+                for signal in group.free_signals()
+            ]
+            self._run(ends=(EndRecord(cached.key, 0),), signals=freed)
+        return _Cached(self._new_key(), tokens, history, self._groups(tokens, history))
+
+    def run_behind_history(self, decoding: Sequence[_Cached], chunk: _Cached) -> None:
+        """Compute the last tokens of `decoding`, then decode them beside `chunk`."""
+        everything = [*decoding, chunk]
+        self._run(
+            starts=tuple(one.start for one in decoding),
+            signals=[signal for one in decoding for signal in self._uses(one)],
+            slices=tuple(one.prefill for one in decoding),
+        )
+        grown = [
+            SequenceSignal(one.key, signal, group.group)
+            for one in decoding
+            for group in one.groups
+            for signal in group.push(0)
+        ]
+        self._run(
+            starts=(chunk.start,),
+            signals=[*grown, *self._uses(chunk)],
+            slices=(
+                *(StepSlice(one.key, 0, (0,), Decode(len(one.tokens))) for one in decoding),
+                chunk.prefill,
+            ),
+        )
+        freed = [
+            SequenceSignal(one.key, signal, group.group)
+            for one in everything
+            for group in one.groups
+            for signal in group.destroy_signals()
+        ]
+        self._run(ends=tuple(EndRecord(one.key, 0) for one in everything), signals=freed)
+
+    def _groups(self, tokens: tuple[int, ...], history: int) -> list[ActiveSequence]:
+        """The blocks of a sequence, without those that no query behind `history` tokens sees."""
+        assignment, found = self._assignment, []
+        for number, width in enumerate(group_windows(self._config.layer_windows)):
+            sequence = ActiveSequence(
+                tokens,
+                block_size=assignment.block_size,
+                max_output_tokens=1,
+                new_id=self._new_id,
+                group=number,
+            )
+            window = KvWindow.of(width, assignment.max_step_tokens)
+            sequence.skip_blocks(first_needed_block(window, history, assignment.block_size))
+            found.append(sequence)
+        return found
+
+    def _uses(self, one: _Cached) -> list[SequenceSignal]:
+        return [self._used(one.key, group) for group in one.groups]
 
     def _run_batch(self, *, num_sequences: int, num_tokens: int, decodes: bool) -> None:
         keys = [self._new_key() for _ in range(num_sequences)]

@@ -18,9 +18,9 @@ from checkpoint import BoundaryTensor, DType, ScaledDType
 from checkpoint.blueprint import HIDDEN_STATES
 from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
-from wire.staging import StagingSizes
 from wire.frames import Frame, FrameAssembler, encode_hidden_states, encode_step_frame, step_frame_checksum
 from wire.ids import RequestId, SequenceKey
+from wire.staging import StagingSizes
 from wire.step_codec import encode_step
 from wire.steps import Prefill, Step, StepSlice
 from wire.tensors import HiddenStates, WireDType

@@ -18,6 +18,7 @@ from stage_worker.backends.torch_backend import CPU, TorchBackend
 from stage_worker.backends.torch_device import CudaMeter, check_memory, describe_gpu, move_near
 from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.model.kernels import has_triton_kernels
+from wire.device_rates import DeviceRates
 from wire.gpu import DeviceMemory, Gpu
 
 CUDA = torch.device("cuda", 1)
@@ -46,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     return properties
 
 
-async def test_cudnn_attention_is_off_and_every_thread_has_the_device(
+async def test_cudnn_attention_is_off_a_gpu_is_measured_and_every_thread_has_the_device(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     switched: list[bool] = []
@@ -58,13 +59,21 @@ async def test_cudnn_attention_is_off_and_every_thread_has_the_device(
         "set_device",
         lambda device: threads.__setitem__(threading.current_thread().name, device),
     )
+    rates, measured = DeviceRates.parse("3350:800"), list[str]()
+    backends = "stage_worker.backends.torch_backend"
+    monkeypatch.setattr(f"{backends}.free_memory", lambda device: None)
+    monkeypatch.setattr(
+        f"{backends}.measure_rates",
+        lambda device: measured.append(threading.current_thread().name) or rates,
+    )
     config = WorkerConfig(device="cuda:1", memory_bytes=GIB, state_directory=tmp_path)
     backend = TorchBackend(config)
+    assert (backend.rates, measured) == (rates, ["device-rates"])
     ident = await backend._thread.run(threading.get_ident)
     assert ident != threading.get_ident()
     assert switched == [False]
     backend._steps.drain()
-    names = (threading.current_thread().name, "stage-compute", "stage-completion")
+    names = (threading.current_thread().name, "stage-compute", "stage-completion", *measured)
     assert threads == dict.fromkeys(names, CUDA)
     other = GpuClaims(tmp_path / "gpus")
     assert not other.claim(f"GPU-{UUID}")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stage_worker.backends import device_speed, torch_backend
-from stage_worker.backends.device_speed import best_rate, measure_rates
+from stage_worker.backends import torch_backend, torch_device
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.torch_backend import TorchBackend
+from stage_worker.backends.torch_device import best_rate, measure_rates
 from stage_worker.config import WorkerConfig
 from stage_worker.server import Worker
 from wire.device_rates import DeviceRates, RateSource
@@ -52,8 +52,8 @@ def test_a_run_ends_when_the_device_has_ended_it() -> None:
 
 
 def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_speed, "_COPIED_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(device_speed, "_PRODUCT_SIZE", {"cpu": 64})
+    monkeypatch.setattr(torch_device, "_COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(torch_device, "_PRODUCT_SIZE", {"cpu": 64})
     monkeypatch.setattr(best_rate, "__kwdefaults__", {**(best_rate.__kwdefaults__ or {}), "budget_s": 0.01})
     rates = measure_rates(torch.device("cpu"))
     assert 1e7 < rates.bytes_per_s < 1e13
