@@ -27,7 +27,7 @@ def staged_executor(assignment: Assignment, queue: DeviceQueue, device: torch.de
         dtype=assignment.dtype,
         device=device,
     )
-    model.load(checkpoint)
+    model.load(checkpoint, copies=queue)
     ring = StagingRing(queue, assignment.staging_sizes(checkpoint.config.boundary))
     pages = new_pages(assignment, checkpoint.config, device)
     return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring))

@@ -27,6 +27,7 @@ from stage_worker.model.operations import operations
 from stage_worker.model.parts import LoadedParts, PartsRead, Prepare, nothing_to_prepare
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import PagedLayers, StepLayout
+from stage_worker.model.weight_reads import DeviceCopies
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from transformers_stage.attention import CurrentStep, PagedAttention, put_attention
 from transformers_stage.empty_model import DecoderModel, refusal_of
@@ -158,8 +159,11 @@ class TransformersStage(PipelineStage):
         parts: LoadedParts | None = None,
         progress: ReadProgress = NO_PROGRESS,
         prepare: Prepare = nothing_to_prepare,
+        copies: DeviceCopies | None = None,
     ) -> PartsRead:
         """Build transformers' modules of this stage and read all of its tensors. Parts are not kept.
+
+        transformers moves them to the device, without `copies`.
 
         Raises like `PipelineStage.load`, and UnsupportedModel for layers that cannot be cut or cached.
         """

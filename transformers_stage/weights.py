@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from checkpoint import Blueprint, Checkpoint, MissingTensor, UnexpectedTensor, WrongShape, stage_tensor_shapes
 from checkpoint.dtypes import DType
 from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.weight_reads import WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors
 from transformers_stage.empty_model import DecoderModel, compute_buffers, is_buffer_owner, refusal_of
 
@@ -65,8 +66,9 @@ class WeightReader:
         Raises MissingTensor, UnexpectedTensor and WrongShape by transformers' names, and like `load_tensors`.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        for part in parts:
-            self._read_part(part, progress)
+        with WeightReads() as reads:
+            for part in parts:
+                self._read_part(part, reads, progress)
         self._tie()
         if self._missing:
             raise MissingTensor(f"checkpoint lacks {_listed(self._missing)} of {self._model_type}")
@@ -74,12 +76,12 @@ class WeightReader:
             if is_buffer_owner(module):
                 compute_buffers(self._model, module, self._device)
 
-    def _read_part(self, part: StagePart, progress: ReadProgress) -> None:
+    def _read_part(self, part: StagePart, reads: WeightReads, progress: ReadProgress) -> None:
         checkpoint = self._checkpoint
         tensors = {
             name: torch.empty(checkpoint.shape_of(name), dtype=self._stored(name)) for name in part.tensors
         }
-        load_tensors(checkpoint, tensors, progress=progress)
+        load_tensors(checkpoint, tensors, reads=reads, progress=progress)
         named = {self._plain(name): tensor for name, tensor in tensors.items()}
         del tensors
         causal = self._causal

@@ -99,6 +99,14 @@ GROUPS = (
         is_apart=True,
     ),
     Group(
+        name="loading",
+        about="loading a stage of 480 M parameters from the page cache : raw reads by as many readers",
+        module="bench.figures.loading",
+        about_s=60,
+        is_default=False,
+        is_apart=True,
+    ),
+    Group(
         name="burst",
         about="bursts of 8, 16 and 32 requests : prefill, then steady decode",
         module="bench.figures.burst",

@@ -63,7 +63,8 @@ from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import attention_factor, inverse_frequencies
-from stage_worker.model.weights import WINDOW_BYTES, load_rows
+from stage_worker.model.weight_reads import WINDOW_BYTES
+from stage_worker.model.weights import UNPACKING_WINDOWS, load_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
 from wire.tensors import WireDType
@@ -120,7 +121,7 @@ class StreamedModel:
         of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, _num_rows(config.hidden_size))
         of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
         of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
-        of_unpacking = WINDOW_BYTES if checkpoint.packed else 0
+        of_unpacking = UNPACKING_WINDOWS * WINDOW_BYTES if checkpoint.packed else 0
         of_rounding = block * _ROUNDING_BYTES if config.weight_format is not None else 0
         return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 8 * of_tokens
 

@@ -239,9 +239,7 @@ def _load(
     _check_memory(assignment, resources, model, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
-    read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare)
-    free_memory(resources.device)
-    log.debug("%s; read_bytes=%d", read, read.num_bytes)
+    _read(model, checkpoint, files, progress, cache)
     executor = StepExecutor(assignment, _new_compute(assignment, checkpoint, model, cache))
     loaded = time.perf_counter()
     budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
@@ -263,6 +261,20 @@ def _load(
         fetched_bytes=files.fetched_bytes,
         pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
     )
+
+
+def _read(
+    model: PipelineStage,
+    checkpoint: Checkpoint,
+    files: StageFiles,
+    progress: LoadProgress,
+    cache: StageCache,
+) -> None:
+    """Read what the stage needs and `cache` lacks."""
+    copies = None if model.device.type == "cpu" else CudaQueue(model.device)
+    read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare, copies=copies)
+    free_memory(model.device)
+    log.debug("%s; read_bytes=%d", read, read.num_bytes)
 
 
 def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: WorkerResources) -> PipelineStage:

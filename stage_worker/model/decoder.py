@@ -37,6 +37,7 @@ from stage_worker.model.parts import (
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import PagedLayers, StepLayout
+from stage_worker.model.weight_reads import DeviceCopies, WeightReads
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class DecoderStage(PipelineStage):
         parts: LoadedParts | None = None,
         progress: ReadProgress = NO_PROGRESS,
         prepare: Prepare = nothing_to_prepare,
+        copies: DeviceCopies | None = None,
     ) -> PartsRead:
         """Read this stage's tensors that are missing in `parts`, converted to the run dtype.
 
@@ -106,8 +108,11 @@ class DecoderStage(PipelineStage):
         parts = LoadedParts() if parts is None else parts
         needed = self._needed()
         parts.retain(needed, self._origin(checkpoint))
-        loader = PartLoader(checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor)
-        read = loader.load(progress, prepare)
+        with WeightReads(copies) as reads:
+            loader = PartLoader(
+                checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor, reads=reads
+            )
+            read = loader.load(progress, prepare)
         self._weights = parts.weights(needed)
         log.info(
             "layers [%d, %d) in %s on %s: %s",

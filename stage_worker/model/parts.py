@@ -25,6 +25,7 @@ from stage_worker.model.layer_weights import (
 )
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import operations
+from stage_worker.model.weight_reads import WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors
 
 
@@ -156,12 +157,13 @@ class PartLoader:
         *,
         kernels: Kernels,
         new: NewTensor,
+        reads: WeightReads,
     ) -> None:
-        """`parts` are reusable ones of `needed`, see `LoadedParts.retain`."""
+        """`parts` are reusable ones of `needed`, see `LoadedParts.retain`; `new` allocates for `reads`."""
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._names = checkpoint.config.names
         self._parts, self._needed = parts, needed
-        self._kernels, self._new = kernels, new
+        self._kernels, self._new, self._reads = kernels, new, reads
 
     def load(self, progress: ReadProgress, prepare: Prepare = nothing_to_prepare) -> PartsRead:
         """Read the missing parts, of which `prepare` gets the stored tensors before.
@@ -203,7 +205,7 @@ class PartLoader:
     def _read_layer(self, layer: int, progress: ReadProgress) -> DecoderLayer:
         plan = self._config.layers[layer]
         weights, destinations = allocate_layer(self._config, layer, self._new)
-        load_tensors(self._checkpoint, destinations, progress=progress)
+        load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
         arrange_stacks(self._config, layer, destinations)
         reorder_heads(plan.mixer, weights)
         return DecoderLayer(plan, weights, self._kernels)
@@ -226,7 +228,7 @@ class PartLoader:
 
     def _read_tensor(self, name: str, progress: ReadProgress, *shape: int) -> Tensor:
         tensor = self._new(*shape)
-        load_tensors(self._checkpoint, {name: tensor}, progress=progress)
+        load_tensors(self._checkpoint, {name: tensor}, reads=self._reads, progress=progress)
         return tensor
 
     def _report(self, missing: list[_Missing], num_bytes: int) -> PartsRead:

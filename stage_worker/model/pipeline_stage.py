@@ -20,6 +20,7 @@ from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.parts import LoadedParts, PartsOrigin, PartsRead, Prepare, nothing_to_prepare
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import PagedLayers, Place, StepArrays, StepLayout, ViewRules
+from stage_worker.model.weight_reads import DeviceCopies
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout
 
@@ -91,8 +92,11 @@ class PipelineStage(ABC):
         parts: LoadedParts | None = None,
         progress: ReadProgress = NO_PROGRESS,
         prepare: Prepare = nothing_to_prepare,
+        copies: DeviceCopies | None = None,
     ) -> PartsRead:
         """Read this stage's tensors that are missing in `parts`, which `prepare` makes readable.
+
+        `copies` are those of a device that is not the CPU.
 
         Raises ValueError for a checkpoint with another config, and errors of `load_tensors`, `prepare` and
         `progress`; the stage has no weights then.

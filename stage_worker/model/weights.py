@@ -1,29 +1,33 @@
-"""Copies a stage's tensors from safetensors files into allocated memory.
+"""Reads a stage's tensors from checkpoint files into allocated memory.
 
-Each tensor is copied in windows: map a few MiB of the file, copy (and convert) them, unmap. Thus at most
-one window is resident beside the destination, and mapped file pages count towards the process only while
-their window is open. Quantised matrices are unpacked in windows of fewer elements, which take the same
-memory.
+Tensors are read in pieces of a few MiB by the threads of `WeightReads`: straight into their place on a CPU,
+if they are stored in the run dtype, or else through memory of each reader. Quantised matrices are unpacked
+by the thread of the load, in pieces that take the memory of some windows. Files are read and not mapped: a
+read error ends the load, not the process.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from math import prod
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from math import isfinite, prod
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from checkpoint import BadHeader, Checkpoint, DType, TensorEntry, open_regular
-from checkpoint.quantization import StoredPart
-from stage_worker.model.unpack import STORED_TORCH_DTYPES, num_rows, tiles, unpack
+from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, TensorEntry, open_regular
+from checkpoint.quantization import PackedMatrix, StoredPart
+from stage_worker.model.unpack import STORED_TORCH_DTYPES, Tile, num_rows, tiles, unpack
+from stage_worker.model.weight_reads import WINDOW_BYTES, WeightPiece, WeightReads
 
-WINDOW_BYTES = 32 * 1024 * 1024
+UNPACKING_WINDOWS = 8
+"""Windows whose memory one piece of a quantised matrix takes while it is unpacked; fewer are slower."""
 UNPACKED_BYTES = 16
 """Memory for one element while it is unpacked: its stored form, codes, value, scale and zero point."""
 
@@ -52,58 +56,85 @@ def load_tensors(
     checkpoint: Checkpoint,
     destinations: Mapping[str, Tensor],
     *,
+    reads: WeightReads | None = None,
     window_bytes: int = WINDOW_BYTES,
     progress: ReadProgress = NO_PROGRESS,
 ) -> None:
-    """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype or
-    device.
+    """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype.
 
-    Files are read in order of position. `progress` is called after each window; its exceptions end the
-    load.
+    `reads` has the threads, and windows for destinations on a device; None reads here, for a CPU, in pieces
+    of `window_bytes`. Files are read in order of position. `progress` is called after each piece; its
+    exceptions end the load.
 
     Raises:
-        CheckpointNotFound: A file cannot be opened.
+        CheckpointNotFound: A file cannot be opened or read.
         BadHeader: A file is shorter than its header states.
         ValueError: A weight does not fit into the run dtype (float16 ends at 65504).
     """
     order = sorted(destinations, key=lambda name: _place(checkpoint, name))
+    if reads is not None:
+        window_bytes = reads.window_bytes
     with _Files(checkpoint.directory) as files:
-        for name in order:
-            for num_bytes in _load(checkpoint, files, name, destinations[name], window_bytes):
+        pieces = (
+            piece
+            for name in order
+            for piece in _pieces(checkpoint, files, name, destinations[name], window_bytes=window_bytes)
+        )
+        copied = _fill_here(pieces) if reads is None else reads.copy(pieces)
+        with closing(copied):
+            for num_bytes in copied:
                 progress.advance(num_bytes)
 
 
 @torch.inference_mode()
 def load_rows(checkpoint: Checkpoint, name: str, destination: Tensor, *, first_row: int) -> None:
-    """Fill `destination` with rows of the tensor `name`, from `first_row` on.
+    """Fill `destination` with rows of the tensor `name`, from `first_row` on, on this thread.
 
-    `destination` is contiguous, of any dtype, and has the tensor's shape except for the number of rows. A
-    tensor of several matrices has their rows, one matrix after the other. Raises like `load_tensors`.
+    `destination` is contiguous, on a CPU, of any dtype, and has the tensor's shape except for the number of
+    rows. A tensor of several matrices has their rows, one matrix after the other. Raises like
+    `load_tensors`.
     """
     shape = checkpoint.shape_of(name)
     rows = prod(shape[:-1]) if len(shape) > 1 else shape[0]
     is_right = tuple(destination.shape[1:]) == (shape[-1:] if len(shape) > 1 else ())
     assert is_right and first_row + len(destination) <= rows, f"rows of {name}"
+    make = _packed_pieces if name in checkpoint.packed else _plain_pieces
     with _Files(checkpoint.directory) as files:
-        if name in checkpoint.packed:
-            loads = _load_packed(checkpoint, files, name, destination, first_row, WINDOW_BYTES)
-        else:
-            loads = _load_plain(checkpoint, files, name, destination, first_row, WINDOW_BYTES)
-        for _ in loads:
+        for _ in _fill_here(make(checkpoint, files, name, destination, first_row, WINDOW_BYTES)):
             pass
+
+
+def _fill_here(pieces: Iterator[WeightPiece]) -> Generator[int, None, None]:
+    for piece in pieces:
+        piece.fill(piece.target)
+        yield piece.num_bytes
 
 
 def _place(checkpoint: Checkpoint, name: str) -> tuple[str, int]:
     return min((entry.file, entry.begin) for entry in checkpoint.parts_of(name))
 
 
+class _Scratch(threading.local):
+    """Memory of each thread, outside of its malloc arena, whose top glibc keeps when the thread has ended."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """Bytes that are valid until the next call."""
+        if len(self._memory) < num_bytes:
+            self._memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        return self._memory[:num_bytes]
+
+
 class _Files:
-    """Files of a checkpoint, opened once."""
+    """Files of a checkpoint, opened once; any thread may read them once they are open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
+        self._scratch = _Scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -111,100 +142,123 @@ class _Files:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def elements(self, entry: TensorEntry, begin: int, end: int) -> Tensor:
-        """Elements [begin, end) of a tensor, mapped. Raises BadHeader and like `open_regular`."""
-        dtype = STORED_TORCH_DTYPES[entry.dtype]
-        if begin == end:
-            return torch.empty(0, dtype=dtype)
-        first, last = (entry.begin + place * dtype.itemsize for place in (begin, end))
-        assert first < last <= entry.end, "elements of another tensor"
-        return _mapped(self._opened(entry), first, last, dtype)
-
-    def _opened(self, entry: TensorEntry) -> BinaryIO:
+    def open(self, entry: TensorEntry) -> None:
+        """Open the file of a tensor. Raises BadHeader and like `open_regular`."""
         path = self._directory / entry.file
         if entry.file not in self._open:
             self._open[entry.file] = self._stack.enter_context(open_regular(path))
-        stream = self._open[entry.file]
-        size_bytes = os.fstat(stream.fileno()).st_size
+        size_bytes = os.fstat(self._open[entry.file].fileno()).st_size
         if size_bytes < entry.end:
             raise BadHeader(f"{path} has {size_bytes} bytes, its header accounted for {entry.end}")
-        return stream
+
+    def elements(self, entry: TensorEntry, begin: int, end: int) -> Tensor:
+        """Elements [begin, end) of a tensor, in new memory. Raises like `read_into`."""
+        found = torch.empty(end - begin, dtype=STORED_TORCH_DTYPES[entry.dtype])
+        self.read_into(found, entry, begin)
+        return found
+
+    def converted_into(self, memory: Tensor, entry: TensorEntry, begin: int) -> None:
+        """As `read_into`, for memory of another dtype."""
+        stored = STORED_TORCH_DTYPES[entry.dtype]
+        read = self._scratch.memory(len(memory) * stored.itemsize).view(stored)
+        self.read_into(read, entry, begin)
+        memory.copy_(read)
+
+    def read_into(self, memory: Tensor, entry: TensorEntry, begin: int) -> None:
+        """Fill `memory`, contiguous and of the stored dtype, with elements from number `begin` on.
+
+        Raises CheckpointNotFound and BadHeader with file and position.
+        """
+        place = entry.begin + begin * memory.element_size()
+        left: memoryview = memory.view(-1).view(torch.uint8).numpy().data
+        assert entry.begin <= place and place + len(left) <= entry.end, "elements of another tensor"
+        path, descriptor = self._directory / entry.file, self._open[entry.file].fileno()
+        while left:
+            try:
+                count = os.preadv(descriptor, [left], place)
+            except OSError as error:
+                raise CheckpointNotFound(
+                    f"{path} cannot be read at byte {place}: {error.strerror}"
+                ) from error
+            if not count:
+                raise BadHeader(f"{path} ends at byte {place}, its header accounted for {entry.end}")
+            left, place = left[count:], place + count
 
 
-def _load(
-    checkpoint: Checkpoint, files: _Files, name: str, destination: Tensor, window_bytes: int
-) -> Iterator[int]:
-    """Yield the number of bytes read after each window."""
+def _pieces(
+    checkpoint: Checkpoint, files: _Files, name: str, destination: Tensor, *, window_bytes: int
+) -> Iterator[WeightPiece]:
     shape = checkpoint.shape_of(name)
     assert tuple(destination.shape) == shape, f"{name}: {tuple(destination.shape)} for {shape}"
-    if name in checkpoint.packed:
-        return _load_packed(checkpoint, files, name, destination, 0, window_bytes)
-    return _load_plain(checkpoint, files, name, destination, 0, window_bytes)
+    make = _packed_pieces if name in checkpoint.packed else _plain_pieces
+    return make(checkpoint, files, name, destination, 0, window_bytes)
 
 
-def _load_plain(
+def _plain_pieces(
     checkpoint: Checkpoint,
     files: _Files,
     name: str,
     destination: Tensor,
     first_row: int,
     window_bytes: int,
-) -> Iterator[int]:
+) -> Iterator[WeightPiece]:
     entry, flat = checkpoint.tensors[name], destination.view(-1)
     assert isinstance(entry.dtype, DType), f"{name} is packed"
-    item_bytes = entry.dtype.size_bytes
+    files.open(entry)
     offset = first_row * prod(destination.shape[1:])
-    step = window_bytes // item_bytes
+    step = window_bytes // max(entry.dtype.size_bytes, flat.element_size())
     for begin in range(0, len(flat), step):
         window = flat[begin : begin + step]
-        window.copy_(files.elements(entry, offset + begin, offset + begin + len(window)))
-        is_wider = STORED_TORCH_DTYPES[entry.dtype] is not torch.float16
-        _check_range(window, name, entry.dtype.value, narrows=is_wider)
-        yield len(window) * item_bytes
+        fill = partial(_fill_plain, files, entry, offset + begin, name)
+        yield WeightPiece(window, fill, len(window) * entry.dtype.size_bytes)
 
 
-def _load_packed(
+def _fill_plain(files: _Files, entry: TensorEntry, begin: int, name: str, memory: Tensor) -> None:
+    if memory.dtype is STORED_TORCH_DTYPES[entry.dtype]:
+        files.read_into(memory, entry, begin)
+        return
+    assert isinstance(entry.dtype, DType), f"{name} is packed"
+    files.converted_into(memory, entry, begin)
+    _check_range(memory, name, entry.dtype.value)
+
+
+def _packed_pieces(
     checkpoint: Checkpoint,
     files: _Files,
     name: str,
     destination: Tensor,
     first_row: int,
     window_bytes: int,
-) -> Iterator[int]:
+) -> Iterator[WeightPiece]:
     matrix = checkpoint.packed[name]
     rows = destination.view(-1, matrix.shape[-1])
-    total_bytes = sum(entry.num_bytes for entry in checkpoint.parts_of(name))
+    entries = checkpoint.parts_of(name)
+    for entry in entries:
+        files.open(entry)
+    total_bytes = sum(entry.num_bytes for entry in entries)
     total, done = num_rows(matrix) * matrix.shape[-1], 0
+    most = max(UNPACKING_WINDOWS * window_bytes // UNPACKED_BYTES, 1)
+    for tile in tiles(matrix, first_row, first_row + len(rows), max_elements=most):
+        begin, end = tile.row_begin - first_row, tile.row_end - first_row
+        window = rows[begin:end, tile.column_begin : tile.column_end]
+        num_bytes = total_bytes * (done + tile.size) // total - total_bytes * done // total
+        fill = partial(_fill_packed, checkpoint, files, matrix, tile, name)
+        yield WeightPiece(window, fill, num_bytes, is_unpacked=True)
+        done += tile.size
 
+
+def _fill_packed(
+    checkpoint: Checkpoint, files: _Files, matrix: PackedMatrix, tile: Tile, name: str, memory: Tensor
+) -> None:
     def read(part: StoredPart, begin: int, end: int) -> Tensor:
         entry = checkpoint.tensors[matrix.parts[part].name]
         return files.elements(entry, begin, prod(entry.shape) if end == -1 else end)
 
-    most = max(window_bytes // UNPACKED_BYTES, 1)
-    for tile in tiles(matrix, first_row, first_row + len(rows), max_elements=most):
-        begin, end = tile.row_begin - first_row, tile.row_end - first_row
-        window = rows[begin:end, tile.column_begin : tile.column_end]
-        window.copy_(unpack(matrix, tile, read))
-        _check_range(window, name, matrix.scheme.label, narrows=True)
-        yield total_bytes * (done + tile.size) // total - total_bytes * done // total
-        done += tile.size
+    memory.copy_(unpack(matrix, tile, read))
+    _check_range(memory, name, matrix.scheme.label)
 
 
-def _mapped(stream: BinaryIO, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-    """The bytes [begin, end) as elements, which the file format may leave misaligned.
-
-    The mapping ends with the tensor. It is copy-on-write only because torch wants it.
-    """
-    page_begin = begin - begin % mmap.ALLOCATIONGRANULARITY
-    offset = begin - page_begin
-    mapped = mmap.mmap(stream.fileno(), end - page_begin, offset=page_begin, access=mmap.ACCESS_COPY)
-    if hasattr(mmap, "MADV_WILLNEED"):
-        mapped.madvise(mmap.MADV_WILLNEED)
-    if offset % dtype.itemsize == 0:
-        return torch.frombuffer(mapped, dtype=dtype, offset=offset)
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset).clone().view(dtype)
-
-
-def _check_range(window: Tensor, name: str, stored: str, *, narrows: bool) -> None:
-    if narrows and window.dtype is torch.float16 and not bool(torch.isfinite(window).all()):
+def _check_range(memory: Tensor, name: str, stored: str) -> None:
+    """Raise ValueError for values that were finite in the wider dtype `stored`."""
+    if memory.dtype is torch.float16 and not all(map(isfinite, memory.aminmax())):
         raise ValueError(f"tensor {name} of {stored} has values that float16 cannot hold")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint import Checkpoint, DType
 from kvcache.pages import KvPages
+from stage_worker.backends.transfers import CudaQueue
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.validation import SliceLayout
@@ -87,7 +88,7 @@ def _logits(
         dtype=dtype,
         device=device,
     )
-    stage.load(checkpoint)
+    stage.load(checkpoint, copies=None if device.type == "cpu" else CudaQueue(device))
     shape = config.page_shape(config.layer_windows[0])
     pages = KvPages(
         num_layers=NUM_LAYERS,

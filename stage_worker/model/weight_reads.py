@@ -1,0 +1,193 @@
+"""Reader threads of a load, and the pinned windows through which weights reach a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+HostBytes = npt.NDArray[np.uint8]
+
+WINDOW_BYTES = 4 * 1024 * 1024
+NUM_READERS = 4
+"""Enough to keep a disk and the page cache busy; more are no faster."""
+NUM_WINDOWS = NUM_READERS + 2
+"""One for each reader, one that is copied to the device, and one that waits for its turn."""
+
+
+class CopyEvent(Protocol):
+    """The end of a copy."""
+
+    def synchronize(self) -> None:
+        """Wait for it, without the interpreter's lock. Raises an error of the device."""
+
+
+class DeviceCopies(Protocol):
+    """Copies to a device beside its computation, in their order; see `DeviceQueue`."""
+
+    def host_memory(self, num_bytes: int) -> HostBytes:
+        """Pinned memory uint8 [num_bytes]."""
+
+    def upload(self, target: Tensor, source: HostBytes) -> CopyEvent:
+        """Copy `source` to `target`, both uint8, before later computation."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """A part of a tensor in memory, and `num_bytes` of the checkpoint that it is read from.
+
+    `fill` writes the values into host memory of the shape and dtype of `target`: on a reader, or on the
+    thread of the load if `is_unpacked`, since what a thread allocates stays with its arena.
+    """
+
+    target: Tensor
+    fill: Callable[[Tensor], None]
+    num_bytes: int
+    is_unpacked: bool = False
+
+
+@dataclass(slots=True)
+class _Window:
+    memory: HostBytes
+    copied: CopyEvent | None = None
+
+    def bytes_for(self, target: Tensor, copies: DeviceCopies) -> HostBytes:
+        """Memory for the bytes of `target`, once the last copy from it has ended.
+
+        It grows for the narrowest columns of a matrix with very many rows.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        *sizes, last = target.shape
+        num_bytes = target.numel() * target.element_size()
+        if num_bytes > len(self.memory):
+            self.memory = copies.host_memory(num_bytes)
+        return self.memory[:num_bytes].reshape(*sizes, last * target.element_size())
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A piece that a reader fills: in its place, or in `source`, the memory of `window`."""
+
+    piece: WeightPiece
+    filled: Future[None]
+    window: _Window | None = None
+    source: HostBytes | None = None
+
+
+class WeightReads:
+    """The readers of one load, and the windows to a device; a context manager, for one thread.
+
+    Weights of a CPU are read into their place. Those of a device are read into pinned windows, whose copies
+    overlap with reads. At most NUM_WINDOWS windows, of `window_bytes` each, are allocated, when pieces need
+    them; weights that are converted or unpacked take as much again per reader.
+    """
+
+    def __init__(
+        self,
+        copies: DeviceCopies | None = None,
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        num_readers: int = NUM_READERS,
+    ) -> None:
+        """`copies` is None for a CPU."""
+        self.window_bytes = window_bytes
+        self._copies = copies
+        self._most = NUM_WINDOWS if copies is not None else 2 * num_readers
+        """Pieces that are read or copied at a time."""
+        self._free: deque[_Window] = deque()
+        self._num_windows = 0
+        self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="weight-reader")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._readers.shutdown(cancel_futures=True)
+        self._free.clear()
+
+    def copy(self, pieces: Iterable[WeightPiece]) -> Generator[int, None, None]:
+        """Fill the targets, in their order on a device; yield the bytes of each piece that was read.
+
+        All copies have ended after the last one. An error of a reader or of the device ends it, as closing
+        the iterator does; no reader has a piece any longer then.
+        """
+        reads: deque[_Read] = deque()
+        try:
+            for piece in pieces:
+                while len(reads) >= self._most:
+                    yield self._finish(reads)
+                reads.append(self._begin(piece))
+            while reads:
+                yield self._finish(reads)
+        finally:
+            self._abandon(reads)
+        for window in self._free:
+            if window.copied is not None:
+                window.copied.synchronize()
+
+    def _begin(self, piece: WeightPiece) -> _Read:
+        if self._copies is None:
+            assert piece.target.device.type == "cpu", "weights reach a device by copies"
+            return _Read(piece, self._run(piece, _fill, piece))
+        window = self._window(self._copies)
+        source = window.bytes_for(piece.target, self._copies)
+        return _Read(piece, self._run(piece, _fill_window, piece, source), window, source)
+
+    def _run(
+        self, piece: WeightPiece, fill: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[None]:
+        if not piece.is_unpacked:
+            return self._readers.submit(fill, *args, **kwargs)
+        ended: Future[None] = Future()
+        try:
+            fill(*args, **kwargs)
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+        return ended
+
+    def _window(self, copies: DeviceCopies) -> _Window:
+        """The window whose copy began first, or a new one; there are as many as pieces at a time."""
+        if self._num_windows < self._most:
+            self._num_windows += 1
+            return _Window(copies.host_memory(self.window_bytes))
+        return self._free.popleft()
+
+    def _finish(self, reads: deque[_Read]) -> int:
+        """End the oldest read. Raises its error."""
+        read = reads[0]
+        read.filled.result()
+        if read.window is not None:
+            assert self._copies is not None and read.source is not None, "windows are for a device"
+            read.window.copied = self._copies.upload(read.piece.target.view(torch.uint8), read.source)
+            self._free.append(read.window)
+        return reads.popleft().piece.num_bytes
+
+    def _abandon(self, reads: deque[_Read]) -> None:
+        """Wait until no reader writes any longer, and take the windows back."""
+        for read in reads:
+            read.filled.cancel()
+        wait([read.filled for read in reads])
+        self._free += [read.window for read in reads if read.window is not None]
+        reads.clear()
+
+
+@torch.inference_mode()
+def _fill(piece: WeightPiece) -> None:
+    piece.fill(piece.target)
+
+
+@torch.inference_mode()
+def _fill_window(piece: WeightPiece, source: HostBytes) -> None:
+    piece.fill(torch.from_numpy(source).view(piece.target.dtype))
