@@ -300,7 +300,8 @@ class Controller:
         if report.kind is not StepFaultKind.OUT_OF_MEMORY or step is None or plan is None:
             return False
         is_smaller = self.memory_limits.record_out_of_memory(
-            report.stage,
+            self.state.stage_workers[report.stage].identity.incarnation,
+            plan.stages[report.stage],
             self._plan_limits(plan),
             num_tokens=step.num_tokens,
             num_sequences=step.num_slices,
@@ -406,7 +407,7 @@ class Controller:
 
     def _assign(self, action: AssignStage) -> None:
         self._events.assigned(action)
-        self.memory_limits.begin_plan(action.plan_id)
+        self.memory_limits.begin_stage(action.plan_id, action.worker.incarnation, action.stage)
         connection = self.connections[action.worker.name]
         connection.loads_tokenizer = action.stage.role.has_head and not action.worker.is_mock
         connection.kernels = connection.kernels_detail = ""

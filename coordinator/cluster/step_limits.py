@@ -1,10 +1,11 @@
-"""Settings of serving, and step size limits of a plan, reduced after a stage ran out of memory. Pure."""
+"""Settings of serving, and limits of steps, reduced after a stage ran out of memory. Pure."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.planner.plan import Plan
+from coordinator.planner.plan import Plan, StagePlan
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
+from wire.ids import Incarnation
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Maximum bytes of hidden states of all steps in flight, which may all wait at one slow stage."""
@@ -52,23 +53,47 @@ def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_bytes: in
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reduced:
+    """Limits with which a worker has memory for its steps, found with `num_layers` layers on `stage`."""
+
+    max_tokens: int
+    max_sequences: int
+    stage: int
+    num_layers: int
+
+
 class MemoryLimits:
-    """Step limits that are halved each time a stage runs out of memory, until the next plan."""
+    """Step limits that are halved each time a stage runs out of memory.
+
+    They apply while the worker stays joined with a stage of at least as many layers. A plan without such a
+    stage begins with steps of full size; one after the loss of another worker does not run out of memory
+    again.
+    """
 
     def __init__(self) -> None:
         self._plan_id = 0
-        self._max_tokens: int | None = None
-        self._max_sequences: int | None = None
-        self._stage = 0
+        self._reduced: dict[Incarnation, _Reduced] = {}
+        self._earlier: dict[Incarnation, _Reduced] = {}
 
-    def begin_plan(self, plan_id: int) -> None:
-        """Reset the limits if `plan_id` is another plan."""
+    def begin_stage(self, plan_id: int, incarnation: Incarnation, stage: StagePlan) -> None:
+        """Begin a stage of plan `plan_id` on a worker; limits of workers without one end with a new plan."""
         if plan_id != self._plan_id:
             self._plan_id = plan_id
-            self._max_tokens = self._max_sequences = None
+            self._earlier, self._reduced = self._reduced, {}
+        found = self._earlier.get(incarnation)
+        if found is not None and stage.num_layers >= found.num_layers:
+            self._reduced[incarnation] = replace(found, stage=stage.stage)
 
     def record_out_of_memory(
-        self, stage: int, limits: SchedulerLimits, *, num_tokens: int, num_sequences: int, block_size: int
+        self,
+        incarnation: Incarnation,
+        stage: StagePlan,
+        limits: SchedulerLimits,
+        *,
+        num_tokens: int,
+        num_sequences: int,
+        block_size: int,
     ) -> bool:
         """Halve the limits after a step of `num_tokens` and `num_sequences` did not fit on `stage`.
 
@@ -82,25 +107,38 @@ class MemoryLimits:
         new_sequences = min(old.max_step_sequences, half_sequences)
         if (new_tokens, new_sequences) == (old.max_step_tokens, old.max_step_sequences):
             return False
-        self._max_tokens, self._max_sequences, self._stage = new_tokens, new_sequences, stage
+        self._reduced[incarnation] = _Reduced(
+            max_tokens=new_tokens,
+            max_sequences=new_sequences,
+            stage=stage.stage,
+            num_layers=stage.num_layers,
+        )
         return True
 
     def apply(self, limits: SchedulerLimits) -> SchedulerLimits:
         """Reduce the plan's `limits`."""
-        if self._max_tokens is None or self._max_sequences is None:
+        if (least := self._least) is None:
             return limits
         return replace(
             limits,
-            max_step_tokens=min(limits.max_step_tokens, self._max_tokens),
-            max_step_sequences=min(limits.max_step_sequences, self._max_sequences),
+            max_step_tokens=min(limits.max_step_tokens, least.max_tokens),
+            max_step_sequences=min(limits.max_step_sequences, least.max_sequences),
         )
 
     @property
     def text(self) -> str:
         """The current limits and their reason; empty without a reduction."""
-        if self._max_tokens is None:
+        if (least := self._least) is None:
             return ""
         return (
-            f"steps are limited to {self._max_tokens} tokens and {self._max_sequences} sequences, "
-            f"because stage {self._stage} ran out of memory"
+            f"steps are limited to {least.max_tokens} tokens and {least.max_sequences} sequences, "
+            f"because stage {least.stage} ran out of memory"
         )
+
+    @property
+    def _least(self) -> _Reduced | None:
+        """The limits of all stages together, with the stage of the fewest tokens."""
+        if not self._reduced:
+            return None
+        found = min(self._reduced.values(), key=lambda reduced: reduced.max_tokens)
+        return replace(found, max_sequences=min(one.max_sequences for one in self._reduced.values()))

@@ -250,8 +250,18 @@ async def test_out_of_memory_makes_steps_smaller_and_fails_no_request(
         found = re.search(limited, status.detail)
         assert found is not None and int(found[1]) < 40
         assert re.search(limited, caplog.text)
+        await cluster.workers["w0"].stop()
+        await cluster.start_worker("w2")
+        await cluster.wait_status(
+            lambda now: now.epoch > status.epoch and now.state == cluster_pb2.CLUSTER_STATE_SERVING
+        )
+        caplog.clear()
+        check(await cluster.generate_all(cases))
+        status = await cluster.wait_drained()
+        assert re.search(limited, status.detail)
+        assert "OUT_OF_MEMORY" not in caplog.text
         await cluster.workers["w1"].stop()
-        await cluster.start_worker("w3")
+        await cluster.start_worker("w4")
         await cluster.wait_status(lambda now: now.epoch > status.epoch and not now.detail)
 
 
