@@ -34,9 +34,9 @@ from wire.flags import (
 from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
 from wire.transport import PLAIN_SETTINGS, TransportSettings, is_loopback, tls_directory
+from wire.user_files import check_token
 
 DTYPES = ("bf16", "f16", "f32")
-MIN_TOKEN_LENGTH = 16
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
@@ -502,7 +502,7 @@ class CoordinatorConfig:
         if self.http is not None:
             self.transport.check_listen("--http", self.http)
         if self.token is not None:
-            _check_token(self.token)
+            check_token(self.token)
         self._check_login()
         check_limits(self)
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -597,11 +597,3 @@ class CoordinatorConfig:
             raise ValueError(
                 f"max_step_tokens {self.max_step_tokens} is less than one block of {self.block_size} tokens"
             )
-
-
-def _check_token(token: str) -> None:
-    if len(token) < MIN_TOKEN_LENGTH or not re.fullmatch(r"[\x21-\x7e]+", token):
-        raise ValueError(
-            f"the operator token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
-            "all of them printable ASCII without spaces"
-        )

@@ -38,6 +38,7 @@ from coordinator.api.worker_services import MembershipService, StepResultsServic
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import BatchingOptions, ServingSettings
+from coordinator.cluster.worker_order import WorkerOrder
 from coordinator.config import CoordinatorConfig
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.durability import Durability
@@ -220,11 +221,12 @@ class CoordinatorServer:
         )
 
     def _new_status(self) -> StatusReporter:
+        config = self._config
         return StatusReporter(
             *(self.controller, self.engine, self._model),
-            sampler=self._config.sampler.get_description(),
+            sampler=config.sampler.get_description(),
             loop_lag=self.metrics.loop_lag.recent,
-            max_step_tokens=self._config.max_step_tokens,
+            max_step_tokens=config.max_step_tokens,
             transport=self._transport,
         )
 
@@ -442,8 +444,10 @@ def _new_state(
         last_epoch=0 if journal is None else journal.epoch,
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
-        hop_bytes=config.max_step_sequences * model.config.boundary_bytes(model.dtype),
-        orders_by_links=config.orders_by_links,
+        order=WorkerOrder(
+            config.max_step_sequences * model.config.boundary_bytes(model.dtype),
+            by_links=config.orders_by_links,
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Files in the user's cache and state directories, including secrets."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def user_cache_directory(environment: Mapping[str, str]) -> Path:
     return (base if base.is_absolute() else home / ".cache") / "stageline"
 
 
-MAX_BYTES = 4096
+MAX_BYTES, MIN_TOKEN_LENGTH = 4096, 16
 _WILDCARDS = {"0.0.0.0", "::"}
 _LOOPBACK = {"127.0.0.1", "::1"}
 
@@ -58,3 +59,12 @@ def write_secret(path: Path, secret: str) -> None:
 def read_secret(path: Path) -> str:
     """Read the secret in `path`. Raises OSError; PermissionError if other users may read the file."""
     return read_private(path, max_bytes=MAX_BYTES).decode("ascii", "replace").strip()
+
+
+def check_token(token: str) -> None:
+    """Raises ValueError for an operator token that is short or has other characters than printable ASCII."""
+    if len(token) < MIN_TOKEN_LENGTH or not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise ValueError(
+            f"the operator token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
+            "all of them printable ASCII without spaces"
+        )

@@ -19,8 +19,9 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers, name_key
 from coordinator.cluster.transitions import ClusterEvent, ClusterPhase, handles
+from coordinator.cluster.worker_order import WorkerOrder
 from coordinator.engine.observer import EndCause
-from coordinator.planner.links import Link, LinkTable, best_order
+from coordinator.planner.links import Link, LinkTable
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.rejoin import (
@@ -32,12 +33,9 @@ from coordinator.recovery.rejoin import (
     StartTimer,
     Timer,
 )
-from wire.addresses import parse_address
 from wire.ids import Incarnation
 from wire.steps import FaultReport
 
-LINKS_WAIT_S = 10.0
-"""From a worker's join; an unreachable peer takes half of it."""
 ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
 """Phases with a current epoch."""
 
@@ -93,8 +91,7 @@ class ClusterState:
         last_epoch: int = 0,
         has_served: bool = False,
         needs_check: bool = False,
-        hop_bytes: int = 0,
-        orders_by_links: bool = False,
+        order: WorkerOrder | None = None,
     ) -> None:
         """
         Args:
@@ -103,9 +100,7 @@ class ClusterState:
             last_epoch: new epochs are above it, and above those that workers have seen.
             has_served: the cluster served before a restart; its workers have time to rejoin.
             needs_check: plans serve only after a self-check.
-            hop_bytes: hidden states of a step between two stages.
-            orders_by_links: the order of workers follows the measured links, not their names. The first plan
-                waits for the measurements.
+            order: of workers, by default that of names; the first plan waits until they have measured links.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -115,8 +110,7 @@ class ClusterState:
         self.plan: Plan | None = None
         self.workers = Members(policy)
         self.has_served = has_served
-        self.links, self._hop_bytes, self._orders_by_links = LinkTable(), hop_bytes, orders_by_links
-        self._measuring: dict[str, Incarnation] = {}
+        self._order = order or WorkerOrder(by_links=False)
         self._choice = PlanChoice(num_stages, make_plan, policy, self._in_order)
         self._policy = policy
         self._needs_check = needs_check
@@ -147,16 +141,12 @@ class ClusterState:
         return [stage for stage in plan.stages if self.workers[stage.worker].stage is None]
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
-        """The order with the shortest steps, by the measured links."""
-        if not self._orders_by_links:
-            return list(names)
         addresses = {name: self.workers[name].identity.address for name in names if name in self.workers}
-        return best_order(names, self.links.between(addresses), self._hop_bytes)
+        return self._order.of(names, addresses)
 
     def links_measured(self, name: str, measured: Mapping[str, Link]) -> list[Action]:
         """A worker measured its ways to others: make the first plan, or while it loads put it into order."""
-        self.links.put(name, measured)
-        if self._measuring.pop(name, None) is not None and self.plan is None:
+        if self._order.measured(name, measured) and self.plan is None:
             return self._advance()
         if self.plan is None or self.has_served or self.phase is not ClusterPhase.LOADING:
             return []
@@ -169,6 +159,11 @@ class ClusterState:
     def start(self) -> list[Action]:
         """Actions before the first event."""
         return [self._rejoin_timer.await_all()] if self.has_served else []
+
+    @property
+    def links(self) -> LinkTable:
+        """Measured links between workers."""
+        return self._order.links
 
     @property
     def plan_id(self) -> int:
@@ -198,19 +193,13 @@ class ClusterState:
             actions = self._remove_lost(known, "replaced by a new process", EndCause.DEATH)
         hold_s = self.workers.add(identity)
         self._choice.forget(identity.name, self.workers)
-        actions += self._await_links(identity)
+        if not self.has_served:
+            present = (other.identity for other in self.workers if other.is_live)
+            actions += self._order.joined(identity, present)
         if hold_s:
             actions.append(StartTimer(hold_s, HoldExpired(identity.name, identity.incarnation)))
         actions += self._advance() if hold_s else self._improve()
         return actions + (self._start_rejoin_timer() if had_stage else [])
-
-    def _await_links(self, identity: WorkerIdentity) -> list[Action]:
-        """Let the first plan wait until a worker with others on other hosts has measured the ways to them."""
-        hosts = {parse_address(record.identity.address).host for record in self.workers if record.is_live}
-        if self.has_served or not self._orders_by_links or len(hosts) < 2:
-            return []
-        self._measuring[identity.name] = identity.incarnation
-        return [StartTimer(LINKS_WAIT_S, LinksOverdue(identity.name, identity.incarnation))]
 
     @handles(ClusterEvent.ELAPSED)
     def elapsed(self, timer: Timer) -> list[Action]:
@@ -221,10 +210,7 @@ class ClusterState:
             case GraceExpired():
                 return self._advance(self.detail) if self._rejoin_timer.end(timer) else []
             case LinksOverdue(name, incarnation):
-                if self._measuring.get(name) != incarnation:
-                    return []
-                del self._measuring[name]
-                return self._advance()
+                return self._advance() if self._order.overdue(name, incarnation) else []
 
     @handles(ClusterEvent.LOSE)
     def lose(
@@ -246,7 +232,7 @@ class ClusterState:
     def _remove_lost(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
         """Remove a lost worker, and the plan if it had a stage."""
         name = record.identity.name
-        self._measuring.pop(name, None)
+        self._order.lost(name)
         record.state, record.detail = WorkerState.LOST, reason
         if record.stage is None:
             self.workers.remove(name)
@@ -490,9 +476,9 @@ class ClusterState:
         except PlanImpossible as error:
             is_blocked, text = True, str(error)
         else:
-            if not self._measuring:
+            if not self._order.awaited:
                 return self._assign(plan)
-            is_blocked, text = False, f"links to others are measured by {', '.join(sorted(self._measuring))}"
+            is_blocked, text = False, f"links to others are measured by {self._order.awaited}"
         self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
         self.detail = text if text.startswith(reason) else f"{reason}; {text}"
         self.workers.release_stages()

@@ -8,6 +8,7 @@ from checkpoint import DType
 from coordinator.cluster.actions import Action
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.worker_order import WorkerOrder
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.rejoin import GraceExpired, StartTimer
@@ -89,7 +90,7 @@ class ClusterDriver:
             needs_check=needs_check,
             has_served=has_served,
             last_epoch=last_epoch,
-            orders_by_links=orders_by_links,
+            order=WorkerOrder(by_links=orders_by_links),
         )
 
     @property

@@ -15,8 +15,8 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
-from coordinator.cluster.state_machine import LINKS_WAIT_S
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.cluster.worker_order import LINKS_WAIT_S
 from coordinator.engine.observer import EndCause
 from coordinator.planner.links import Link
 from coordinator.recovery.policy import DEFAULT_POLICY

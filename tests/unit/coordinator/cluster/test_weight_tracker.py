@@ -92,5 +92,5 @@ def test_a_coordinator_without_a_host_is_the_one_that_was_joined(model: ServedMo
     sources.peers.add(worker="x", address="no address")
     with pytest.raises(ValueError, match="no address"):
         decode_prefetch(order.__class__(model=reference, layers=layers, sources=sources), coordinator="h:1")
-    with pytest.raises(ValueError, match="role number 0"):
+    with pytest.raises(ValueError, match="number 0 is not known"):
         decode_assignment(join_pb2.AssignStage(model=reference))
