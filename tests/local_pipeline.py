@@ -27,6 +27,7 @@ from kvcache import KvGroup, KvWindow, group_windows
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.torch_backend import handed_on_states
+from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model.decoder import DecoderStage
@@ -97,8 +98,11 @@ class LocalPipeline:
         kv_dtype: ScaledDType | None = None,
         stage_type: Callable[..., PipelineStage] = DecoderStage,
         handed_on: tuple[BoundaryTensor, ...] = (),
+        queue: DeviceQueue | None = None,
     ) -> None:
-        """`releases_window` False keeps the blocks that a sliding window hides, to compare with.
+        """`queue` copies to and from the device of the stages, which is a CPU without one.
+
+        `releases_window` False keeps the blocks that a sliding window hides, to compare with.
 
         `other_num_blocks` are those of the block groups after the first; by default `num_blocks` each.
         Stages are of `stage_type`, and hand on `handed_on` beside the hidden states.
@@ -106,7 +110,7 @@ class LocalPipeline:
         checkpoint = Checkpoint.open(directory).with_weights(weights)
         self._checkpoint = replace(checkpoint, config=replace(checkpoint.config, handed_on=handed_on))
         self._stage_type = stage_type
-        self._device = torch.device(device)
+        self._device, self._queue = torch.device(device), queue
         self._limits = SchedulerLimits(
             max_step_tokens=max_step_tokens,
             max_step_sequences=max_step_sequences,
@@ -263,7 +267,11 @@ class LocalPipeline:
             device=device,
         )
         model.load(self._checkpoint)
-        return StepExecutor(assignment, ModelCompute(model, new_pages(assignment, config, device)))
+        pages = new_pages(assignment, config, device)
+        transfers = None
+        if self._queue is not None:
+            transfers = StagingRing(self._queue, assignment.staging_sizes(config.boundary))
+        return StepExecutor(assignment, ModelCompute(model, pages, transfers=transfers))
 
 
 def _sequence(request: Request, arrival: int) -> Sequence:

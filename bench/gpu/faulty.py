@@ -41,7 +41,7 @@ def fail_once(file: Path) -> None:
     def failing_begin(self: Any, *arguments: Any, **named: Any) -> Any:
         fault = _taken(file)
         if fault is not None:
-            _fail(fault)
+            fail(fault)
         return begin(self, *arguments, **named)
 
     compute.begin = failing_begin
@@ -62,13 +62,20 @@ def _taken(file: Path) -> str | None:
     return fault
 
 
-def _fail(fault: str) -> None:
+def fail(fault: str) -> None:
+    """Fail as a device does, on the thread that computes, which has selected its GPU.
+
+    A CPU has no context to poison: it raises what a poisoned one would.
+    """
     import torch
 
-    # The thread that computes has selected its GPU.
+    from stage_worker.backends.contract import DeviceError
+
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     if fault == MEMORY:
         torch.empty(MORE_THAN_ANY, dtype=torch.uint8, device=device)
+    elif fault == ASSERT and device == "cpu":
+        raise DeviceError("device-side assert, made up on a CPU")
     elif fault == ASSERT:
         torch.zeros(4, device=device)[torch.tensor([9], device=device)].sum()
     else:

@@ -10,16 +10,20 @@ import torch
 
 from stage_worker.backends.torch_device import prepare_process, prepare_thread
 
-DEVICE_VARIABLE = "STAGELINE_GPU_TEST_DEVICE"
+DEVICE = os.environ.get("STAGELINE_GPU_TEST_DEVICE", "cuda:0")
+NO_DEVICE = "no CUDA device: these tests need one GPU and a torch build with CUDA"
+
+
+def pytest_runtest_setup() -> None:
+    """Skip all tests here, in one line of the summary, before fixtures make their checkpoints."""
+    if DEVICE != "cpu" and not torch.cuda.is_available():
+        pytest.skip(NO_DEVICE)
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Device of the stages. Skips without a GPU."""
-    device = os.environ.get(DEVICE_VARIABLE, "cuda:0")
-    if device != "cpu" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device: these tests need one GPU and a torch build with CUDA")
-    return device
+    """Device of the stages."""
+    return DEVICE
 
 
 @pytest.fixture

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.gpu.faulty import ASSERT, FAULT_VARIABLE, MEMORY, done_file
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
@@ -21,6 +24,7 @@ from tests.e2e.clusters import (
     wait_for_status,
 )
 from tests.e2e.commands import ENVIRONMENT
+from wire.exit_codes import ExitCode
 
 pytestmark = pytest.mark.gpu
 
@@ -33,16 +37,20 @@ def reference(device: str, tmp_path_factory: pytest.TempPathFactory) -> Referenc
     return make_reference(tmp_path_factory.mktemp("llama") / "model", "llama")
 
 
+@pytest.mark.parametrize("fault", ["kill", ASSERT, MEMORY])
 async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
-    device: str, reference: Reference, tmp_path: Path
+    fault: str, device: str, reference: Reference, tmp_path: Path
 ) -> None:
+    """A killed worker, one whose context is poisoned, and one that stays without memory for a step."""
+    file = tmp_path / "fault"
     config = LocalClusterConfig(
         num_workers=2,
         model=reference.directory,
         devices=(device,),
         memory_bytes=MEMORY_BYTES,
         coordinator_arguments=(*STEP_FLAGS, "--dtype", "f32"),
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, FAULT_VARIABLE: str(file)},
+        command=(sys.executable, "-m", "bench.gpu.faulty"),
         log_directory=tmp_path / "logs",
     )
     async with LocalCluster(config) as cluster, Client(cluster.address) as client:
@@ -52,14 +60,30 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
 
         generating = asyncio.create_task(_generate_all(client, reference))
         await wait_for_status(cluster.address, lambda now: now.requests.decode > 0, timeout_s=DEADLINE_S)
-        cluster.kill("worker-1")
-        await cluster.restart("worker-1")
+        await _fail(cluster, fault, file)
         async with asyncio.timeout(DEADLINE_S):
             assert await generating == reference.expected
         whole = await wait_for_status(cluster.address, _is_whole, timeout_s=DEADLINE_S)
         assert whole.epoch > status.epoch
         assert whole.requests.failed == 0
         assert await _generate_all(client, reference) == reference.expected
+
+
+async def _fail(cluster: LocalCluster, fault: str, file: Path) -> None:
+    """Let one worker fail; what has ended is started again."""
+    if fault == "kill":
+        cluster.kill("worker-1")
+    else:
+        file.write_text(fault)
+    async with asyncio.timeout(DEADLINE_S):
+        if fault == MEMORY:
+            while not done_file(file).exists():
+                await asyncio.sleep(0.01)
+            return
+        ended = await cluster.next_exit()
+    expected = -signal.SIGKILL if fault == "kill" else ExitCode.DEVICE_FAILED
+    assert ended.exit_code == expected, ended.last_lines()
+    await cluster.restart(ended.name)
 
 
 async def _generate_all(client: Client, reference: Reference) -> list[list[int]]:

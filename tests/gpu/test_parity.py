@@ -19,6 +19,7 @@ from stage_worker.validation import SliceLayout
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.e2e.clusters import random_prompt, reference_tokens
 from tests.families import make_family
+from tests.gpu.devices import queue_of
 from tests.local_pipeline import LocalPipeline
 from tests.step_layouts import layout_for
 
@@ -51,7 +52,7 @@ def test_greedy_tokens_in_float32_equal_transformers(
 ) -> None:
     reference = load_reference(directory)
     expected = [reference_tokens(reference, prompt) for prompt in PROMPTS]
-    pipeline = LocalPipeline(directory, layers, device=str(prepared))
+    pipeline = LocalPipeline(directory, layers, device=str(prepared), queue=queue_of(prepared))
     assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
 
 

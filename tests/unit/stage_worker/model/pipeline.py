@@ -33,6 +33,7 @@ class NanPages(KvPages):
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         num_parts: int = 2,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -41,16 +42,22 @@ class NanPages(KvPages):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
-            device="cpu",
+            device=device,
             num_parts=num_parts,
         )
         self.fill(float("nan"))
 
     @classmethod
     def of(
-        cls, shape: PageShape, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+        cls,
+        shape: PageShape,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> NanPages:
-        return cls(num_layers, num_blocks, block_size, shape.heads, shape.width, dtype, shape.parts)
+        return cls(num_layers, num_blocks, block_size, shape.heads, shape.width, dtype, shape.parts, device)
 
     def fill(self, value: float, blocks: slice = slice(None)) -> None:
         """Overwrite these blocks in all layers."""
@@ -130,7 +137,7 @@ class Pipeline:
         shapes = _shapes(stage)
         of_layers = [shapes.index(stage.config.page_shape(window)) for window in stage.windows]
         pages = [
-            NanPages.of(shape, of_layers.count(group), 96, block_size, stage.torch_dtype)
+            NanPages.of(shape, of_layers.count(group), 96, block_size, stage.torch_dtype, stage.device)
             for group, shape in enumerate(shapes)
         ]
         self._sets += pages
