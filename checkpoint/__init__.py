@@ -32,15 +32,18 @@ from checkpoint.errors import (
 )
 from checkpoint.files import is_named, open_regular
 from checkpoint.headers import TensorEntry
-from checkpoint.rope_config import RopeConfig, RopeKind
-from checkpoint.tensors import (
+from checkpoint.held import (
     expert_weight_bytes,
     head_bytes,
-    kv_bytes_per_token,
+    layer_sizes,
     layer_weight_bytes,
+    stage_weight_bytes,
+)
+from checkpoint.rope_config import RopeConfig, RopeKind
+from checkpoint.tensors import (
+    kv_bytes_per_token,
     stage_tensor_names,
     stage_tensor_shapes,
-    stage_weight_bytes,
     verify_tensors,
 )
 
@@ -80,6 +83,7 @@ __all__ = [
     "head_bytes",
     "is_named",
     "kv_bytes_per_token",
+    "layer_sizes",
     "layer_weight_bytes",
     "open_regular",
     "parse_config",

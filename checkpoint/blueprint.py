@@ -397,8 +397,9 @@ class Blueprint:
     then limited to logit_softcap * tanh(logit / logit_softcap). A stage of a pipeline begins with layer 0 or
     with one of `legal_cuts`, which are layers above 0. Files may have `num_draft_layers` more layers, for
     speculation, which are not read. `quantization` is the format of matrices in files, None if they are
-    plain. `handed_on` crosses every cut beside the hidden states. `outer` replaces `names` in a family
-    without a row, all of whose layers are `Opaque`.
+    plain; with `holds_stored`, those that `held_plans` names stay in it in memory. `handed_on` crosses every
+    cut beside the hidden states. `outer` replaces `names` in a family without a row, all of whose layers are
+    `Opaque`.
     """
 
     model_type: str
@@ -418,6 +419,7 @@ class Blueprint:
     logit_softcap: float | None = None
     handed_on: tuple[BoundaryTensor, ...] = ()
     outer: OuterTensors | None = None
+    holds_stored: bool = False
 
     def __post_init__(self) -> None:
         if wrong := sorted(self.legal_cuts - set(range(1, self.num_layers))):
@@ -464,6 +466,10 @@ class Blueprint:
         """This decoder with matrices in another format in memory."""
         layers = {kind: replace(kind, weights=weights) for kind in self.kinds}
         return replace(self, layers=tuple(layers[layer] for layer in self.layers))
+
+    def with_stored(self, *, holds_stored: bool) -> Blueprint:
+        """This decoder with matrices as they are stored, where a GPU multiplies by them, or unpacked."""
+        return replace(self, holds_stored=holds_stored)
 
     @property
     def has_long_rope(self) -> bool:

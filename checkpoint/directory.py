@@ -192,6 +192,10 @@ class Checkpoint:
         check_can_hold(config)
         return replace(self, config=config)
 
+    def with_stored(self, *, holds_stored: bool) -> Checkpoint:
+        """See `Blueprint.with_stored`."""
+        return replace(self, config=self.config.with_stored(holds_stored=holds_stored))
+
     def for_length(self, max_tokens: int | None) -> Checkpoint:
         """This checkpoint for sequences of at most `max_tokens` (None: of the model's length)."""
         longest = self.config.max_position_embeddings if max_tokens is None else max_tokens

@@ -1,11 +1,26 @@
-"""Sizes of matrices that a stage on a GPU holds in 4 or 8 bits, and which of a quantised checkpoint's can be.
+"""Weights in memory: matrices that a GPU holds in 4 or 8 bits, and the sizes of all weights.
 
-`stage_worker.model.held_matrices` has their tensors, Triton kernels multiply by them as they are.
+`stage_worker.model.held_matrices` has the tensors of such matrices; Triton kernels multiply by them as they
+are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from checkpoint.blueprint import Blueprint, LayerPlan, Opaque
+from checkpoint.dtypes import DType, PackedDType
+from checkpoint.names import EXPERT_ROLES, TensorRole
+from checkpoint.quantization import Awq, Gptq, PackedInts, Quantization, Scaled, Scheme
+from checkpoint.tensors import (
+    RoleShapes,
+    final_norm_tensors,
+    is_matrix,
+    layer_tensors,
+    num_elements,
+    role_shapes,
+    stage_tensor_shapes,
+)
 
 FLOAT_BYTES = 4
 """Scales of stored formats are float32 in memory, whatever the file has: exact for each of them."""
@@ -84,3 +99,155 @@ class HeldBytes:
 
 
 HeldPlan = HeldNibbles | HeldBytes
+
+
+STACKED = (
+    (TensorRole.Q, TensorRole.K, TensorRole.V),
+    (TensorRole.GATE, TensorRole.UP),
+    (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+    (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
+)
+"""Roles whose tensors are one below the other in memory."""
+_NOT_HELD = EXPERT_ROLES | {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP}
+"""Matrices that other code than a projection multiplies by."""
+_REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN)
+"""Stacks whose rows may get another order, so that they cannot share scales."""
+
+
+def stacked_roles(role: TensorRole, kind: str, shapes: RoleShapes) -> tuple[TensorRole, ...]:
+    """The roles of a layer with `shapes` that share a tensor with `role`, in the order of their rows."""
+    stack = next((stack for stack in STACKED if role in stack), (role,))
+    return tuple(part for part in stack if (part, kind) in shapes)
+
+
+def held_plans(config: Blueprint, layer: int) -> dict[TensorRole, HeldPlan]:
+    """The matrices of a layer that stay as they are stored with `Blueprint.holds_stored`.
+
+    By the first role of their stack; all its tensors have one format. Others are unpacked.
+    """
+    if not config.holds_stored or not isinstance(config.quantization, Quantization):
+        return {}
+    shapes = role_shapes(config.hidden_size, config.layers[layer])
+    plans: dict[TensorRole, HeldPlan] = {}
+    for role, kind in shapes:
+        roles = stacked_roles(role, kind, shapes)
+        if not is_matrix(role, kind) or role in _NOT_HELD or role is not roles[0]:
+            continue
+        if (plan := _held_plan(config, config.quantization, layer, roles, shapes)) is not None:
+            plans[role] = plan
+    return plans
+
+
+def _held_plan(
+    config: Blueprint,
+    quantization: Quantization,
+    layer: int,
+    roles: tuple[TensorRole, ...],
+    shapes: RoleShapes,
+) -> HeldPlan | None:
+    """The format of the stack of `roles`; None if its tensors are plain or differ, or no product reads it."""
+    packs = tuple(dict.fromkeys(config.names.pack_of(role) for role in roles))
+    if any(pack.is_transposed or pack.is_alternating or pack.has_unit_axis for pack in packs):
+        return None
+    names = [config.names.in_layer(layer, pack.tensor("weight", None)) for pack in packs]
+    schemes = {quantization.scheme_of(name) for name in names}
+    scheme = schemes.pop()
+    if schemes or scheme is None:
+        return None
+    heights = [sum(shapes[role, "weight"][0] for role in pack.roles) for pack in packs]
+    return _plan_of(scheme, heights, shapes[roles[0], "weight"][1], is_reordered=roles[0] in _REORDERED)
+
+
+def _plan_of(scheme: Scheme, heights: list[int], columns: int, *, is_reordered: bool) -> HeldPlan | None:
+    """The plan of matrices of `heights` rows, one below the other."""
+    rows = sum(heights)
+    if isinstance(scheme, Scaled) and scheme.is_symmetric and scheme.block[1] % LEAST_GROUP == 0:
+        height, width = scheme.block
+        if height == 0 or is_reordered or any(part % height for part in heights[:-1]):
+            height = 1
+        is_fp8 = scheme.dtype is PackedDType.F8_E4M3
+        return HeldBytes(rows=rows, columns=columns, height=height, width=width, is_fp8=is_fp8)
+    if not isinstance(scheme, Awq | Gptq | PackedInts) or scheme.group % LEAST_GROUP:
+        return None
+    has_zeros, has_order = True, isinstance(scheme, Gptq)
+    if isinstance(scheme, PackedInts):
+        has_zeros, has_order = not scheme.is_symmetric, scheme.has_group_index
+    if not isinstance(scheme, Awq) and scheme.bits != 4:
+        return None
+    return HeldNibbles(
+        rows=rows, columns=columns, group=scheme.group, has_zeros=has_zeros, has_order=has_order
+    )
+
+
+def has_held(config: Blueprint) -> bool:
+    """Whether `held_plans` would name any matrix with `Blueprint.holds_stored`."""
+    if not config.has_row:
+        return False
+    holding = config.with_stored(holds_stored=True)
+    return any(held_plans(holding, layer) for layer in range(config.num_layers))
+
+
+def layer_sizes(config: Blueprint, dtype: DType) -> tuple[int, ...]:
+    """Size of the weights of each layer in memory."""
+    kinds = {kind: layer_weight_bytes(config.hidden_size, kind, dtype) for kind in config.kinds}
+    return tuple(
+        kinds[kind] - sum(_saved_bytes(plan, dtype) for plan in held_plans(config, layer).values())
+        for layer, kind in enumerate(config.layers)
+    )
+
+
+def _saved_bytes(plan: HeldPlan, dtype: DType) -> int:
+    return plan.rows * plan.columns * dtype.size_bytes - plan.num_bytes
+
+
+def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
+    """Size of the weights of a layer in memory."""
+    if isinstance(plan.feed_forward, Opaque):
+        return num_elements(shape for _, shape in plan.feed_forward.tensors) * dtype.size_bytes
+    shapes = role_shapes(hidden_size, plan)
+    if plan.weights is None:
+        return num_elements(shapes.values()) * dtype.size_bytes
+    vectors = num_elements(shape for key, shape in shapes.items() if not is_matrix(*key))
+    matrices = (shape for key, shape in shapes.items() if is_matrix(*key))
+    sizes = (plan.weights.matrix_bytes(rows, columns, dtype) for rows, columns in matrices)
+    return vectors * dtype.size_bytes + sum(sizes)
+
+
+def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
+    """Size of the weights of all experts of a layer; a step reads only chosen experts."""
+    shapes = role_shapes(hidden_size, plan).items()
+    return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
+
+
+def head_bytes(config: Blueprint, dtype: DType) -> int:
+    """Size of final norm and output head on a stage without embeddings.
+
+    A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
+    `stage_weight_bytes`.
+    """
+    if config.outer is not None:
+        return num_elements(shape for _, shape in config.outer.after) * dtype.size_bytes
+    rows = config.vocab_size + len(final_norm_tensors(config))
+    return rows * config.hidden_size * dtype.size_bytes
+
+
+def stage_weight_bytes(
+    config: Blueprint,
+    dtype: DType,
+    layer_begin: int,
+    layer_end: int,
+    *,
+    has_embeddings: bool,
+    has_head: bool,
+) -> int:
+    """Size in memory of a stage's weights, for layers [layer_begin, layer_end); tied weights count once."""
+    shapes = stage_tensor_shapes(
+        config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
+    )
+    if not config.has_row:
+        return num_elements(shapes.values()) * dtype.size_bytes
+    layers = range(layer_begin, layer_end)
+    in_layers = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
+    outside = num_elements(shape for name, shape in shapes.items() if name not in in_layers)
+    sizes = layer_sizes(config, dtype)
+    return outside * dtype.size_bytes + sum(sizes[layer] for layer in layers)

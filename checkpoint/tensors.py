@@ -170,7 +170,7 @@ class LayerTensor:
     @property
     def is_matrix(self) -> bool:
         """Whether it holds matrices, which may be quantised, and not vectors."""
-        return _is_matrix(self.roles[0], self.kind)
+        return is_matrix(self.roles[0], self.kind)
 
     @property
     def is_stack(self) -> bool:
@@ -178,7 +178,8 @@ class LayerTensor:
         return self.roles[0] in EXPERT_ROLES and self.expert is None
 
 
-def _is_matrix(role: TensorRole, kind: str) -> bool:
+def is_matrix(role: TensorRole, kind: str) -> bool:
+    """See `LayerTensor.is_matrix`."""
     return kind == "weight" and role in _MATRIX_ROLES
 
 
@@ -448,19 +449,6 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more tensors"
 
 
-def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
-    """Size of the weights of a layer in memory."""
-    if isinstance(plan.feed_forward, Opaque):
-        return num_elements(shape for _, shape in plan.feed_forward.tensors) * dtype.size_bytes
-    shapes = role_shapes(hidden_size, plan)
-    if plan.weights is None:
-        return num_elements(shapes.values()) * dtype.size_bytes
-    vectors = num_elements(shape for key, shape in shapes.items() if not _is_matrix(*key))
-    matrices = (shape for key, shape in shapes.items() if _is_matrix(*key))
-    sizes = (plan.weights.matrix_bytes(rows, columns, dtype) for rows, columns in matrices)
-    return vectors * dtype.size_bytes + sum(sizes)
-
-
 def check_can_hold(config: Blueprint) -> None:
     """Raise UnsupportedModel for families without a row, experts, latent attention, and matrices that lack
     whole groups of the weight format.
@@ -488,46 +476,6 @@ def check_can_hold(config: Blueprint) -> None:
                     f"int4 weights have multiples of {INT4_ROWS} rows and {INT4_GROUP} columns, but"
                     f" {tensor.name} has {tensor.shape[0]} and {tensor.shape[1]}: use int8, or no --quantize"
                 )
-
-
-def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
-    """Size of the weights of all experts of a layer; a step reads only chosen experts."""
-    shapes = role_shapes(hidden_size, plan).items()
-    return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
-
-
-def head_bytes(config: Blueprint, dtype: DType) -> int:
-    """Size of final norm and output head on a stage without embeddings.
-
-    A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
-    `stage_weight_bytes`.
-    """
-    if config.outer is not None:
-        return num_elements(shape for _, shape in config.outer.after) * dtype.size_bytes
-    rows = config.vocab_size + len(final_norm_tensors(config))
-    return rows * config.hidden_size * dtype.size_bytes
-
-
-def stage_weight_bytes(
-    config: Blueprint,
-    dtype: DType,
-    layer_begin: int,
-    layer_end: int,
-    *,
-    has_embeddings: bool,
-    has_head: bool,
-) -> int:
-    """Size in memory of a stage's weights, for layers [layer_begin, layer_end); tied weights count once."""
-    shapes = stage_tensor_shapes(
-        config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
-    )
-    if not config.has_row:
-        return num_elements(shapes.values()) * dtype.size_bytes
-    layers = range(layer_begin, layer_end)
-    in_layers = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
-    outside = num_elements(shape for name, shape in shapes.items() if name not in in_layers)
-    sizes = {kind: layer_weight_bytes(config.hidden_size, kind, dtype) for kind in config.kinds}
-    return outside * dtype.size_bytes + sum(sizes[config.layers[layer]] for layer in layers)
 
 
 def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:

@@ -179,7 +179,7 @@ class Assignment:
     values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a
     remote model, whose `model_directory` is empty, or of the coordinator's directory; `manifest` has the
     SHA-256 of the stage's tensors, if they are known. `implementation` computes the layers. The plan counts
-    `activation_bytes` for the largest step.
+    `activation_bytes` for the largest step. `holds_stored`: see `Blueprint.with_stored`.
     """
 
     plan_id: int
@@ -208,6 +208,7 @@ class Assignment:
     sources: Sources = field(default_factory=Sources)
     implementation: Implementation = Implementation.NATIVE
     activation_bytes: int = 0
+    holds_stored: bool = False
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -290,9 +291,6 @@ def decode_assignment(
 
     `wire_dtype` overrides the coordinator's.
     """
-    dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
-    if dtype is None:
-        raise ValueError(f"dtype number {message.dtype} is not known")
     return Assignment(
         plan_id=message.plan_id,
         stage=message.stage,
@@ -302,7 +300,7 @@ def decode_assignment(
         layer_end=message.layer_end,
         model_directory=message.model.directory,
         fingerprint=message.model.fingerprint,
-        dtype=dtype,
+        dtype=_assigned_dtype(message.dtype),
         block_size=message.block_size,
         num_blocks=message.num_blocks,
         other_num_blocks=tuple(message.other_num_blocks),
@@ -320,6 +318,7 @@ def decode_assignment(
         sources=_sources(message.sources, coordinator),
         implementation=_assigned_implementation(message.implementation),
         activation_bytes=message.activation_bytes,
+        holds_stored=message.holds_stored,
     )
 
 
@@ -405,6 +404,12 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
     if wire_dtype is None:
         raise ValueError(f"wire dtype number {number} is not known")
     return wire_dtype
+
+
+def _assigned_dtype(number: int) -> DType:
+    if (dtype := DTYPE_FROM_MESSAGE.get(number)) is None:
+        raise ValueError(f"dtype number {number} is not known")
+    return dtype
 
 
 def _assigned_weights(number: int) -> WeightFormat | None:

@@ -172,6 +172,11 @@ def packed(numbers: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
     return words.view(np.int32)
 
 
+def _ordered(rng: Rng, index: NDArray[Any], *, is_shared: bool) -> NDArray[Any]:
+    """Groups of columns in some order: the same for all matrices of one input, as calibration finds it."""
+    return (np.random.default_rng(len(index)) if is_shared else rng).permutation(index)
+
+
 def pack_quantized(
     bits: int, group: int, *, is_symmetric: bool = True, has_group_index: bool = False
 ) -> Writer:
@@ -188,7 +193,7 @@ def pack_quantized(
         }
         index = np.arange(columns) // size
         if has_group_index:
-            index = rng.permutation(index)
+            index = _ordered(rng, index, is_shared=True)
             tensors[f"{module}.weight_g_idx"] = stored("I32", index)
         if not is_symmetric:
             zeros = rng.integers(0, 1 << bits, (rows, groups), dtype=np.uint8)
@@ -244,7 +249,9 @@ def mxfp4(*, is_gpt_oss: bool) -> Writer:
     return write
 
 
-def gptq(bits: int, group: int, *, is_v2: bool = False, has_order: bool = True) -> Writer:
+def gptq(
+    bits: int, group: int, *, is_v2: bool = False, has_order: bool = True, shares_order: bool = True
+) -> Writer:
     def write(rng: Rng, name: str, rows: int, columns: int) -> Written:
         module, size = _module(name), group or columns
         groups = columns // size
@@ -253,7 +260,7 @@ def gptq(bits: int, group: int, *, is_v2: bool = False, has_order: bool = True) 
         scales = (_positive(rng, 0.5, 2.0, groups, rows) / np.float32(8 << bits)).astype(np.float16)
         index = np.arange(columns) // size
         if has_order:
-            index = rng.permutation(index)
+            index = _ordered(rng, index, is_shared=shares_order)
         zero = zeros.astype(np.float32) + (0 if is_v2 else 1)
         weights = (codes.astype(np.float32) - zero[index]) * scales.astype(np.float32)[index]
         return {

@@ -101,6 +101,7 @@ def encode_assign(
         sources=sources,
         implementation=IMPLEMENTATION_TO_MESSAGE[model.implementation],
         activation_bytes=stage.activation_bytes,
+        holds_stored=plan.holds_stored,
     )
     return join_pb2.JoinResponse(assign=assign)
 

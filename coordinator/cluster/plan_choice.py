@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 
 from coordinator.cluster.membership import Members, WorkerRecord
-from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
+from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StagePlan, WorkerCapacity
 from coordinator.recovery.policy import RecoveryPolicy
 from wire.sizes import format_size
 
@@ -179,8 +179,9 @@ class PlanChoice:
         """Describe the layers of missing workers, assuming that these have unlimited memory."""
         places = self._places(usable)
         places += [None] * (self._num_stages - len(places))
+        kind = usable[0].identity.device_kind if usable else DeviceKind.HOST
         capacities = [
-            _placeholder(place) if record is None else _capacity(record)
+            _placeholder(place, kind) if record is None else _capacity(record)
             for place, record in enumerate(places)
         ]
         try:
@@ -299,9 +300,9 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
     )
 
 
-def _placeholder(place: int) -> WorkerCapacity:
+def _placeholder(place: int, device: DeviceKind) -> WorkerCapacity:
     """A worker with unlimited memory; names of workers have no space."""
-    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=UNLIMITED_BYTES)
+    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=UNLIMITED_BYTES, device=device)
 
 
 def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:

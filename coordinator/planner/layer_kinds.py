@@ -10,7 +10,7 @@ from coordinator.planner.stage_memory import StageMemory
 def layer_kinds(config: Blueprint, plan: Plan) -> LayerKinds:
     """Return the kinds of layers of a planned model, with the planner's own numbers."""
     memory = StageMemory(
-        config=config,
+        config=config.with_stored(holds_stored=plan.holds_stored),
         dtype=plan.dtype,
         limits=plan.limits,
         block_size=plan.block_size,

@@ -134,7 +134,7 @@ class Plan:
 
     `window` belongs to the first group: the widest sliding window of the layers; None if a layer has none.
     `other_groups` have the layers with other windows. `kv_dtype` is the dtype of keys and values (None:
-    `dtype`).
+    `dtype`). `holds_stored`: matrices stay as a checkpoint stores them, see `Blueprint.with_stored`.
     """
 
     stages: tuple[StagePlan, ...]
@@ -145,6 +145,7 @@ class Plan:
     window: KvWindow | None = None
     other_groups: tuple[KvGroup, ...] = ()
     kv_dtype: ScaledDType | None = None
+    holds_stored: bool = False
 
     @property
     def other_num_blocks(self) -> tuple[int, ...]:

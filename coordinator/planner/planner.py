@@ -14,10 +14,19 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 from checkpoint import Blueprint, DType, ScaledDType
+from checkpoint.blueprint import Implementation
 from checkpoint.dtypes import OVERFLOWS_F16
+from checkpoint.held import has_held
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
-from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
+from coordinator.planner.plan import (
+    DeviceKind,
+    Plan,
+    PlanImpossible,
+    StagePlan,
+    StepLimits,
+    WorkerCapacity,
+)
 from coordinator.planner.rates import levelled
 from coordinator.planner.split import Costs, Split, SplitProblem, best_split
 from coordinator.planner.stage_memory import StageMemory
@@ -204,6 +213,7 @@ def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Sp
         block_size=memory.block_size,
         dtype=memory.dtype,
         kv_dtype=memory.kv_dtype,
+        holds_stored=memory.config.holds_stored,
         limits=memory.limits,
         window=memory.windows[0],
         other_groups=memory.other_groups(split.num_blocks),
@@ -353,7 +363,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         max_sequence_tokens=_max_sequence_tokens(config, model),
     )
     return make_plan(
-        model.config,
+        model.config.with_stored(holds_stored=_holds_stored(model, workers)),
         model.dtype if config.dtype is not None else _run_dtype(model, workers),
         workers,
         limits=limits,
@@ -362,6 +372,19 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         max_kv_tokens=config.max_kv_tokens,
         kv_dtype=model.kv_dtype,
         wire_dtype=model.wire_dtype,
+    )
+
+
+def _holds_stored(model: ServedModel, workers: Sequence[WorkerCapacity]) -> bool:
+    """Whether all workers multiply by the matrices of a quantised checkpoint as they are stored.
+
+    All stages of a plan compute alike, as with the run dtype.
+    """
+    return (
+        model.weight_format is None
+        and model.implementation is Implementation.NATIVE
+        and all(worker.device is DeviceKind.GPU_IN_PLACE for worker in workers)
+        and has_held(model.config)
     )
 
 

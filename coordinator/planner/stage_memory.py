@@ -64,6 +64,7 @@ from checkpoint import (
     expert_weight_bytes,
     head_bytes,
     kv_bytes_per_token,
+    layer_sizes,
     layer_weight_bytes,
     stage_weight_bytes,
 )
@@ -100,9 +101,7 @@ class StageMemory:
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of the weights of each layer."""
-        hidden_size = self.config.hidden_size
-        kinds = {kind: layer_weight_bytes(hidden_size, kind, self.dtype) for kind in self.config.kinds}
-        return tuple(kinds[layer] for layer in self.config.layers)
+        return layer_sizes(self.config, self.dtype)
 
     def layer_costs(self) -> tuple[int, ...]:
         """Bytes of weights of each layer that a decode step reads."""

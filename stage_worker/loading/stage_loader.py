@@ -233,7 +233,8 @@ def _load(
     stored = files.checkpoint
     _check_model(assignment, stored)
     weighted = stored.with_weights(assignment.weights)
-    checkpoint = weighted.with_long_rope(is_long=assignment.has_long_rope)
+    holding = weighted.with_stored(holds_stored=assignment.holds_stored)
+    checkpoint = holding.with_long_rope(is_long=assignment.has_long_rope)
     model = _new_model(assignment, checkpoint, resources)
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, model, kv_bytes=kv_bytes)

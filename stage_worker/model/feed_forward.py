@@ -90,6 +90,7 @@ def _unchanged(x: Tensor) -> Tensor:
 def _up(plan: Dense, weights: DenseWeights, kernels: Kernels) -> Projection:
     products = kernels.layer_products
     if _gates_in_product(plan, kernels):
+        assert isinstance(weights.up, Tensor), "a held matrix on a CPU"
         return CompiledProjection(weights.up, weights.up_bias, is_gated=True, products=products)
     return project(weights.up, weights.up_bias, products)
 

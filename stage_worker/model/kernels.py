@@ -113,7 +113,8 @@ class Kernels:
 
     `products`: oneDNN's are for CPUs with AMX, or without compiled kernels. `quantized`: products of layers
     with `--quantize`. `decode` and `prefill`: attention of one-token slices, and of longer ones. IN_PLACE for
-    decodes implies compiled norms, rotation and gates, and TRITON those by Triton (see `operations`);
+    decodes implies compiled norms, rotation and gates, and TRITON those by Triton (see `operations`).
+    `holds_stored`: Triton multiplies by matrices as a checkpoint stores them, see `held_matrices`.
     `by_torch` names what a TRITON stage leaves to torch's operators.
     """
 
@@ -121,6 +122,7 @@ class Kernels:
     decode: AttentionMethod
     prefill: AttentionMethod
     quantized: ProductMethod | None = None
+    holds_stored: bool = False
     not_compiled_because: str | None = field(default=None, compare=False)
     by_torch: tuple[str, ...] = field(default=(), compare=False)
 
@@ -141,14 +143,14 @@ class Kernels:
         """
         found = cls._of_run_dtype(config, device, dtype, choice)
         weights = config.weight_format
+        if config.holds_stored:
+            _check_held("quantised weights as they are stored", device, choice)
+            found = replace(found, holds_stored=True)
         if weights is None:
             return found
         if device.type == "cpu":
             return replace(found, quantized=_quantized_products(weights, dtype, choice))
-        if found.decode is not AttentionMethod.TRITON:
-            raise KernelsUnavailable(
-                f"--quantize {weights.value} needs Triton kernels on {device}: {found.not_compiled_because}"
-            )
+        _check_held(f"--quantize {weights.value}", device, choice)
         is_int8 = weights is WeightFormat.INT8
         return replace(found, quantized=ProductMethod.TRITON_INT8 if is_int8 else ProductMethod.TRITON_INT4)
 
@@ -191,8 +193,9 @@ class Kernels:
     def __str__(self) -> str:
         reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
         decode = f"decode by {self.decode.value}{reason}"
+        stored = ", quantised weights as stored" if self.holds_stored else ""
         by_torch = f"; by torch's operators: {', '.join(self.by_torch)}" if self.by_torch else ""
-        return f"{self.layer_products.value}, {decode}, prefill by {self.prefill.value}{by_torch}"
+        return f"{self.layer_products.value}, {decode}, prefill by {self.prefill.value}{stored}{by_torch}"
 
 
 PLAIN = Kernels(products=ProductMethod.LINEAR, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
@@ -277,6 +280,15 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 def _needs_products(config: Blueprint) -> bool:
     mixers = (layer.mixer for layer in config.kinds)
     return any(isinstance(mixer, Latent) or mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
+
+
+def _check_held(what: str, device: torch.device, choice: KernelChoice) -> None:
+    """Raise KernelsUnavailable without the products of `triton_kernels.held_products`."""
+    reason = "it is no GPU" if device.type == "cpu" else no_triton_because(device)
+    if choice is KernelChoice.PLAIN:
+        reason = "chosen with --kernels plain"
+    if reason is not None:
+        raise KernelsUnavailable(f"{what} needs Triton kernels on {device}: {reason}")
 
 
 def _quantized_products(weights: WeightFormat, dtype: torch.dtype, choice: KernelChoice) -> ProductMethod:

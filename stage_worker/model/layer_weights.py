@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from checkpoint import Attention, Blueprint, Dense, DType, Experts, Latent, Mixer, WeightFormat
 from checkpoint.dtypes import INT4_GROUP
+from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     BRANCH_NORMS,
@@ -21,11 +22,18 @@ from checkpoint.tensors import (
     LAYER_SCALE_KIND,
     ROUTER_NORM_KIND,
     SINKS_KIND,
+    LayerTensor,
     layer_tensors,
     role_shapes,
     row_axis,
 )
-from stage_worker.model.held_matrices import ByteMatrix, HeldMatrix, NibbleMatrix
+from stage_worker.model.held_matrices import (
+    ByteMatrix,
+    HeldMatrix,
+    HeldRows,
+    NibbleMatrix,
+    empty_matrix,
+)
 from stage_worker.model.kernels import ProductMethod, load, load_triton
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.quantize import int4_groups, int8_rows
@@ -51,8 +59,14 @@ class Projection(Protocol):
         """
 
 
-def project(weight: Tensor, bias: Tensor | None, products: ProductMethod) -> Projection:
-    """The projection by `weight`; packing copies the weight."""
+Weight = Tensor | HeldMatrix
+"""A matrix [out, in]."""
+
+
+def project(weight: Weight, bias: Tensor | None, products: ProductMethod) -> Projection:
+    """The projection by `weight`; packing copies a tensor. `products` are those of tensors."""
+    if not isinstance(weight, Tensor):
+        return HeldProjection(weight, bias)
     return _PROJECTIONS[products](weight, bias)
 
 
@@ -287,8 +301,8 @@ _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]]
     ProductMethod.TRITON_INT4: _held_int4,
 }
 
-Destinations = dict[str, Tensor]
-"""Checkpoint tensor name -> contiguous view that it is loaded into."""
+Destinations = dict[str, Tensor | HeldRows]
+"""Checkpoint tensor name -> contiguous view, or rows of a held matrix, that it is loaded into."""
 
 NewTensor = Callable[..., Tensor]
 """Allocates an uninitialised tensor of the given sizes, in the run dtype on the stage's device."""
@@ -298,9 +312,9 @@ NewTensor = Callable[..., Tensor]
 class DenseWeights:
     """An MLP. Matrices are [out, in]; `up` of a gated one has the gate's rows first."""
 
-    up: Tensor
+    up: Weight
     up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -333,7 +347,7 @@ class AttentionWeights:
     Layers whose values are their keys have no rows of values.
     """
 
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     sinks: Tensor | None
 
@@ -345,10 +359,10 @@ class LatentWeights:
     `expansion` is [heads * (nope_dim + value_dim), kv_rank].
     """
 
-    query_down: Tensor | None
+    query_down: Weight | None
     query_down_bias: Tensor | None
-    query: Tensor
-    latent: Tensor
+    query: Weight
+    latent: Weight
     latent_bias: Tensor | None
     expansion: Tensor
 
@@ -359,18 +373,12 @@ class LayerWeights:
 
     norms: Mapping[TensorRole, NormWeights]
     mixer: AttentionWeights | LatentWeights
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights
     scale: Tensor | None = None
 
 
-_STACKED = (
-    (TensorRole.Q, TensorRole.K, TensorRole.V),
-    (TensorRole.GATE, TensorRole.UP),
-    (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
-    (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
-)
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
     *(TensorRole.Q_NORM, TensorRole.K_NORM, TensorRole.Q_LATENT_NORM, TensorRole.KV_LATENT_NORM),
@@ -388,7 +396,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
             if tensors.get(role, "weight") is not None
         },
         mixer=_mixer(config.layers[layer].mixer, tensors),
-        o=tensors.found(TensorRole.O, "weight"),
+        o=tensors.matrix(TensorRole.O),
         o_bias=tensors.get(TensorRole.O, "bias"),
         feed_forward=_feed_forward(config.layers[layer].known_feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
@@ -399,15 +407,15 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
 def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeights:
     if isinstance(mixer, Attention):
         return AttentionWeights(
-            qkv=tensors.found(TensorRole.Q, "weight"),
+            qkv=tensors.matrix(TensorRole.Q),
             qkv_bias=tensors.get(TensorRole.Q, "bias"),
             sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         )
     return LatentWeights(
-        query_down=tensors.get(TensorRole.Q_DOWN, "weight"),
+        query_down=None if mixer.query_rank is None else tensors.matrix(TensorRole.Q_DOWN),
         query_down_bias=tensors.get(TensorRole.Q_DOWN, "bias"),
-        query=tensors.found(TensorRole.Q if mixer.query_rank is None else TensorRole.Q_UP, "weight"),
-        latent=tensors.found(TensorRole.KV_DOWN, "weight"),
+        query=tensors.matrix(TensorRole.Q if mixer.query_rank is None else TensorRole.Q_UP),
+        latent=tensors.matrix(TensorRole.KV_DOWN),
         latent_bias=tensors.get(TensorRole.KV_DOWN, "bias"),
         expansion=tensors.found(TensorRole.KV_UP, "weight"),
     )
@@ -434,40 +442,58 @@ def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights |
 
 def _dense(tensors: _Allocation, up: TensorRole, down: TensorRole) -> DenseWeights:
     return DenseWeights(
-        up=tensors.found(up, "weight"),
+        up=tensors.matrix(up),
         up_bias=tensors.get(up, "bias"),
-        down=tensors.found(down, "weight"),
+        down=tensors.matrix(down),
         down_bias=tensors.get(down, "bias"),
     )
 
 
 class _Allocation:
-    """Tensors of a layer; the parts of a stacked one are views of it."""
+    """Tensors and held matrices of a layer; the parts of a stacked one are views of it."""
 
     def __init__(self, config: Blueprint, layer: int, new: NewTensor) -> None:
         self._tensors = layer_tensors(config, layer)
-        shapes = role_shapes(config.hidden_size, config.layers[layer])
-        self._places: dict[tuple[TensorRole, str], tuple[Tensor, int, int]] = {}
-        """Each part's tensor and range of rows."""
-        stacks = {role: stack for stack in _STACKED for role in stack}
-        wide = _wide_roles(config.layers[layer].known_feed_forward)
-        for role, kind in shapes:
+        self._new, self._shapes = new, role_shapes(config.hidden_size, config.layers[layer])
+        self._wide = _wide_roles(config.layers[layer].known_feed_forward)
+        self._places: dict[tuple[TensorRole, str], tuple[Weight, int, int]] = {}
+        """Each part's tensor or matrix, and range of rows."""
+        held = held_plans(config, layer)
+        device = new(0).device
+        for role, kind in self._shapes:
             if (role, kind) in self._places:
                 continue
-            parts = [part for part in stacks.get(role, (role,)) if (part, kind) in shapes]
-            axis = row_axis(role)
-            sizes = [shapes[part, kind][axis] for part in parts]
-            tensor = new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
-            if role in wide:
-                tensor = tensor.float()
-            for index, part in enumerate(parts):
-                begin = sum(sizes[:index])
-                self._places[part, kind] = (tensor, begin, begin + sizes[index])
+            if kind == "weight" and role in held:
+                self._place(role, kind, empty_matrix(held[role], device))
+            else:
+                self._place(role, kind, None)
+
+    def _place(self, role: TensorRole, kind: str, matrix: HeldMatrix | None) -> None:
+        """Place the stack that begins with `role` in `matrix`, or in a new tensor."""
+        shapes, parts = self._shapes, stacked_roles(role, kind, self._shapes)
+        axis = row_axis(role)
+        sizes = [shapes[part, kind][axis] for part in parts]
+        into: Weight
+        if matrix is not None:
+            into = matrix
+        else:
+            into = self._new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
+            into = into.float() if role in self._wide else into
+        for index, part in enumerate(parts):
+            begin = sum(sizes[:index])
+            self._places[part, kind] = (into, begin, begin + sizes[index])
 
     def get(self, role: TensorRole, kind: str) -> Tensor | None:
         """The tensor that holds a part, with all parts stacked in it."""
         place = self._places.get((role, kind))
-        return None if place is None else place[0]
+        if place is None:
+            return None
+        assert isinstance(place[0], Tensor), f"{role.value} is held as it is stored"
+        return place[0]
+
+    def matrix(self, role: TensorRole) -> Weight:
+        """What holds a matrix, with all matrices stacked in it."""
+        return self._places[role, "weight"][0]
 
     def found(self, role: TensorRole, kind: str) -> Tensor:
         tensor = self.get(role, kind)
@@ -475,23 +501,25 @@ class _Allocation:
         return tensor
 
     def destinations(self) -> Destinations:
-        places: Destinations = {}
-        for tensor in self._tensors:
-            found = [self._places[role, tensor.kind] for role in tensor.roles]
-            (into, begin, _), (last, _, end) = found[0], found[-1]
-            if tensor.expert is not None:
-                into = last = into[tensor.expert]
-                place = into[begin:end]
-            else:
-                place = into.narrow(row_axis(tensor.roles[0]), begin, end - begin)
-            if tensor.is_transposed:
-                place = place.view(tensor.shape)
-            if len(tensor.shape) > place.dim():
-                place = place[None]
-            is_whole = into is last and place.shape == tensor.shape and place.is_contiguous()
-            assert is_whole, f"{tensor.name} is scattered"
-            places[tensor.name] = place
-        return places
+        return {tensor.name: self._destination(tensor) for tensor in self._tensors}
+
+    def _destination(self, tensor: LayerTensor) -> Tensor | HeldRows:
+        found = [self._places[role, tensor.kind] for role in tensor.roles]
+        (into, begin, _), (last, _, end) = found[0], found[-1]
+        if not isinstance(into, Tensor):
+            return HeldRows(into, begin, end)
+        is_one = into is last
+        if tensor.expert is not None:
+            place = into[tensor.expert][begin:end]
+        else:
+            place = into.narrow(row_axis(tensor.roles[0]), begin, end - begin)
+        if tensor.is_transposed:
+            place = place.view(tensor.shape)
+        if len(tensor.shape) > place.dim():
+            place = place[None]
+        is_whole = is_one and place.shape == tensor.shape and place.is_contiguous()
+        assert is_whole, f"{tensor.name} is scattered"
+        return place
 
 
 def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
@@ -508,7 +536,9 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
     for tensor in layer_tensors(config, layer):
         if not (tensor.is_transposed or tensor.is_alternating):
             continue
-        for stored in destinations[tensor.name]:
+        stack = destinations[tensor.name]
+        assert isinstance(stack, Tensor), "a stack that is held as it is stored"
+        for stored in stack:
             ordered = stored.t() if tensor.is_transposed else stored
             if tensor.is_alternating:
                 ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
@@ -529,7 +559,7 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
     given = weights.mixer
     assert isinstance(given, AttentionWeights), "weights of another kind"
     num_rows = mixer.q_size + mixer.kv_size
-    rows = [given.qkv[:num_rows]]
+    rows = [part[:num_rows] for part in _by_row(given.qkv)]
     if given.qkv_bias is not None:
         rows.append(given.qkv_bias[:num_rows])
     rows += [
@@ -538,7 +568,7 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
         if role in weights.norms
     ]
     for tensor in rows:
-        heads = tensor.view(-1, mixer.head_dim, *tensor.shape[1:])
+        heads = torch.unflatten(tensor, 0, (-1, mixer.head_dim))
         heads.copy_(heads[:, order])
 
 
@@ -548,9 +578,15 @@ def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
         return
     given = weights.mixer
     assert isinstance(given, LatentWeights), "weights of another kind"
-    queries = given.query.view(mixer.num_heads, mixer.query_dim, -1)[:, mixer.nope_dim :]
-    queries.copy_(queries[:, order])
-    for tensor in (given.latent, given.latent_bias):
-        if tensor is not None:
-            shared = tensor[mixer.kv_rank :]
-            shared.copy_(shared[order])
+    for part in _by_row(given.query):
+        queries = torch.unflatten(part, 0, (mixer.num_heads, mixer.query_dim))[:, mixer.nope_dim :]
+        queries.copy_(queries[:, order])
+    biases = [] if given.latent_bias is None else [given.latent_bias]
+    for tensor in (*_by_row(given.latent), *biases):
+        shared = tensor[mixer.kv_rank :]
+        shared.copy_(shared[order])
+
+
+def _by_row(weight: Weight) -> list[Tensor]:
+    """Views of all that belongs to the rows of a matrix, which are their first dimension."""
+    return [weight] if isinstance(weight, Tensor) else weight.by_row()

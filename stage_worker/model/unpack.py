@@ -196,6 +196,62 @@ def _nibbles(octets: Tensor) -> Tensor:
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StoredGroups:
+    """Scales float32 and zero points uint8 (None: 8) [groups, rows] of a matrix of 4-bit integers, and the
+    checked groups of columns, int64 [columns] (None: in order).
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    index: Tensor | None
+
+
+def nibble_codes(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> Tensor:
+    """Codes uint8 [rows, columns] of a tile of `tiles`, of a format of 4-bit integers."""
+    num_rows, columns = matrix.shape
+    rows = slice(tile.row_begin, tile.row_end)
+    match matrix.scheme:
+        case PackedInts():
+            num_words = -(-columns // _PER_WORD)
+            words = read(StoredPart.WEIGHT, tile.row_begin * num_words, tile.row_end * num_words)
+            return _nibbles(words.view(torch.uint8)).view(tile.num_rows, -1)[:, :columns]
+        case Gptq():
+            first, last = tile.column_begin // _PER_WORD, tile.column_end // _PER_WORD
+            words = read(StoredPart.WEIGHT, first * num_rows, last * num_rows).view(-1, num_rows)
+            return _codes(_transposed(words[:, rows]), 4)
+        case Awq():
+            num_words = num_rows // _PER_WORD
+            words = read(StoredPart.WEIGHT, tile.column_begin * num_words, tile.column_end * num_words)
+            return _awq_codes(words.view(-1, num_words), rows).t()
+    raise AssertionError(f"codes of {matrix.scheme.label}")
+
+
+def stored_groups(matrix: PackedMatrix, read: ReadElements) -> StoredGroups:
+    """What a matrix of 4-bit integers has beside its codes. Raises BadHeader."""
+    (num_rows, columns), scheme = matrix.shape, matrix.scheme
+    assert isinstance(scheme, PackedInts | Gptq | Awq), "groups of another format"
+    scales = read(StoredPart.SCALE, 0, -1).float()
+    groups = _num_blocks(columns, scheme.group)
+    index = None
+    if StoredPart.GROUP_INDEX in matrix.parts:
+        index = _group_index(matrix, read(StoredPart.GROUP_INDEX, 0, columns), groups)
+    if isinstance(scheme, PackedInts):
+        zeros = None
+        if not scheme.is_symmetric:
+            whole = Tile(0, num_rows, 0, columns)
+            zeros = _zero_points(scheme, whole, groups, read).t().to(torch.uint8)
+        return StoredGroups(scales=scales.view(num_rows, groups).t(), zeros=zeros, index=index)
+    words = read(StoredPart.ZERO_POINT, 0, -1).view(groups, -1)
+    if isinstance(scheme, Gptq):
+        zeros = _codes(words, 4) + scheme.zero_offset
+    else:
+        zeros = _awq_codes(words, slice(0, num_rows))
+    return StoredGroups(scales=scales.view(groups, num_rows), zeros=zeros, index=index)
+
+
+_PER_WORD = WORD_BITS // 4
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
 """Values of 4-bit floats; the highest bit is the sign."""

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, TensorEntry, open_regular
 from checkpoint.quantization import PackedMatrix, StoredPart
-from stage_worker.model.unpack import STORED_TORCH_DTYPES, Tile, num_rows, tiles, unpack
+from stage_worker.model.held_matrices import HeldRows, load_held
+from stage_worker.model.unpack import STORED_TORCH_DTYPES, ReadElements, Tile, num_rows, tiles, unpack
 from stage_worker.model.weight_reads import WINDOW_BYTES, WeightPiece, WeightReads
 
 UNPACKING_WINDOWS = 8
@@ -54,17 +55,18 @@ NO_PROGRESS: ReadProgress = _NoProgress()
 @torch.inference_mode()
 def load_tensors(
     checkpoint: Checkpoint,
-    destinations: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor | HeldRows],
     *,
     reads: WeightReads | None = None,
     window_bytes: int = WINDOW_BYTES,
     progress: ReadProgress = NO_PROGRESS,
 ) -> None:
-    """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype.
+    """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype; or
+    rows of a matrix that stays as it is stored.
 
     `reads` has the threads, and windows for destinations on a device; None reads here, for a CPU, in pieces
-    of `window_bytes`. Files are read in order of position. `progress` is called after each piece; its
-    exceptions end the load.
+    of `window_bytes`. Files are read in order of position, then those of matrices that stay as they are,
+    which are always read here. `progress` is called after each piece; its exceptions end the load.
 
     Raises:
         CheckpointNotFound: A file cannot be opened or read.
@@ -78,12 +80,17 @@ def load_tensors(
         pieces = (
             piece
             for name in order
-            for piece in _pieces(checkpoint, files, name, destinations[name], window_bytes=window_bytes)
+            if isinstance(destination := destinations[name], Tensor)
+            for piece in _pieces(checkpoint, files, name, destination, window_bytes=window_bytes)
         )
         copied = _fill_here(pieces) if reads is None else reads.copy(pieces)
         with closing(copied):
             for num_bytes in copied:
                 progress.advance(num_bytes)
+        for name in order:
+            if isinstance(held := destinations[name], HeldRows):
+                for num_bytes in _fill_held(checkpoint, files, name, held, window_bytes):
+                    progress.advance(num_bytes)
 
 
 @torch.inference_mode()
@@ -232,30 +239,58 @@ def _packed_pieces(
 ) -> Iterator[WeightPiece]:
     matrix = checkpoint.packed[name]
     rows = destination.view(-1, matrix.shape[-1])
-    entries = checkpoint.parts_of(name)
-    for entry in entries:
-        files.open(entry)
-    total_bytes = sum(entry.num_bytes for entry in entries)
-    total, done = num_rows(matrix) * matrix.shape[-1], 0
-    most = max(UNPACKING_WINDOWS * window_bytes // UNPACKED_BYTES, 1)
-    for tile in tiles(matrix, first_row, first_row + len(rows), max_elements=most):
+    shares, read = _Shares(checkpoint, matrix), _reader(checkpoint, files, matrix)
+    for tile in tiles(matrix, first_row, first_row + len(rows), max_elements=_most_elements(window_bytes)):
         begin, end = tile.row_begin - first_row, tile.row_end - first_row
         window = rows[begin:end, tile.column_begin : tile.column_end]
-        num_bytes = total_bytes * (done + tile.size) // total - total_bytes * done // total
-        fill = partial(_fill_packed, checkpoint, files, matrix, tile, name)
-        yield WeightPiece(window, fill, num_bytes, is_unpacked=True)
-        done += tile.size
+        fill = partial(_fill_packed, matrix, tile, read, name)
+        yield WeightPiece(window, fill, shares.bytes_of(tile.size), is_unpacked=True)
 
 
-def _fill_packed(
-    checkpoint: Checkpoint, files: _Files, matrix: PackedMatrix, tile: Tile, name: str, memory: Tensor
-) -> None:
+def _fill_packed(matrix: PackedMatrix, tile: Tile, read: ReadElements, name: str, memory: Tensor) -> None:
+    memory.copy_(unpack(matrix, tile, read))
+    _check_range(memory, name, matrix.scheme.label)
+
+
+def _fill_held(
+    checkpoint: Checkpoint, files: _Files, name: str, destination: HeldRows, window_bytes: int
+) -> Iterator[int]:
+    """Yield the number of bytes read after each window."""
+    matrix = checkpoint.packed[name]
+    assert matrix.shape[0] == destination.end - destination.begin, f"rows of {name}"
+    shares, read = _Shares(checkpoint, matrix), _reader(checkpoint, files, matrix)
+    for num_elements in load_held(matrix, destination, read, max_elements=_most_elements(window_bytes)):
+        yield shares.bytes_of(num_elements)
+
+
+def _most_elements(window_bytes: int) -> int:
+    return max(UNPACKING_WINDOWS * window_bytes // UNPACKED_BYTES, 1)
+
+
+def _reader(checkpoint: Checkpoint, files: _Files, matrix: PackedMatrix) -> ReadElements:
+    """Reads parts of a matrix, whose files are opened here."""
+    for entry in checkpoint.parts_of(matrix.name):
+        files.open(entry)
+
     def read(part: StoredPart, begin: int, end: int) -> Tensor:
         entry = checkpoint.tensors[matrix.parts[part].name]
         return files.elements(entry, begin, prod(entry.shape) if end == -1 else end)
 
-    memory.copy_(unpack(matrix, tile, read))
-    _check_range(memory, name, matrix.scheme.label)
+    return read
+
+
+class _Shares:
+    """Bytes of a matrix's stored tensors, in proportion to the elements that were read."""
+
+    def __init__(self, checkpoint: Checkpoint, matrix: PackedMatrix) -> None:
+        self._num_bytes = sum(entry.num_bytes for entry in checkpoint.parts_of(matrix.name))
+        self._num_elements, self._done = num_rows(matrix) * matrix.shape[-1], 0
+
+    def bytes_of(self, num_elements: int) -> int:
+        """The share of `num_elements` more; all shares add up to all bytes."""
+        before = self._num_bytes * self._done // self._num_elements
+        self._done += num_elements
+        return self._num_bytes * self._done // self._num_elements - before
 
 
 def _check_range(memory: Tensor, name: str, stored: str) -> None:

@@ -146,6 +146,7 @@ def plan_json(plan: Plan, model: "ServedModel", layers: LayerKinds) -> str:
         facts["kv_dtype"] = plan.kv_dtype.value
     if model.quantized is not None:
         facts |= {"stored_format": model.quantized.label, "stored_bytes": model.quantized.size_bytes}
+        facts["holds_stored"] = plan.holds_stored
     return json.dumps(facts, indent=2)
 
 
@@ -204,10 +205,11 @@ def _unpacking(plan: Plan, model: "ServedModel") -> list[str]:
         return []
     unpacked = plan.dtype.value if weights is None else f"{plan.dtype.value} and held in {weights.value}"
     memory = sum(stage.weight_bytes for stage in plan.stages)
+    how = "is multiplied by as it is stored" if plan.holds_stored else f"is unpacked to {unpacked}"
     return [
         f"Weights need {memory / quantized.size_bytes:.1f} x their size in files"
         f" ({format_size(memory)} instead of {format_size(quantized.size_bytes)}),"
-        f" because {quantized.label} is unpacked to {unpacked}."
+        f" because {quantized.label} {how}."
     ]
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
-from coordinator.planner.plan import PlanImpossible, WorkerCapacity
+from coordinator.planner.plan import DeviceKind, PlanImpossible, WorkerCapacity
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess, LocalRun
 from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
 from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
@@ -42,7 +42,11 @@ def check_plan(coordinator: CoordinatorConfig, cluster: LocalRun) -> None:
     from coordinator.planner.planner import plan_for
 
     workers = [
-        WorkerCapacity(name=worker.name, memory_bytes=worker.memory_bytes or _UNKNOWN_MEMORY_BYTES)
+        WorkerCapacity(
+            name=worker.name,
+            memory_bytes=worker.memory_bytes or _UNKNOWN_MEMORY_BYTES,
+            device=DeviceKind.HOST if worker.device == "cpu" else DeviceKind.GPU_IN_PLACE,
+        )
         for worker in cluster.spec.workers
     ]
     try:

@@ -1,18 +1,29 @@
-"""Stages with weights of 4 and 8 bits: logits of the CPU's products, few launches, nothing that waits."""
+"""Stages with weights of 4 and 8 bits: logits of the CPU's products, few launches, nothing that waits.
+
+Logits of float32 differ by at most 1e-4 of their spread.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpoint import Checkpoint, WeightFormat
+from checkpoint import Blueprint, Checkpoint, WeightFormat
 from stage_worker.model import attention_work
 from stage_worker.model.kernels import Kernels, ProductMethod, by_triton
+from stage_worker.model.triton_kernels import launch
+from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.families import make_family
+from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from tests.kernels.interpreted.test_stage import launches_of_a_step, logits
+from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, MOE_CONFIG, write_quantized
+from tests.staged import staged_executor
+from tests.unit.stage_worker.test_fake_cuda_steps import steps
+from wire.frames import Frame
 
 pytestmark = pytest.mark.kernels
 
@@ -56,3 +67,76 @@ def test_a_layer_with_rounded_weights_launches_at_most_ten_kernels(
     assert counts[product] == 4 * num_layers
     assert counts["merge_kernel"] == num_layers
     assert counts.total() <= 10 * num_layers, counts
+
+
+STORED = {
+    "fp8-block-bf16": CONFIG,
+    "float-channel": CONFIG,
+    "pack4-group-asymmetric": CONFIG,
+    "gptq": CONFIG,
+    "awq": CONFIG,
+    "fp8-block-e8m0": MOE_CONFIG,
+    "fp8-tensor-vllm": LATENT_CONFIG,
+}
+
+
+def stored(directory: Path, form: str) -> tuple[Checkpoint, Kernels]:
+    """A quantised checkpoint that is held as it is stored, and its kernels on a GPU."""
+    write_quantized(directory, FORMATS[form], config=STORED[form])
+    checkpoint = Checkpoint.open(directory).with_stored(holds_stored=True)
+    return checkpoint, replace(by_triton(checkpoint.config), holds_stored=True)
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_logits_of_stored_weights_equal_those_of_unpacked_ones(form: str, tmp_path: Path) -> None:
+    checkpoint, kernels = stored(tmp_path, form)
+    expected = logits(checkpoint.with_stored(holds_stored=False), None, cut=1)
+    found = logits(checkpoint, kernels, cut=1)
+    assert float((found - expected).abs().max() / expected.std()) < 1e-4
+
+
+@pytest.mark.parametrize(("form", "product"), [("fp8-block-bf16", "byte_kernel"), ("gptq", "nibble_kernel")])
+def test_a_layer_with_stored_weights_launches_at_most_ten_kernels(
+    form: str, product: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One matrix of the second layer is plain in fp8-block-bf16, and so is all that is stacked with it."""
+    checkpoint, kernels = stored(tmp_path, form)
+    monkeypatch.setattr(attention_work, "KEY_SPLIT", 32)
+    counts = launches_of_a_step(checkpoint, monkeypatch, [40, 3], kernels)
+    assert counts[product] == (8 if form == "gptq" else 7)
+    assert counts["merge_kernel"] == 2
+    assert counts.total() <= 10 * 2, counts
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids=["FIRST", "LAST"])
+@pytest.mark.parametrize("form", [*WeightFormat, "pack4-group"], ids=str)
+def test_a_step_of_held_weights_waits_for_no_gpu(
+    form: WeightFormat | str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors of a GPU that does not exist, with kernels that are counted."""
+    launched: Counter[str] = Counter()
+    monkeypatch.setattr(launch.Launch, "__call__", lambda one, *_: launched.update([one.kernel.fn.__name__]))
+    write_quantized(tmp_path, FORMATS["pack4-group"])
+    assignment = replace(
+        new_assignment(tmp_path, num_stages=2, stage=stage),
+        weights=form if isinstance(form, WeightFormat) else None,
+        holds_stored=isinstance(form, str),
+    )
+    frames = [
+        (kind, Frame(step, hidden_for(step, CONFIG["hidden_size"]) if stage else ()))
+        for kind, step in steps(Log(assignment), (GREEDY,))
+    ]
+
+    def kernels(config: Blueprint) -> Kernels:
+        method = METHODS[form][0] if isinstance(form, WeightFormat) else None
+        return replace(by_triton(config), quantized=method, holds_stored=config.holds_stored)
+
+    with fake_cuda() as copies:
+        executor = staged_executor(assignment, FakeCudaQueue(), DEVICE, kernels)
+        executor.begin_epoch(1, stage=stage)
+        for kind, frame in frames:
+            copies.counts.clear()
+            launched.clear()
+            executor.run(frame)
+            assert (copies.counts["up"], copies.counts["down"]) == (1, 1), kind
+            assert launched["nibble_kernel"] + launched["byte_kernel"] >= 3, kind

@@ -39,9 +39,10 @@ STEPS = ((14, 1, 6), (9, 1, 1), (1, 1, 1))
 """Tokens of three sequences: prompts, a chunk beside decodes, decodes."""
 
 
-def logits(checkpoint: Checkpoint, kernels: Kernels | None) -> Tensor:
-    pipeline = Pipeline(checkpoint, cuts=(2,), kernels=kernels)
-    sequences = random_sequences([sum(counts) for counts in zip(*STEPS, strict=True)])
+def logits(checkpoint: Checkpoint, kernels: Kernels | None, *, cut: int = 2) -> Tensor:
+    pipeline = Pipeline(checkpoint, cuts=(cut,), kernels=kernels)
+    vocab_size = min(128, checkpoint.config.vocab_size)
+    sequences = random_sequences([sum(counts) for counts in zip(*STEPS, strict=True)], vocab_size)
     return torch.cat(
         [row for counts in STEPS for row in pipeline.step(list(zip(sequences, counts, strict=True)))]
     )

@@ -8,7 +8,8 @@ import pytest
 
 from checkpoint.config import parse_config
 from checkpoint.dtypes import DType, WeightFormat
-from checkpoint.tensors import layer_weight_bytes, packed_tensors, role_shapes, stage_tensor_shapes
+from checkpoint.held import layer_weight_bytes
+from checkpoint.tensors import packed_tensors, role_shapes, stage_tensor_shapes
 from tests.unit.checkpoint.test_config import GPT_OSS, SMALL
 
 COHERE: dict[str, Any] = {

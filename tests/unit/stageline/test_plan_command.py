@@ -122,6 +122,25 @@ def test_the_memory_of_unpacked_weights_is_said_aloud(
     assert last.endswith("because fp8 is unpacked to bf16.")
 
 
+def test_gpus_hold_quantised_weights_as_they_are_stored(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_quantized(tmp_path, FORMATS["gptq"])
+    command = ["plan", "--model", str(tmp_path), "--workers", "600MiB,600MiB", "--dtype", "bf16"]
+    weight_bytes = []
+    for gpus in ([], ["--gpus"]):
+        assert main([*command, *gpus, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["holds_stored"] == bool(gpus)
+        assert sum(kind["weight_bytes"] for kind in plan["layer_kinds"]) < plan["stages"][0]["weight_bytes"]
+        weight_bytes.append(plan["layer_kinds"][0]["weight_bytes"])
+    assert weight_bytes[0] > 2.5 * weight_bytes[1]
+    assert main([*command, "--gpus"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("because gptq int4 is multiplied by as it is stored.")
+
+
 def test_rounded_weights_need_less_memory(capsys: Captured) -> None:
     sizes = []
     for quantize in ([], ["--quantize", "int8"], ["--quantize", "int4"]):

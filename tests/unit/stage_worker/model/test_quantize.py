@@ -18,6 +18,7 @@ from stage_worker.model.kernels import Kernels, ProductMethod, missing_because
 from stage_worker.model.layer_weights import TORCH_DTYPES, CompiledProjection, Projection, project
 from stage_worker.model.quantize import int4_groups, int8_rows, rounded_to
 from tests.checkpoints import make_checkpoint
+from tests.quantized import FORMATS, write_quantized
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running
 
 METHODS = {
@@ -251,3 +252,21 @@ def test_a_gpu_without_triton_kernels_refuses_rounded_weights(tmp_path: Path) ->
     reason = "--quantize int8 needs Triton kernels on cuda:0: chosen with --kernels plain"
     with pytest.raises(KernelsUnavailable, match=reason):
         Kernels.of(config, torch.device("cuda:0"), torch.bfloat16, KernelChoice.PLAIN)
+
+
+def test_only_a_gpu_with_triton_kernels_holds_weights_as_they_are_stored(
+    gpu: torch.device, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, FORMATS["gptq"])
+    config = Checkpoint.open(tmp_path).config.with_stored(holds_stored=True)
+    found = Kernels.of(config, gpu, torch.bfloat16)
+    assert found.holds_stored
+    assert found.layer_products is ProductMethod.LINEAR_IN_PLACE
+    assert "quantised weights as stored" in str(found)
+    assert found != Kernels.of(config.with_stored(holds_stored=False), gpu, torch.bfloat16)
+    with pytest.raises(
+        KernelsUnavailable, match="as they are stored needs Triton kernels on cpu: it is no GPU"
+    ):
+        Kernels.of(config, torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(KernelsUnavailable, match="on cuda:0: chosen with --kernels plain"):
+        Kernels.of(config, gpu, torch.bfloat16, KernelChoice.PLAIN)

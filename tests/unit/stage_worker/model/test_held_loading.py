@@ -1,0 +1,147 @@
+"""Matrices that stay as a checkpoint stores them have its weights bit by bit, and the planned size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint, DType, layer_sizes
+from checkpoint.held import HeldBytes, held_plans
+from checkpoint.names import TensorRole
+from stage_worker.model.held_matrices import HeldMatrix, NibbleMatrix
+from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, allocate_layer
+from stage_worker.model.weights import load_tensors
+from tests.kernels.held import unpacked
+from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, QuantizedFormat, gptq, write_quantized
+
+HELD = {
+    "fp8-block-bf16",
+    "fp8-block-e8m0",
+    "fp8-tensor",
+    "fp8-tensor-vllm",
+    "float-channel",
+    "float-tensor",
+    "float-block",
+    "int-channel",
+    "pack4-group",
+    "pack4-group-asymmetric",
+    "pack4-actorder",
+    "pack4-channel",
+    "modelopt-fp8",
+    "gptq",
+    "gptq-whole-rows",
+    "gptq-v2",
+    "awq",
+}
+"""Of `FORMATS`; those of other groups, bits and values are unpacked."""
+
+
+def loaded(
+    directory: Path, form: QuantizedFormat, layer: int, config: Mapping[str, Any] = CONFIG
+) -> tuple[Checkpoint, LayerWeights, dict[str, np.ndarray[Any, Any]]]:
+    weights = write_quantized(directory, form, seed=5, config=config)
+    checkpoint = Checkpoint.open(directory).with_stored(holds_stored=True)
+    new = lambda *shape: torch.empty(shape, dtype=torch.float32)  # noqa: E731
+    layer_weights, destinations = allocate_layer(checkpoint.config, layer, new)
+    load_tensors(checkpoint, destinations, window_bytes=16 * 128 * 40)
+    return checkpoint, layer_weights, weights
+
+
+def stacked(weights: Mapping[str, np.ndarray[Any, Any]], layer: int, *modules: str) -> Tensor:
+    parts = [weights[f"model.layers.{layer}.{module}_proj.weight"] for module in modules]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def matrices(weights: LayerWeights) -> dict[tuple[str, ...], Any]:
+    """By modules of layers of `CONFIG`."""
+    assert isinstance(weights.mixer, AttentionWeights)
+    assert isinstance(weights.feed_forward, DenseWeights)
+    return {
+        ("self_attn.q", "self_attn.k", "self_attn.v"): weights.mixer.qkv,
+        ("self_attn.o",): weights.o,
+        ("mlp.gate", "mlp.up"): weights.feed_forward.up,
+        ("mlp.down",): weights.feed_forward.down,
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_are_those_of_the_files(form: str, layer: int, tmp_path: Path) -> None:
+    _, weights, expected = loaded(tmp_path, FORMATS[form], layer)
+    for modules, matrix in matrices(weights).items():
+        is_held = not isinstance(matrix, Tensor)
+        is_mixed = layer == 1 and "mlp.up" in modules and bool(FORMATS[form].plain)
+        assert is_held == (form in HELD and not is_mixed), modules
+        found = unpacked(matrix) if is_held else matrix
+        assert torch.equal(found, stacked(expected, layer, *modules)), modules
+
+
+def size_of(matrix: HeldMatrix) -> int:
+    parts: list[Tensor | None] = [matrix.codes, matrix.scales]
+    if isinstance(matrix, NibbleMatrix):
+        parts += [matrix.zeros, matrix.offsets, matrix.order]
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+@pytest.mark.parametrize("form", sorted(HELD))
+def test_plans_count_what_is_in_memory(form: str, tmp_path: Path) -> None:
+    checkpoint, weights, _ = loaded(tmp_path, FORMATS[form], 0)
+    plans = held_plans(checkpoint.config, 0)
+    assert list(plans) == [TensorRole.Q, TensorRole.O, TensorRole.GATE, TensorRole.DOWN]
+    for plan, matrix in zip(plans.values(), matrices(weights).values(), strict=True):
+        missing = 0
+        if isinstance(matrix, NibbleMatrix) and plan.has_order and matrix.order is None:
+            missing = 4 * plan.columns
+        assert plan.num_bytes == size_of(matrix) + missing
+    plain = checkpoint.with_stored(holds_stored=False).config
+    saved = sum(2 * plan.rows * plan.columns - plan.num_bytes for plan in plans.values())
+    sizes = [layer_sizes(config, DType.BF16) for config in (plain, checkpoint.config)]
+    assert sizes[0][0] - sizes[1][0] == saved > 0
+
+
+def test_experts_are_unpacked_and_shared_ones_are_not(tmp_path: Path) -> None:
+    checkpoint, _, _ = loaded(tmp_path, FORMATS["fp8-block-bf16"], 1, LATENT_CONFIG)
+    assert set(held_plans(checkpoint.config, 1)) == {
+        *(TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.O),
+        *(TensorRole.SHARED_GATE, TensorRole.SHARED_DOWN),
+    }
+
+
+def test_nothing_is_held_unless_the_plan_says_so(tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS["gptq"])
+    assert held_plans(Checkpoint.open(tmp_path).config, 0) == {}
+
+
+def test_blocks_keep_their_grid_where_rows_stay_in_order(tmp_path: Path) -> None:
+    checkpoint, _, _ = loaded(tmp_path, FORMATS["fp8-block-e8m0"], 0)
+    plans = held_plans(checkpoint.config, 0)
+    heights = {role: plan.height for role, plan in plans.items() if isinstance(plan, HeldBytes)}
+    assert heights == {TensorRole.Q: 1, TensorRole.O: 32, TensorRole.GATE: 32, TensorRole.DOWN: 32}
+
+
+def test_columns_in_several_orders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"another order of groups than .*: start workers with --kernels plain"
+    ):
+        loaded(tmp_path, replace(FORMATS["gptq"], write=gptq(4, 32, shares_order=False)), 0)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS["float-channel"], seed=5)
+    file = tmp_path / "model.safetensors"
+    checkpoint = Checkpoint.open(tmp_path)
+    entry = checkpoint.tensors["model.layers.0.mlp.down_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[entry.end - 3] = 0xFF
+    file.write_bytes(content)
+    holding = Checkpoint.open(tmp_path).with_stored(holds_stored=True)
+    _, destinations = allocate_layer(holding.config, 0, torch.empty)
+    with pytest.raises(ValueError, match=r"mlp\.down_proj\.weight has weights that are not numbers"):
+        load_tensors(holding, destinations)
