@@ -138,6 +138,8 @@ class Attention:
 EXPANDED_ELEMENTS = 1 << 22
 """Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
 
+KEPT_POSITIONS = 16_384
+"""Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
 KEY_SPLIT = 512
 """Keys of a decode that one program of a GPU reads; parts have results of their own, which are merged."""
 CHUNK_SPLIT = 4096

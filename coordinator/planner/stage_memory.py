@@ -27,8 +27,9 @@ On a GPU whose kernels attend to pages in place, there are no gathered keys and 
 in layers with latent attention and in those by transformers. Instead, results of parts of keys are kept in
 float32, with two more numbers per head, until they are merged: a decode has one per `KEY_SPLIT` keys, a query
 of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's operators on a GPU, gathered keys and values
-are copied once more, into the order of heads. Any GPU has staging memory (`wire.staging`), and
-`GPU_OVERHEAD_BYTES`.
+are copied once more, into the order of heads. Any GPU has staging memory (`wire.staging`), tables of rotary
+angles for twice the longest sequence or `KEPT_POSITIONS` (2 * head_dim * s for cos and sin, and while they
+are computed, before the layers, 22 * head_dim + 8), and `GPU_OVERHEAD_BYTES`.
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
 final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
@@ -68,7 +69,7 @@ from checkpoint import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
+from checkpoint.blueprint import CHUNK_SPLIT, KEPT_POSITIONS, KEY_SPLIT, SHORT_CHUNK
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -250,7 +251,18 @@ class StageMemory:
             for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
         size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
-        return size + (self._logits_bytes() if role.has_head else 0)
+        size += self._logits_bytes() if role.has_head else 0
+        return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
+
+    def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
+        """The memory of a step with its tables of rotary angles, or while the widest one is computed."""
+        mixers = (kind.mixer for kind in self.config.kinds)
+        tables = {(mixer.rope, _rotated_width(mixer), mixer.query_growth) for mixer in mixers}
+        num_positions = min(KEPT_POSITIONS, 2 * longest)
+        of_element, tokens = 2 * self.dtype.size_bytes, self.limits.max_step_tokens
+        kept = (num_positions + tokens) * of_element * sum(width for _, width, _ in tables)
+        computed = max(num_positions, tokens) * (22 * max(width for _, width, _ in tables) + 8)
+        return kept + max(step_bytes, computed)
 
     def buffer_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """Memory of a device for copies from and to the host, which has as much for them."""
@@ -360,6 +372,11 @@ def _step_ps(rates: DeviceRates, num_bytes: float, products: float) -> int:
 def _attends_in_place(layer: LayerPlan) -> bool:
     """Whether kernels of a GPU attend to the pages of all slices of a layer in place."""
     return isinstance(layer.mixer, Attention) and not isinstance(layer.feed_forward, Opaque)
+
+
+def _rotated_width(mixer: Mixer) -> int:
+    """Elements of a head, or of the part of it that has positions."""
+    return mixer.rope_dim if isinstance(mixer, Latent) else mixer.head_dim
 
 
 def _mixer_elements(mixer: Mixer) -> int:

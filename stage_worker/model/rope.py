@@ -17,11 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from checkpoint import Attention, Mixer, RopeConfig, RopeKind
-from checkpoint.blueprint import QueryGrowth
+from checkpoint.blueprint import KEPT_POSITIONS, QueryGrowth
 from checkpoint.rope_config import yarn_mscale
-
-_KEPT_POSITIONS = 16_384
-"""Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
 
 
 class Rope:
@@ -41,11 +38,11 @@ class Rope:
         """cos and sin of `positions` int64 [n] below `end`, [n, 1, head_dim] each; the first half of `sin` is
         negated.
         """
-        if end > _KEPT_POSITIONS:
+        if end > KEPT_POSITIONS:
             both = self._compute(positions)
         else:
             if end > len(self._kept):
-                kept = min(_KEPT_POSITIONS, 2 * end)
+                kept = min(KEPT_POSITIONS, 2 * end)
                 self._kept = self._compute(torch.arange(kept, device=self._kept.device))
             both = self._kept.index_select(0, positions)
         return both[:, 0], both[:, 1]

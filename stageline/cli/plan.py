@@ -93,13 +93,13 @@ def _of_gpus(plan: Plan) -> list[str]:
     """What the activations of GPUs include, and what their hosts need."""
     if not any(stage.buffer_bytes for stage in plan.stages):
         return []
-    buffers, overhead, pinned = (
+    buffers, overhead = (
         format_size(max(getattr(stage, name) for stage in plan.stages))
-        for name in ("buffer_bytes", "overhead_bytes", "pinned_bytes")
+        for name in ("buffer_bytes", "overhead_bytes")
     )
     return [
-        f"Activations include {buffers} of buffers for copies and {overhead} of workspaces on each GPU; its"
-        f" host pins {pinned}."
+        f"Activations include up to {buffers} of buffers for copies, which the host pins as much memory for,"
+        f" and {overhead} of workspaces of a GPU."
     ]
 
 

@@ -52,10 +52,18 @@ def test_attention_in_place_needs_no_masks_and_no_copies_of_keys_and_values() ->
     host = memory.activation_bytes(StageRole.MIDDLE, num_blocks)
     masks = 512 * 512 * (2 + 2 * 2)
     gathered = num_blocks * BLOCK_SIZE * 2 * 8 * 128 * 2
+    tables = (2 * 512 + 512) * 2 * 128 * 2
     in_place = memory.activation_bytes(StageRole.MIDDLE, num_blocks, DeviceKind.GPU_IN_PLACE)
-    assert in_place == host - masks - gathered
+    assert in_place == host - masks - gathered + tables
     plain = memory.activation_bytes(StageRole.MIDDLE, num_blocks, DeviceKind.GPU)
-    assert plain == host + gathered
+    assert plain == host + gathered + tables
+
+
+def test_tables_of_rotary_angles_take_the_most_while_they_are_computed() -> None:
+    limits = replace(LONG_STEPS, max_step_tokens=16, max_step_sequences=1)
+    memory = memory_of(llama_8b(), limits)
+    found = memory.activation_bytes(StageRole.MIDDLE, 8192, DeviceKind.GPU_IN_PLACE)
+    assert found == (16_384 + 16) * 2 * 128 * 2 + 16_384 * (22 * 128 + 8)
 
 
 def test_latent_attention_and_layers_of_transformers_gather_on_every_gpu() -> None:
