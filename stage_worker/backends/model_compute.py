@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import DType, ScaledDType
 from kvcache import KvCacheError, group_windows
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.backends.contract import Computed, Finish, StageCompute
-from stage_worker.backends.tensor_views import from_frame, payload, to_frame
+from stage_worker.backends.tensor_views import RowScaling, finite_sum, from_frame, payload, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
 from stage_worker.model.decode_rows import Column, PageMatrix
@@ -34,7 +35,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice
-from wire.tensors import WireDType
+from wire.tensors import HiddenStates, WireDType
 
 
 def sum_of(carried: Sequence[Tensor]) -> Tensor:
@@ -163,6 +164,7 @@ class ModelCompute(StageCompute):
             raise ValueError(f"pages of {len(pages.groups)} block groups for {len(self._windows)} windows")
         self._grammars = grammars
         self._wire_dtype = wire_dtype or model.dtype
+        self._scaling = RowScaling.of(model.kernels)
         self._transfers = transfers or HostTransfers()
         self.depth = self._transfers.depth
         self._sampler: Sampler | None = None
@@ -232,8 +234,9 @@ class ModelCompute(StageCompute):
     def _hand_on(
         self, step: Step, entered: Sequence[Tensor], carried: Sequence[Tensor], transfer: StepTransfer
     ) -> Finish:
-        total = transfer.fetch(sum_of(carried))
-        hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch)
+        hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch, self._scaling)
+        unscaled = [one for one, view in zip(carried, hidden, strict=True) if isinstance(view.dtype, DType)]
+        total = transfer.fetch(sum_of(unscaled)) if unscaled else None
         transfer.download()
         ended = self._take_ended()
 
@@ -241,9 +244,7 @@ class ModelCompute(StageCompute):
             transfer.wait()
             self._finite.end(ended)
             with torch.inference_mode():
-                self._finite.check_handed_on(
-                    step, float(np.frombuffer(total, np.float32)[0]), carried, entered
-                )
+                self._finite.check_handed_on(step, _total(hidden, total), carried, entered)
             return hidden
 
         return finish
@@ -288,7 +289,7 @@ class ModelCompute(StageCompute):
     def _entered(self, frame: Frame, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of the boundary before the first layer."""
         if frame.hidden:
-            return from_frame(frame.hidden, inputs, self.boundary, self._model.torch_dtype)
+            return from_frame(frame.hidden, inputs, self.boundary, self._model.torch_dtype, self._scaling)
         return self._model.enter(inputs[0])
 
     def _check_writes(self, arrays: Sequence[StepArrays]) -> None:
@@ -303,6 +304,12 @@ class ModelCompute(StageCompute):
                 )
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
+
+
+def _total(hidden: HiddenStates, of_unscaled: memoryview | None) -> float:
+    """A sum over what crosses a cut, finite if its values are; `of_unscaled` is float32."""
+    total = 0.0 if of_unscaled is None else float(np.frombuffer(of_unscaled, np.float32)[0])
+    return total + sum(finite_sum(view) for view in hidden if isinstance(view.dtype, ScaledDType))
 
 
 def _inputs(frame: Frame) -> list[HostArray]:

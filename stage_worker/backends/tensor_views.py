@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +20,7 @@ from checkpoint import BoundaryTensor, DType, ScaledDType
 from checkpoint.blueprint import HIDDEN_STATES
 from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.backends.transfers import host_bytes
+from stage_worker.model.kernels import AttentionMethod, Kernels, load_triton
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.reference import NUM_PROJECTIONS
 from wire.tensors import HiddenStates, TensorView, WireDType
@@ -69,6 +71,24 @@ def unscale_rows(payload: Tensor, dtype: ScaledDType, shape: tuple[int, int], in
     return unscaled_rows(payload[:num_elements].view(shape), scales[:, None], ELEMENTS[dtype], into)
 
 
+@dataclass(frozen=True, slots=True)
+class RowScaling:
+    """How rows get 8 bits and back: see `scale_rows` and `unscale_rows`."""
+
+    scale: Callable[[Tensor, ScaledDType], Tensor]
+    unscale: Callable[[Tensor, ScaledDType, tuple[int, int], torch.dtype], Tensor]
+
+    @classmethod
+    def of(cls, kernels: Kernels) -> RowScaling:
+        """Triton kernels of one launch where a stage has such kernels, else torch's operators."""
+        if kernels.decode is not AttentionMethod.TRITON:
+            return BY_TORCH
+        module = load_triton("wire_rows")
+        return cls(module.scale_rows, module.unscale_rows)
+
+
+BY_TORCH = RowScaling(scale_rows, unscale_rows)
+
 _DTYPES: dict[torch.dtype, DType] = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
@@ -84,12 +104,26 @@ def to_view(tensor: Tensor, *, name: str = HIDDEN_STATES, fetch: Fetch = host_by
 
 
 def to_wire(
-    hidden: Tensor, wire_dtype: WireDType, *, name: str = HIDDEN_STATES, fetch: Fetch = host_bytes
+    hidden: Tensor,
+    wire_dtype: WireDType,
+    *,
+    name: str = HIDDEN_STATES,
+    fetch: Fetch = host_bytes,
+    scaling: RowScaling = BY_TORCH,
 ) -> TensorView:
     """Encode hidden states [n, width] for sending, on their device where possible; `fetch` has the bytes."""
     if isinstance(wire_dtype, DType):
         return to_view(hidden.to(TORCH_DTYPES[wire_dtype]), name=name, fetch=fetch)
-    return TensorView(wire_dtype, tuple(hidden.shape), fetch(scale_rows(hidden.detach(), wire_dtype)), name)
+    payload = scaling.scale(hidden.detach(), wire_dtype)
+    return TensorView(wire_dtype, tuple(hidden.shape), fetch(payload), name)
+
+
+def finite_sum(view: TensorView) -> float:
+    """A sum that is finite if all values of a view with scales are: of its scales."""
+    assert isinstance(view.dtype, ScaledDType), "a view without scales"
+    num_rows, width = view.shape
+    scales = np.frombuffer(view.data, np.uint8)[num_rows * width :].copy().view("<f4")
+    return float(scales.sum(dtype=np.float64))
 
 
 def to_frame(
@@ -97,20 +131,25 @@ def to_frame(
     boundary: Sequence[BoundaryTensor],
     wire_dtype: WireDType,
     fetch: Fetch = host_bytes,
+    scaling: RowScaling = BY_TORCH,
 ) -> HiddenStates:
     """Encode what crosses a cut: a tensor [n, width] for each of `boundary`, in its order."""
     return tuple(
-        to_wire(tensor, one.dtype or wire_dtype, name=one.name, fetch=fetch)
+        to_wire(tensor, one.dtype or wire_dtype, name=one.name, fetch=fetch, scaling=scaling)
         for tensor, one in zip(tensors, boundary, strict=True)
     )
 
 
 def from_frame(
-    hidden: HiddenStates, payloads: Sequence[Tensor], boundary: Sequence[BoundaryTensor], dtype: torch.dtype
+    hidden: HiddenStates,
+    payloads: Sequence[Tensor],
+    boundary: Sequence[BoundaryTensor],
+    dtype: torch.dtype,
+    scaling: RowScaling = BY_TORCH,
 ) -> tuple[Tensor, ...]:
     """Decode what crosses a cut, with the run dtype `dtype`, from `payload` of each; must not be modified."""
     return tuple(
-        decoded(payload, view, dtype if one.dtype is None else TORCH_DTYPES[one.dtype])
+        decoded(payload, view, dtype if one.dtype is None else TORCH_DTYPES[one.dtype], scaling)
         for view, payload, one in zip(hidden, payloads, boundary, strict=True)
     )
 
@@ -125,11 +164,11 @@ def payload(view: TensorView) -> NDArray[np.uint8]:
     return np.frombuffer(view.data, np.uint8)
 
 
-def decoded(payload: Tensor, view: TensorView, dtype: torch.dtype) -> Tensor:
+def decoded(payload: Tensor, view: TensorView, dtype: torch.dtype, scaling: RowScaling = BY_TORCH) -> Tensor:
     """Decode hidden states [n, width] from uint8 `payload` with the bytes of `view`; must not be modified."""
     if isinstance(view.dtype, ScaledDType):
         num_rows, width = view.shape
-        return unscale_rows(payload, view.dtype, (num_rows, width), dtype)
+        return scaling.unscale(payload, view.dtype, (num_rows, width), dtype)
     if payload.device.type == "cpu" and payload.data_ptr() % view.dtype.size_bytes:
         payload = payload.clone()
     return payload.view(TORCH_DTYPES[view.dtype]).view(view.shape).to(dtype)

@@ -46,3 +46,10 @@ def row_scale(largest, LARGEST: tl.constexpr):  # noqa: N803
     """Scale of a row with elements of magnitude up to `largest`; not finite if `largest` is not."""
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     return tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
+
+
+@triton.jit
+def encoded(x, scale, LARGEST: tl.constexpr):  # noqa: N803
+    """Elements of `x` float32 over `scale`, of the same shape: codes of fp8, or whole numbers in float32."""
+    x = tl.div_rn(x, scale)
+    return to_e4m3(x) if LARGEST == 448.0 else rounded(x)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_worker.model.triton_kernels.elements import rounded, row_scale, to_e4m3
+from stage_worker.model.triton_kernels.elements import encoded, row_scale
 from stage_worker.model.triton_kernels.launch import Launch, padded
 
 _HEADS = 8
@@ -80,12 +80,6 @@ def _rotated(x, y, cos, sin, lanes, is_lane, into, HALF: tl.constexpr):
 
 
 @triton.jit
-def _encoded(x, scale, LARGEST: tl.constexpr):
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    return to_e4m3(x) if LARGEST == 448.0 else rounded(x)
-
-
-@triton.jit
 def _write(pages, scales, rows, x, y, mask, LARGEST: tl.constexpr, HALF: tl.constexpr):
     """Write halves of heads to `rows` of pages of 2 * HALF elements, with scales if there are any."""
     lanes = tl.arange(0, x.shape[1])[None, :]
@@ -94,8 +88,9 @@ def _write(pages, scales, rows, x, y, mask, LARGEST: tl.constexpr, HALF: tl.cons
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1)) + tl.sum((x + y) * 0.0, 1)
         scale = row_scale(largest, LARGEST)
         is_first = mask & (lanes == 0)
-        tl.store((scales + rows)[:, None] + lanes, tl.broadcast_to(scale[:, None], x.shape), mask=is_first)
-        x, y = _encoded(x, scale, LARGEST), _encoded(y, scale, LARGEST)
+        scale = tl.broadcast_to(scale[:, None], x.shape)
+        tl.store((scales + rows)[:, None] + lanes, scale, mask=is_first)
+        x, y = encoded(x, scale, LARGEST), encoded(y, scale, LARGEST)
     into = pages + rows[:, None] * (2 * HALF) + lanes
     tl.store(into, x.to(pages.dtype.element_ty), mask=mask)
     tl.store(into + HALF, y.to(pages.dtype.element_ty), mask=mask)

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from checkpoint import Norm
+from checkpoint import Norm, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.held import HeldBytes, HeldNibbles
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
@@ -29,6 +29,7 @@ from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.triton_kernels import gates, heads, launch
+from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_product
 from stage_worker.model.triton_kernels.experts import expert_products
@@ -162,6 +163,11 @@ def octets(num_rows: int, dtype: torch.dtype, *, height: int, width: int, is_fp8
     byte_product(new((num_rows, plan.columns), dtype=dtype), matrix, bias, None)
 
 
+def wire_rows(scaled: ScaledDType, dtype: torch.dtype) -> None:
+    payload = wire.scale_rows(new((128, 8192), dtype=dtype), scaled)
+    wire.unscale_rows(payload, scaled, (128, 8192), dtype)
+
+
 def _held_cases() -> dict[str, Callable[[], None]]:
     gptq = partial(nibbles, group=128, zeros=torch.uint8, order=torch.int32)
     fp8 = partial(octets, height=128, width=128, is_fp8=True)
@@ -216,6 +222,9 @@ def _cases() -> dict[str, Callable[[], None]]:
         cases[f"norms-{kind.name.lower()}"] = partial(norms, 4096, kind, BF16)
     for activation in (Activation.GELU, Activation.GELU_TANH):
         cases[f"gate-{activation.value}"] = partial(gate, activation, BF16)
+    for scaled in ScaledDType:
+        for name, dtype in DTYPES.items():
+            cases[f"wire-{scaled.value}-{name}"] = partial(wire_rows, scaled, dtype)
     cases["gate-clamped"] = partial(gate, ClampedSwiGlu(alpha=1.7, limit=7.0), BF16)
     return cases
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stage_worker.backends.model_compute import FiniteStates, sum_of
+from checkpoint import Checkpoint, DType, ScaledDType
+from stage_worker.backends.model_compute import FiniteStates, ModelCompute, sum_of
+from stage_worker.executor import StepExecutor
+from stage_worker.loading.stage_loader import new_pages
+from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.internal.v1 import step_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from tests.step_slices import with_slices
+from tests.unit.stage_worker.test_fake_cuda_steps import steps
 from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Decode, Prefill, SliceError, SliceResult, Step, StepResult, StepSlice
+from wire.tensors import WireDType
 
 WIDTH = 8
 NOT_FINITE = step_pb2.SliceError.KIND_NON_FINITE_LOGITS
@@ -122,3 +134,35 @@ def test_logits_are_judged_like_hidden_states() -> None:
         answered(states(), 0, 1, 2, 3)
     with pytest.raises(StepFault, match="3 of 4 sequences"):
         answered(states(0), 0, 1, 2, 3)
+
+
+class Poisoned(DecoderStage):
+    """Computes no finite value."""
+
+    def forward(self, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        return super().forward(hidden, *others) * math.nan
+
+
+@pytest.mark.parametrize("stage_type", [DecoderStage, Poisoned])
+@pytest.mark.parametrize("wire_dtype", [None, DType.BF16, *ScaledDType])
+def test_a_stage_that_hands_on_nothing_finite_faults_in_every_wire_dtype(
+    wire_dtype: WireDType | None, stage_type: type[DecoderStage], tmp_path: Path
+) -> None:
+    directory = make_checkpoint(tmp_path, "llama", num_layers=3)
+    assignment = replace(new_assignment(directory, stage=1), wire_dtype=wire_dtype)
+    checkpoint = Checkpoint.open(directory)
+    model = stage_type(
+        checkpoint.config, layer_begin=1, layer_end=2, has_embeddings=False, has_head=False, dtype=DType.F32
+    )
+    model.load(checkpoint)
+    pages = new_pages(assignment, checkpoint.config, torch.device("cpu"))
+    executor = StepExecutor(assignment, ModelCompute(model, pages, wire_dtype=assignment.sent_dtype))
+    executor.begin_epoch(1, stage=1)
+    _, step = steps(Log(assignment), (GREEDY,))[0]
+    frame = Frame(step, hidden_for(step, checkpoint.config.hidden_size))
+    if stage_type is DecoderStage:
+        executor.run(frame)
+        return
+    with pytest.raises(StepFault) as raised:
+        executor.run(frame)
+    assert raised.value.kind is StepFaultKind.NON_FINITE
