@@ -41,7 +41,7 @@ FULL = Plan(
         *("--max-step-tokens", "2048", "--max-step-sequences", "128"),
     ),
     cell_s=8.0,
-    start_s=15.0,
+    start_s=35.0,
 )
 QUICK = Plan(
     streams=(2,),

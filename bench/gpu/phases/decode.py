@@ -12,7 +12,7 @@ from bench.gpu.rates import Rates
 from bench.gpu.stage import BLOCK_SIZE, BenchStage, Sizes, loaded_stage, work_of
 from bench.gpu.steps import BenchSequence
 from bench.gpu.trace import DeviceUse, device_use
-from bench.harness.figure import Better, NotMeasured
+from bench.harness.figure import Better
 from stage_worker.backends.contract import KernelChoice
 from wire.ids import StageRole
 
@@ -23,6 +23,8 @@ NO_TIME = "no time left in its phase: give more --minutes"
 class Plan:
     """Batches by context, the most important context first; `num_steps` of a measurement.
 
+    A cell takes up to `cell_s` at the first context, loading a stage again `load_s`.
+
     `plain_batches` are measured again with torch's operators, at the first context.
     """
 
@@ -32,7 +34,11 @@ class Plan:
     num_traced: int
     sizes: Sizes
     cell_s: float
-    """Time without which no further cell begins."""
+    load_s: float
+
+    def seconds_of(self, context: int) -> float:
+        """Time without which no further cell begins; long contexts take time to compute."""
+        return self.cell_s * max(1.0, context / next(iter(self.batches)))
 
 
 FULL = Plan(
@@ -44,6 +50,7 @@ FULL = Plan(
         max_step_tokens=8192, max_step_sequences=128, max_sequence_tokens=10240, kv_tokens=128 * 2700
     ),
     cell_s=8.0,
+    load_s=15.0,
 )
 QUICK = Plan(
     batches={32: (1, 4)},
@@ -52,6 +59,7 @@ QUICK = Plan(
     num_traced=3,
     sizes=Sizes(max_step_tokens=64, max_step_sequences=4, max_sequence_tokens=128, kv_tokens=1024),
     cell_s=0.5,
+    load_s=0.5,
 )
 
 
@@ -63,6 +71,11 @@ async def measure(recorder: Recorder) -> None:
         for context, batches in plan.batches.items():
             await _Cells(recorder, stage, plan, "auto").measure(context, batches)
     context = next(iter(plan.batches))
+    if recorder.left_s < plan.load_s + plan.cell_s:
+        for batch in plan.plain_batches:
+            name = targets.decode_name(batch, context, "plain")
+            recorder.not_measured(name, "ms", NO_TIME, better=Better.LOWER)
+        return
     async with loaded_stage(
         recorder.order, StageRole.MIDDLE, plan.sizes, kernels=KernelChoice.PLAIN
     ) as stage:
@@ -101,7 +114,7 @@ class _Cells:
         sequences: list[BenchSequence] = []
         for batch in sorted(batches):
             name = targets.decode_name(batch, context, self._kernels)
-            if self._recorder.left_s < self._plan.cell_s:
+            if self._recorder.left_s < self._plan.seconds_of(context):
                 self._recorder.not_measured(name, "ms", NO_TIME, better=Better.LOWER)
                 continue
             # Blocks begin in different steps, as those of requests do.
@@ -120,8 +133,8 @@ class _Cells:
         details: dict[str, float | str] = {"host_ms": host_s * 1e3, "kernels": stage.loaded.kernels_detail}
         if self._recorder.order.is_cuda:
             details |= self._on_device(sequences, period_s, context)
-        elif self._kernels == "auto":
-            self._without_device(len(sequences), context)
+        else:
+            self._without_profile(len(sequences), context, needs_cuda(self._recorder.order))
         self._recorder.figure(
             name,
             period_s * 1e3,
@@ -141,20 +154,24 @@ class _Cells:
         traced = stage.traced(
             [maker.decodes(sequences) for _ in range(plan.num_traced)], self._recorder.order.work
         )
+        details: dict[str, float | str] = {
+            "waits_of_host": waits,
+            "peak_bytes": float(torch.cuda.max_memory_allocated(stage.device)),
+        }
         try:
             use = device_use(traced)
         except ValueError as error:
-            raise NotMeasured(f"profile of decode steps: {error}") from error
+            # A driver may not let the profiler see kernels; times of steps do not need it.
+            self._without_profile(len(sequences), context, f"profile: {error}")
+            return details
         if self._kernels == "auto":
             self._device_figures(use, len(sequences), context, period_s, contexts)
-        return {
+        return details | {
             "kernels_per_step": use.num_kernels,
             "launches_per_step": use.num_launches,
             "copies_up": use.num_up,
             "copies_down": use.num_down,
-            "waits_of_host": waits,
             "busy_ms": use.busy_us / 1e3,
-            "peak_bytes": float(torch.cuda.max_memory_allocated(stage.device)),
         }
 
     def _device_figures(
@@ -173,8 +190,9 @@ class _Cells:
             bound_ms = 1e3 * self._work.attention_bytes(contexts) / self._rates.memory
         recorder.figure(attention, use.attention_us / 1e3, "ms", bound=bound_ms, better=Better.LOWER)
 
-    def _without_device(self, batch: int, context: int) -> None:
-        reason = needs_cuda(self._recorder.order)
+    def _without_profile(self, batch: int, context: int, reason: str) -> None:
+        if self._kernels != "auto":
+            return
         self._recorder.not_measured(targets.busy_name(batch, context), "share", reason)
         for name, unit in ((targets.gap_name, "us"), (targets.attention_name, "ms")):
             self._recorder.not_measured(name(batch, context), unit, reason, better=Better.LOWER)
