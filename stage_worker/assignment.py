@@ -163,10 +163,24 @@ class PrefetchedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """Layers that a worker may have to load later, the most needed ones first."""
+    """Layers that a worker may have to load later, the most needed ones first, and their form in memory.
 
-    model: WantedModel
+    `model` is None for one that is in `model_directory` of this host only; other fields as in `Assignment`.
+    """
+
+    model: WantedModel | None
     layers: tuple[PrefetchedLayers, ...]
+    fingerprint: str
+    dtype: DType
+    model_directory: str = ""
+    weights: WeightFormat | None = None
+    has_long_rope: bool = False
+    implementation: Implementation = Implementation.NATIVE
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a stage with the output head is among them."""
+        return any(part.has_head for part in self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,16 +338,26 @@ def decode_assignment(
 
 def decode_prefetch(message: join_pb2.PrefetchWeights, *, coordinator: str) -> Prefetch | None:
     """Decode an order of the coordinator at HOST:PORT; None for one without layers. Raises ValueError."""
-    pins = _pins(message.model)
-    if pins is None or not message.layers:
+    if not message.layers:
         return None
-    return Prefetch(
-        model=WantedModel(
+    if (dtype := DTYPE_FROM_MESSAGE.get(message.dtype)) is None:
+        raise ValueError(f"dtype number {message.dtype} is not known")
+    model = None
+    if (pins := _pins(message.model)) is not None:
+        model = WantedModel(
             pins=pins,
             fingerprint=message.model.fingerprint,
             manifest=_manifest(message.manifest),
             sources=_sources(message.sources, coordinator),
-        ),
+        )
+    return Prefetch(
+        model=model,
+        fingerprint=message.model.fingerprint,
+        dtype=dtype,
+        model_directory=message.model.directory,
+        weights=_assigned_weights(message.weights),
+        has_long_rope=message.has_long_rope,
+        implementation=_assigned_implementation(message.implementation),
         layers=tuple(
             PrefetchedLayers(
                 layer_begin=layers.layer_begin,

@@ -233,6 +233,19 @@ class WorkerConfig:
             format=exact_size,
         ),
     ] = None
+    warm_spare_bytes: Annotated[
+        int | None,
+        _compute(
+            "--warm-spare",
+            "SIZE",
+            "Part of --memory, on a CPU, in which a worker without a stage keeps the layers that it would "
+            "get if another worker were lost",
+            unset="none is kept",
+            min=1,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = None
     model_directory: Annotated[
         Path | None,
         _compute(
@@ -438,6 +451,7 @@ class WorkerConfig:
                 ("--threads", self.num_threads is not None),
                 ("--cpu-set", self.cpu_set is not None),
                 ("--kernels", self.kernels is not KernelChoice.AUTO),
+                ("--warm-spare", self.warm_spare_bytes is not None),
                 ("--device-rate measure", self.device_rate is RateSource.MEASURE),
                 ("--weights-listen", self.weights_listen not in (None, OFF)),
                 ("--weights-advertise", self.weights_advertise is not None),

@@ -293,6 +293,7 @@ class Worker:
             gpu=None if gpu is None else encode_gpu(gpu),
             reads_pages_in_place=self._backend.reads_pages_in_place,
             rates=None if (rates := self._rates) is None else encode_rates(rates),
+            warm_spare_bytes=self._config.warm_spare_bytes or 0,
         )
 
     @property

@@ -312,7 +312,7 @@ class StageManager:
                 self._links.start(order, reply)
             case join_pb2.PrefetchWeights():
                 if self._loading is None:
-                    self._prefetch.start(decode_prefetch(order, coordinator=self._coordinator), reply)
+                    await self._begin_prefetch(order, reply)
             case _Connected(fingerprint):
                 await self._describe_weights(reply)
                 finding = await self._weights.finding(fingerprint=fingerprint)
@@ -320,6 +320,24 @@ class StageManager:
                     reply(finding)
             case _Disconnected():
                 await self._end_session()
+
+    async def _begin_prefetch(self, message: join_pb2.PrefetchWeights, reply: Reply) -> None:
+        order = decode_prefetch(message, coordinator=self._coordinator)
+        if self._backend.keeps_warm:
+            if order is not None:
+                await self._end_former_stage()
+            elif self._loaded is None:
+                self._prefetch.end()
+                await self._backend.drop_warm()
+        self._prefetch.start(order, reply)
+
+    async def _end_former_stage(self) -> None:
+        """Free the memory of a stage that the present plan does not have."""
+        await self._end_session()
+        if self._loaded is not None:
+            log.info("ended the former stage: its memory is for layers that may be needed")
+            self._loaded = None
+            self._weights.begin_stage(None)
 
     def _session_of(self, epoch: int) -> EpochSession | None:
         session = self._session

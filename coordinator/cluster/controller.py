@@ -411,6 +411,7 @@ class Controller:
         connection = self.connections[action.worker.name]
         connection.loads_tokenizer = action.stage.role.has_head and not action.worker.is_mock
         connection.kernels = connection.kernels_detail = ""
+        connection.prefetch = b""  # the assignment ends it
         sources = self.weights.sources(action.worker.name, [action.stage])
         connection.send(encode_assign(action, self._model, sources))
 

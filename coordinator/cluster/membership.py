@@ -49,6 +49,7 @@ class WorkerIdentity:
     gpu: Gpu | None = None
     reads_pages_in_place: bool = False
     rates: DeviceRates | None = None
+    warm_spare_bytes: int = 0
 
     @property
     def device_kind(self) -> DeviceKind:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from checkpoint import stage_tensor_names
+from checkpoint import DType, stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
@@ -70,6 +70,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         gpu=gpu,
         reads_pages_in_place=hello.reads_pages_in_place,
         rates=rates,
+        warm_spare_bytes=hello.warm_spare_bytes,
     )
 
 
@@ -107,9 +108,9 @@ def encode_assign(
 
 
 def encode_prefetch(
-    model: ServedModel, stages: Sequence[StagePlan], sources: join_pb2.WeightSources
+    model: ServedModel, dtype: DType, stages: Sequence[StagePlan], sources: join_pb2.WeightSources
 ) -> join_pb2.JoinResponse:
-    """Encode the order to prefetch the layers of `stages`, the first one first."""
+    """Encode the order to prefetch the layers of `stages`, the first one first, for a plan of `dtype`."""
     layers = [
         join_pb2.PrefetchedLayers(
             layer_begin=stage.layer_begin,
@@ -120,7 +121,14 @@ def encode_prefetch(
         for stage in stages
     ]
     prefetch = join_pb2.PrefetchWeights(
-        model=_encode_model(model), layers=layers, manifest=_encode_manifest(model, stages), sources=sources
+        model=_encode_model(model),
+        layers=layers,
+        manifest=_encode_manifest(model, stages),
+        sources=sources,
+        dtype=DTYPE_TO_MESSAGE[dtype],
+        weights=WEIGHT_FORMAT_TO_MESSAGE[model.weight_format],
+        has_long_rope=model.has_long_rope,
+        implementation=IMPLEMENTATION_TO_MESSAGE[model.implementation],
     )
     return join_pb2.JoinResponse(prefetch_weights=prefetch)
 

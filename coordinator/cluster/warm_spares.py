@@ -1,10 +1,10 @@
-"""Lets workers without a stage fetch the layers that they would get if a worker were lost."""
+"""Lets workers without a stage fetch and keep the layers that they would get if a worker were lost."""
 
 from __future__ import annotations
 
 import asyncio
 
-from coordinator.cluster.connections import Connections
+from coordinator.cluster.connections import Connections, WorkerConnection
 from coordinator.cluster.membership import WorkerRecord
 from coordinator.cluster.messages import encode_prefetch
 from coordinator.cluster.state_machine import ClusterState
@@ -39,8 +39,8 @@ class WarmSpares:
 
     def update(self) -> None:
         """Call after each change of members, plan or sources; orders are sent while the cluster serves."""
-        has_source = self._model.pins is not None or self._model.shared is not None
-        if not self._is_enabled or not has_source or self._state.phase is not ClusterPhase.SERVING:
+        is_serving = self._state.phase is ClusterPhase.SERVING
+        if not (self._is_enabled and is_serving and any(map(self._is_asked, self._connections.values()))):
             return
         if (situation := self._situation()) != self._planned_for:
             self._planned_for, self._wanted = situation, {}
@@ -57,13 +57,21 @@ class WarmSpares:
             self._timer.cancel()
 
     def _send(self) -> None:
+        plan = self._state.plan
+        assert plan is not None, "a cluster that serves has a plan"
         for name, connection in self._connections.items():
-            stages = self._wanted.get(name, [])
-            message = encode_prefetch(self._model, stages, self._weights.sources(name, stages))
+            stages = self._wanted.get(name, []) if self._is_asked(connection) else []
+            sources = self._weights.sources(name, stages)
+            message = encode_prefetch(self._model, plan.dtype, stages, sources)
             text = message.SerializeToString(deterministic=True) if stages else b""
             if text != connection.prefetch:
                 connection.prefetch = text
                 connection.send(message)
+
+    def _is_asked(self, connection: WorkerConnection) -> bool:
+        """Whether the worker could fetch weights, or keep them in memory."""
+        has_source = self._model.pins is not None or self._model.shared is not None
+        return has_source or connection.identity.warm_spare_bytes > 0
 
     def _situation(self) -> object:
         """What the plans depend on; None without a spare."""

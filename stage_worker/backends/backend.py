@@ -190,6 +190,15 @@ class StageBackend(ABC):
         """Check the KV accounting, after all earlier calls. Raises StepFault."""
         executor.verify_accounting()
 
+    @property
+    def keeps_warm(self) -> bool:
+        """`prefetch` reads layers into memory, which ends the loaded stage."""
+        return False
+
+    async def drop_warm(self) -> None:
+        """Free the layers that `prefetch` read, after all earlier calls; no stage is loaded."""
+        raise StageLoadError("this backend keeps no layers without a stage")
+
     async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
         """Fetch layers for later assignments. A load cancels it first.
 

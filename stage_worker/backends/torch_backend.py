@@ -35,6 +35,7 @@ from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
 from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
+from stage_worker.loading.warm_spare import check_warm_spare, drop_warm, keep_warm
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
 from wire.device_rates import DeviceRates, RateSource
@@ -76,6 +77,9 @@ class TorchBackend(StageBackend):
         self.device = str(device)
         self._rates = _measured_rates(config, device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
+        self._warm_bytes = config.warm_spare_bytes
+        if self._warm_bytes is not None:
+            check_warm_spare(self._warm_bytes, self.memory_bytes, device)
         self._remote = RemoteWeights(
             config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
@@ -162,8 +166,19 @@ class TorchBackend(StageBackend):
         await self._thread.run(executor.verify_accounting)
 
     async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
-        if self._resources.fetches(order.model):
-            await self._prefetches.run(self._remote.prefetch, order, progress)
+        if order.model is not None and self._resources.fetches(order.model):
+            await self._prefetches.run(self._remote.prefetch, order, order.model, progress)
+        if self._warm_bytes is not None:
+            await self._after_steps(
+                keep_warm, order, self._resources, progress, self._cache, limit_bytes=self._warm_bytes
+            )
+
+    @property
+    def keeps_warm(self) -> bool:
+        return self._warm_bytes is not None
+
+    async def drop_warm(self) -> None:
+        await self._after_steps(drop_warm, self._resources, self._cache)
 
     def checkpoint_directory(self, coordinators: str) -> Path:
         return self._resources.directory(coordinators)
@@ -210,6 +225,7 @@ class TorchBackend(StageBackend):
     def _free_bytes(self, held_bytes: int) -> int:
         """References use host memory, which a GPU's budget does not cover."""
         device = self._resources.device
+        held_bytes = max(held_bytes, self._warm_bytes or 0)
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
 

@@ -91,13 +91,13 @@ class RemoteWeights:
         with self._lock:
             return self._open(model, progress, has_head=has_head)
 
-    def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
-        """Fetch layers that a later assignment may want, within the room of the cache.
+    def prefetch(self, order: Prefetch, model: WantedModel, progress: LoadProgress) -> None:
+        """Fetch layers of `model` that a later assignment may want, within the room of the cache.
 
         Raises StageLoadError, also when it is cancelled, CheckpointError and OSError.
         """
         with self._lock:
-            files = self._open(order.model, progress, has_head=any(part.has_head for part in order.layers))
+            files = self._open(model, progress, has_head=order.has_head)
             config = files.checkpoint.config
             wanted = [
                 stage_tensor_names(

@@ -4,7 +4,8 @@ import gc
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -149,8 +150,17 @@ class WorkerResources:
 
     def open(self, assignment: Assignment, progress: LoadProgress) -> StageFiles:
         """Open the assigned model's checkpoint. Raises like `RemoteWeights.open`."""
-        if (model := self.fetched_model(assignment)) is None:
-            checkpoint = Checkpoint.open(self.directory(assignment.model_directory))
+        has_head = assignment.role.has_head
+        return self.open_model(
+            assignment.wanted_model, assignment.model_directory, progress, has_head=has_head
+        )
+
+    def open_model(
+        self, model: WantedModel | None, directory: str, progress: LoadProgress, *, has_head: bool
+    ) -> StageFiles:
+        """Open the checkpoint of a model that is fetched, or else in the coordinator's `directory`."""
+        if model is None or not self.fetches(model):
+            checkpoint = Checkpoint.open(self.directory(directory))
             self.remote.share_directory(checkpoint)
             return StageFiles(checkpoint)
         if self.model_directory is not None:
@@ -158,7 +168,7 @@ class WorkerResources:
                 f"the coordinator serves {model.pins.source}, whose weights each worker fetches: start "
                 f"this worker without --model {self.model_directory}"
             )
-        return self.remote.open(model, progress, has_head=assignment.role.has_head)
+        return self.remote.open(model, progress, has_head=has_head)
 
     def fetched_model(self, assignment: Assignment) -> WantedModel | None:
         """The assigned model if it is fetched."""
@@ -186,7 +196,8 @@ def load_stage(
     if assignment.force_reload:
         cache.clear()
     try:
-        return _load_or_explain(assignment, resources, progress or LoadProgress(), cache)
+        with explained(resources.device):
+            return _load(assignment, resources, progress or LoadProgress(), cache)
     except LoadCancelled:
         cache.end_stage()
         raise
@@ -198,15 +209,15 @@ def load_stage(
         raise
 
 
-def _load_or_explain(
-    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, cache: StageCache
-) -> LoadedStage:
+@contextmanager
+def explained(device: torch.device) -> Iterator[None]:
+    """Turn every error of a load on `device` into a StageLoadError with its reason."""
     try:
-        return _load(assignment, resources, progress, cache)
+        yield
     except StageLoadError:
         raise
     except StepFault as fault:
-        raise _load_error(fault.kind, f"{resources.device}: {fault}") from fault
+        raise _load_error(fault.kind, f"{device}: {fault}") from fault
     except ServingError as error:
         raise StageLoadError(str(error)) from error
     except KernelsUnavailable as error:
@@ -215,8 +226,8 @@ def _load_or_explain(
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
     except Exception as error:
         log.exception("loading failed")
-        kind = fault_kind_of(error, resources.device)
-        raise _load_error(kind, f"{resources.device}: {type(error).__name__}: {error}") from error
+        kind = fault_kind_of(error, device)
+        raise _load_error(kind, f"{device}: {type(error).__name__}: {error}") from error
 
 
 def _load_error(kind: StepFaultKind, reason: str) -> StageLoadError:

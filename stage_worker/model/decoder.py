@@ -104,15 +104,9 @@ class DecoderStage(PipelineStage):
             Exception: Errors of `load_tensors`, `prepare` and `progress`; the stage has no weights, `parts`
                 the complete ones.
         """
-        self._check_config(checkpoint)
         parts = LoadedParts() if parts is None else parts
         needed = self._needed()
-        parts.retain(needed, self._origin(checkpoint))
-        with WeightReads(copies) as reads:
-            loader = PartLoader(
-                checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor, reads=reads
-            )
-            read = loader.load(progress, prepare)
+        read = self.load_parts(checkpoint, parts, needed, progress=progress, prepare=prepare, copies=copies)
         self._weights = parts.weights(needed)
         log.info(
             "layers [%d, %d) in %s on %s: %s",
@@ -123,6 +117,29 @@ class DecoderStage(PipelineStage):
             self.kernels,
         )
         return read
+
+    @torch.inference_mode()
+    def load_parts(
+        self,
+        checkpoint: Checkpoint,
+        parts: LoadedParts,
+        needed: NeededParts,
+        *,
+        progress: ReadProgress = NO_PROGRESS,
+        prepare: Prepare = nothing_to_prepare,
+        copies: DeviceCopies | None = None,
+    ) -> PartsRead:
+        """Make `parts` exactly those in `needed`, which may be of other stages, in this stage's format.
+
+        Raises like `load`.
+        """
+        self._check_config(checkpoint)
+        parts.retain(needed, self._origin(checkpoint))
+        with WeightReads(copies) as reads:
+            loader = PartLoader(
+                checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor, reads=reads
+            )
+            return loader.load(progress, prepare)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ from stage_worker.model.weights import ReadProgress, load_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededParts:
-    """Layer numbers, embeddings and head of a stage; `is_tied` if the head is the embedding matrix."""
+    """Layer numbers, embeddings and head of stages; `is_tied` if the head is the embedding matrix."""
 
-    layers: range
+    layers: Sequence[int]
     has_embeddings: bool
     has_head: bool
     is_tied: bool
@@ -101,7 +101,7 @@ class LoadedParts:
             head=self.head,
         )
 
-    def _drop_layers(self, keep: range) -> None:
+    def _drop_layers(self, keep: Sequence[int]) -> None:
         """Drop layers one by one: freeing memory holds the GIL, which other threads need in between."""
         for layer in [layer for layer in self.layers if layer not in keep]:
             del self.layers[layer]

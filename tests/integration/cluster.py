@@ -163,7 +163,9 @@ class Cluster:
         weights_limit_bytes: int | None = None,
         weights_listen: str | None = None,
         weights_peers: tuple[str, ...] = (),
+        warm_spare_bytes: int | None = None,
     ) -> None:
+        self._warm_spare_bytes = warm_spare_bytes
         self._weights_directory, self._weights_limit_bytes = weights_directory, weights_limit_bytes
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -303,6 +305,7 @@ class Cluster:
             model_directory=model_directory,
             weights_directory=None if self._weights_directory is None else self._weights_directory / name,
             weights_limit_bytes=self._weights_limit_bytes,
+            warm_spare_bytes=self._warm_spare_bytes,
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),

@@ -267,6 +267,7 @@ class WorkerHello(_message.Message):
     SUPPORTS_F16_FIELD_NUMBER: _builtins.int
     READS_PAGES_IN_PLACE_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    WARM_SPARE_BYTES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -292,6 +293,8 @@ class WorkerHello(_message.Message):
     """The device computes float16 in hardware, with float32 sums. A bf16 model runs in it by default where bfloat16 is missing."""
     reads_pages_in_place: _builtins.bool
     """A GPU whose kernels attend to pages in place, so that steps need no copies of keys and values and no masks."""
+    warm_spare_bytes: _builtins.int
+    """Memory for weights that the worker keeps while it has no stage, see `PrefetchWeights`; 0: none."""
     @_builtins.property
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
@@ -319,10 +322,11 @@ class WorkerHello(_message.Message):
         supports_f16: _builtins.bool = ...,
         reads_pages_in_place: _builtins.bool = ...,
         rates: _cluster_pb2.DeviceRates | None = ...,
+        warm_spare_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,7 +576,8 @@ Global___WeightPeer: _TypeAlias = WeightPeer  # noqa: Y015
 @_typing.final
 class PrefetchWeights(_message.Message):
     """Fetches layers that the worker may need after the loss of another one, within the limit of its cache and at low
-    priority. Ends with the next assignment; an empty list ends it at once.
+    priority, and reads them into memory within `WorkerHello.warm_spare_bytes`. Ends with the next assignment; an empty list
+    ends it at once, and frees the memory.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -581,6 +586,15 @@ class PrefetchWeights(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
+    dtype: _cluster_pb2.Dtype.ValueType
+    """Form in memory, as in `AssignStage`."""
+    weights: _cluster_pb2.WeightFormat.ValueType
+    has_long_rope: _builtins.bool
+    implementation: _cluster_pb2.Implementation.ValueType
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     @_builtins.property
@@ -600,10 +614,14 @@ class PrefetchWeights(_message.Message):
         layers: _abc.Iterable[Global___PrefetchedLayers] | None = ...,
         manifest: _abc.Iterable[Global___TensorSha256] | None = ...,
         sources: Global___WeightSources | None = ...,
+        dtype: _cluster_pb2.Dtype.ValueType = ...,
+        weights: _cluster_pb2.WeightFormat.ValueType = ...,
+        has_long_rope: _builtins.bool = ...,
+        implementation: _cluster_pb2.Implementation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "manifest", b"manifest", "model", b"model", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_long_rope", b"has_long_rope", "implementation", b"implementation", "layers", b"layers", "manifest", b"manifest", "model", b"model", "sources", b"sources", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from builtin_model import MODEL_DIRECTORY
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, DType
 from coordinator.cluster.connections import Connections, WorkerConnection
 from coordinator.cluster.weight_tracker import WeightTracker
 from coordinator.model import ServedModel, model_of
 from coordinator.planner.plan import StagePlan
 from stage_worker.assignment import decode_assignment, decode_prefetch
 from stageline_rpc.internal.v1 import join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.unit.coordinator.cluster.cluster_driver import identity_of
 from wire.ids import StageRole
 
@@ -84,13 +85,21 @@ def test_a_coordinator_without_a_host_is_the_one_that_was_joined(model: ServedMo
     files = [join_pb2.PinnedFile(name="model.safetensors", size_bytes=8, validator="1")]
     reference = join_pb2.ModelRef(directory="/models/llama", fingerprint="1-2-3", files=files)
     layers = [join_pb2.PrefetchedLayers(layer_begin=1, layer_end=2)]
-    order = join_pb2.PrefetchWeights(model=reference, layers=layers, sources=sources)
+    order = join_pb2.PrefetchWeights(
+        model=reference, layers=layers, sources=sources, dtype=cluster_pb2.DTYPE_BF16
+    )
     decoded = decode_prefetch(order, coordinator="[::1]:7480")
-    assert decoded is not None and decoded.model.sources.coordinator == "[::1]:7485"
+    assert decoded is not None and decoded.model is not None
+    assert decoded.dtype is DType.BF16 and decoded.model.sources.coordinator == "[::1]:7485"
     assert decoded.model.pins.is_of_coordinator and decoded.model.pins.source == "/models/llama"
     assert decode_prefetch(join_pb2.PrefetchWeights(model=reference), coordinator="[::1]:7480") is None
     sources.peers.add(worker="x", address="no address")
     with pytest.raises(ValueError, match="no address"):
-        decode_prefetch(order.__class__(model=reference, layers=layers, sources=sources), coordinator="h:1")
+        decode_prefetch(
+            order.__class__(model=reference, layers=layers, sources=sources, dtype=order.dtype),
+            coordinator="h:1",
+        )
+    with pytest.raises(ValueError, match="number 0 is not known"):
+        decode_prefetch(order.__class__(model=reference, layers=layers), coordinator="h:1")
     with pytest.raises(ValueError, match="number 0 is not known"):
         decode_assignment(join_pb2.AssignStage(model=reference))
