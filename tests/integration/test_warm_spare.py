@@ -62,8 +62,11 @@ def parts_of(cluster: Cluster, name: str) -> Any:
 SPARE: dict[str, Any] = {"num_workers": len(LAYERS) + 1, "warm_spare_bytes": LIMIT, "self_check": False}
 
 
-async def test_a_takeover_by_a_warm_spare_reads_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Cluster(model, layers=LAYERS, **SPARE) as cluster:
+@pytest.mark.parametrize("weights_listen", [None, "off"], ids=["served", "on each host only"])
+async def test_a_takeover_by_a_warm_spare_reads_nothing(
+    weights_listen: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(model, layers=LAYERS, weights_listen=weights_listen, **SPARE) as cluster:
         expected = await tokens_of(cluster)
         await cluster.wait_status(is_warm)
         reads = count_reads(monkeypatch)
