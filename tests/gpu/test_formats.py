@@ -13,6 +13,7 @@ from stage_worker.backends.contract import KernelsUnavailable
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, write_quantized
 from tests.unit.stage_worker.model.pipeline import Pipeline
+from tests.unit.stage_worker.model.test_held_loading import HELD
 from tests.unit.stage_worker.model.test_parity import compute_in_chunks, random_sequences
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,21 @@ def test_quantised_files_give_the_logits_of_a_cpu(form: str, prepared: torch.dev
     checkpoint = Checkpoint.open(tmp_path / "model")
     found, expected = logits(checkpoint, prepared), logits(checkpoint, torch.device("cpu"))
     assert float(expected.std()) > 0
+    assert float((found - expected).abs().max() / expected.std()) < MOST_OF_FILES
+
+
+@pytest.mark.parametrize("form", sorted(HELD))
+def test_weights_as_they_are_stored_give_the_logits_of_a_cpu(
+    form: str, prepared: torch.device, tmp_path: Path
+) -> None:
+    """Skipped with the reason of a worker without Triton kernels."""
+    write_quantized(tmp_path / "model", FORMATS[form])
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    try:
+        found = logits(checkpoint.with_stored(holds_stored=True), prepared)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    expected = logits(checkpoint, torch.device("cpu"))
     assert float((found - expected).abs().max() / expected.std()) < MOST_OF_FILES
 
 

@@ -12,11 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, DType, layer_sizes
+from checkpoint import Attention, Checkpoint, DType, layer_sizes
 from checkpoint.held import HeldBytes, held_plans
 from checkpoint.names import TensorRole
 from stage_worker.model.held_matrices import HeldMatrix, NibbleMatrix
-from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, allocate_layer
+from stage_worker.model.layer_weights import (
+    AttentionWeights,
+    DenseWeights,
+    LayerWeights,
+    allocate_layer,
+    reorder_heads,
+)
 from stage_worker.model.weights import load_tensors
 from tests.kernels.held import unpacked
 from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, QuantizedFormat, gptq, write_quantized
@@ -50,7 +56,7 @@ def loaded(
     checkpoint = Checkpoint.open(directory).with_stored(holds_stored=True)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32)  # noqa: E731
     layer_weights, destinations = allocate_layer(checkpoint.config, layer, new)
-    load_tensors(checkpoint, destinations, window_bytes=16 * 128 * 40)
+    load_tensors(checkpoint, destinations, window_bytes=2 * 128 * 40)
     return checkpoint, layer_weights, weights
 
 
@@ -124,6 +130,24 @@ def test_blocks_keep_their_grid_where_rows_stay_in_order(tmp_path: Path) -> None
     plans = held_plans(checkpoint.config, 0)
     heights = {role: plan.height for role, plan in plans.items() if isinstance(plan, HeldBytes)}
     assert heights == {TensorRole.Q: 1, TensorRole.O: 32, TensorRole.GATE: 32, TensorRole.DOWN: 32}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "float-channel", "fp8-block-e8m0"])
+def test_heads_are_reordered_as_those_of_unpacked_weights(form: str, tmp_path: Path) -> None:
+    checkpoint, held, _ = loaded(tmp_path, FORMATS[form], 0)
+    mixer = checkpoint.config.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.rope is not None
+    mixer = replace(mixer, rope=replace(mixer.rope, is_interleaved=True))
+    plain = checkpoint.with_stored(holds_stored=False)
+    expected, destinations = allocate_layer(plain.config, 0, torch.empty)
+    load_tensors(plain, destinations)
+    before = matrices(expected)["self_attn.q", "self_attn.k", "self_attn.v"].clone()
+    for weights in (held, expected):
+        reorder_heads(mixer, weights)
+    found, needed = (matrices(one)["self_attn.q", "self_attn.k", "self_attn.v"] for one in (held, expected))
+    assert torch.equal(unpacked(found), needed)
+    assert not torch.equal(needed, before)
 
 
 def test_columns_in_several_orders_are_refused(tmp_path: Path) -> None:
