@@ -10,7 +10,8 @@ import torch
 
 from checkpoint import Blueprint, DType
 from checkpoint.blueprint import Implementation
-from checkpoint.tensors import final_norm_tensors, head_tensor, layer_weight_bytes
+from checkpoint.held import layer_weight_bytes
+from checkpoint.tensors import final_norm_tensors, head_tensor
 from stage_worker.assignment import Prefetch, PrefetchedLayers
 from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherCheckpoint, StageLoadError
 from stage_worker.backends.torch_device import free_memory
