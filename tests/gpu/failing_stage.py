@@ -96,7 +96,7 @@ async def run(model: Path, device: str, fault: str) -> dict[str, Any]:
         new_assignment(model, stage=0, num_stages=1), max_step_tokens=32, max_sequence_tokens=64
     )
     backend = TorchBackend(
-        WorkerConfig(device=device, memory_bytes=1 << 28, step_timeout_s=STEP_TIMEOUT_S, num_threads=1)
+        WorkerConfig(device=device, memory_bytes=2 << 30, step_timeout_s=STEP_TIMEOUT_S, num_threads=1)
     )
     failed: asyncio.Queue[str] = asyncio.Queue()
     backend.on_device_failure = failed.put_nowait

@@ -107,7 +107,7 @@ async def _through_backend(
     assignment: Assignment, frames: list[Frame], device: torch.device, kernels: KernelChoice
 ) -> list[Tensor]:
     """All steps submitted at once, as a worker with a full queue does."""
-    backend = TorchBackend(WorkerConfig(device=str(device), memory_bytes=1 << 28, kernels=kernels))
+    backend = TorchBackend(WorkerConfig(device=str(device), memory_bytes=2 << 30, kernels=kernels))
     failures: list[str] = []
     backend.on_device_failure = failures.append
     try:
