@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.gpu.model import dtype_of, geometry_of
+from bench.gpu.model import config_of, dtype_of, geometry_of
 from bench.gpu.phase import Recorder
 from bench.gpu.rates import Rates
 from bench.gpu.timing import synchronize
 from bench.harness.figure import Better
-from checkpoint import BoundaryTensor, DType, ScaledDType
+from checkpoint import BoundaryTensor, DType, ScaledDType, parse_config
 from checkpoint.blueprint import HIDDEN_STATES
-from stage_worker.backends.tensor_views import from_frame, payload, to_frame
+from stage_worker.backends.tensor_views import RowScaling, from_frame, payload, to_frame
+from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
+from stage_worker.model.kernels import Kernels
 from wire.frames import Frame, FrameAssembler, encode_hidden_states, encode_step_frame, step_frame_checksum
 from wire.ids import RequestId, SequenceKey
 from wire.staging import StagingSizes
@@ -38,19 +40,21 @@ KEY = SequenceKey(RequestId(bytes(16)), 0)
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """Hidden states [num_tokens, width], their boundary, and the transfers of a stage."""
+    """Hidden states [num_tokens, width], their boundary, and transfers and scaling of a stage."""
 
     hidden: Tensor
     boundary: tuple[BoundaryTensor, ...]
     transfers: StepTransfers
+    scaling: RowScaling
 
     def there_and_back(self, arrived: HiddenStates, dtype: WireDType) -> HiddenStates:
         """What a stage does with the payload of a step around its layers."""
         transfer = self.transfers.begin()
         inputs = [payload(view) for view in arrived]
         place = transfer.upload(inputs)
-        entered = from_frame(arrived, [place(array) for array in inputs], self.boundary, self.hidden.dtype)
-        left = to_frame(entered, self.boundary, dtype, transfer.fetch)
+        placed = [place(array) for array in inputs]
+        entered = from_frame(arrived, placed, self.boundary, self.hidden.dtype, self.scaling)
+        left = to_frame(entered, self.boundary, dtype, transfer.fetch, self.scaling)
         transfer.download()
         transfer.wait()
         return left
@@ -60,13 +64,16 @@ async def measure(recorder: Recorder) -> None:
     """Each dtype, at the size of a prompt step and of a decode step."""
     order = recorder.order
     device, is_quick = torch.device(order.device), order.is_quick
-    width = geometry_of(is_quick=is_quick).hidden
+    geometry, run_dtype = geometry_of(is_quick=is_quick), dtype_of(order.device)
+    width, config = geometry.hidden, parse_config(config_of(geometry, run_dtype))
+    prepare_thread(device)
     for num_tokens in (32, 2048) if not is_quick else (4, 64):
         hidden = torch.randn((num_tokens, width), generator=torch.Generator().manual_seed(0))
         copies = _Copies(
-            hidden.to(dtype_of(order.device)),
+            hidden.to(run_dtype),
             (BoundaryTensor(name=HIDDEN_STATES, width=width),),
             _transfers(device, num_tokens * width * 4),
+            RowScaling.of(Kernels.of(config, device, run_dtype)),
         )
         for name, dtype in WIRE_DTYPES.items():
             _record(recorder, copies, f"{num_tokens} x {width}", name, dtype)
