@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
@@ -25,6 +26,8 @@ _TILE_ROWS = 128
 MOST_HEADS = 8
 """Heads of one program with several queries."""
 
+Int32s = NDArray[np.int32]
+
 ITEM_FIELDS = 7
 MERGE_FIELDS = 4
 
@@ -33,12 +36,12 @@ MERGE_FIELDS = 4
 class AttentionWork:
     """One step's attention through one window, with int32 tensors.
 
-    `items` is [i, ITEM_FIELDS]: first row of the queries, their number (0: nothing to do), row of `table`,
-    first and last + 1 key, key of the first query, and its row of partial results (-1: the item has all keys
-    of its queries, and writes their output). Keys count from the first page of `table` [s, p], which has the
-    pages of each sequence. `merges` is [m, MERGE_FIELDS]: row of a query, first of its partial results, their
-    number, and the distance between them. `num_partial` partial results have a row each. Items have at most
-    `num_queries` queries.
+    `items` is [i, ITEM_FIELDS]: first row of the queries, their number (0: nothing to do), first page in
+    `table`, first and last + 1 key, key of the first query, and its row of partial results (-1: the item has
+    all keys of its queries, and writes their output). `table` [p] has the pages of all sequences, one
+    sequence after the other; keys count from the first page of theirs. `merges` is [m, MERGE_FIELDS]: row of
+    a query, first of its partial results, their number (0: nothing to do), and the distance between them.
+    `num_partial` partial results have a row each. Items have at most `num_queries` queries.
     """
 
     items: Tensor
@@ -48,14 +51,24 @@ class AttentionWork:
     num_queries: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkRoom:
+    """Sizes that a work list is padded to: entries of its parts, partial results, and queries of an item."""
+
+    num_items: int
+    num_merges: int
+    num_pages: int
+    num_partial: int
+    num_queries: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HostWork:
     """An `AttentionWork` before it is on the device, as one `array` int32: items, merges, table."""
 
-    array: Column
+    array: Int32s
     num_items: int
     num_merges: int
-    num_sequences: int
     num_partial: int
     num_queries: int
 
@@ -75,33 +88,90 @@ class HostWork:
 
         An item of the latter has at most `queries_per_item` queries.
         """
-        queries = _blocks(decodes, rows, slices, first_rows, queries_per_item)
+        table, first_pages = _pages(decodes, slices, block_size)
+        queries = _blocks(decodes, rows, slices, first_rows, first_pages, queries_per_item)
         items, merges, num_partial = _split(queries, window, block_size)
-        table = (decodes if not slices else decodes + DecodeRows.of(slices)).pages.astype(np.int32)
-        array: Column = np.concatenate([part.ravel() for part in (items, merges, table)])
-        num_queries = queries_per_item if slices else 1
-        return cls(array, len(items), len(merges), len(table), num_partial, num_queries)
+        return cls._packed(items, merges, table, num_partial, queries_per_item if slices else 1)
+
+    @classmethod
+    def empty(cls) -> HostWork:
+        """Work of a step without rows."""
+        items, merges = np.zeros((0, ITEM_FIELDS), np.int32), np.zeros((0, MERGE_FIELDS), np.int32)
+        return cls._packed(items, merges, np.zeros(0, np.int32), 0, 1)
+
+    def padded(self, room: WorkRoom, padding: range) -> HostWork | None:
+        """The same work, for a step with `padding` rows after its own; None if there is too little room.
+
+        Each of them has an item without keys, so that its output is zeros.
+        """
+        items_end, merges_end = self._ends
+        num_pages = len(self.array) - merges_end
+        if (
+            self.num_items + len(padding) > room.num_items
+            or self.num_merges > room.num_merges
+            or num_pages > room.num_pages
+            or self.num_partial > room.num_partial
+            or self.num_queries > room.num_queries
+        ):
+            return None
+        items, merges = np.zeros((room.num_items, ITEM_FIELDS), np.int32), room.num_merges * MERGE_FIELDS
+        items[: self.num_items] = self.array[:items_end].reshape(-1, ITEM_FIELDS)
+        of_padding = items[self.num_items : self.num_items + len(padding)]
+        of_padding[:, 0], of_padding[:, 1], of_padding[:, -1] = padding, 1, -1
+        array = np.zeros(items.size + merges + room.num_pages, np.int32)
+        array[: items.size] = items.ravel()
+        array[items.size :][: merges_end - items_end] = self.array[items_end:merges_end]
+        array[items.size + merges :][:num_pages] = self.array[merges_end:]
+        return HostWork(array, room.num_items, room.num_merges, room.num_partial, room.num_queries)
+
+    @classmethod
+    def _packed(
+        cls, items: Int32s, merges: Int32s, table: Int32s, num_partial: int, num_queries: int
+    ) -> HostWork:
+        array: Int32s = np.concatenate([part.ravel() for part in (items, merges, table)])
+        return cls(array, len(items), len(merges), num_partial, num_queries)
 
     def on_device(self, array: Tensor) -> AttentionWork:
         """The work, once `array` is on the device."""
-        merges = self.num_items * ITEM_FIELDS
-        table = merges + self.num_merges * MERGE_FIELDS
+        merges, table = self._ends
         return AttentionWork(
             items=array[:merges].view(-1, ITEM_FIELDS),
             merges=array[merges:table].view(-1, MERGE_FIELDS),
-            table=array[table:].view(self.num_sequences, -1),
+            table=array[table:],
             num_partial=self.num_partial,
             num_queries=self.num_queries,
         )
 
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """End of the items, and of the merges, in `array`."""
+        end = self.num_items * ITEM_FIELDS
+        return end, end + self.num_merges * MERGE_FIELDS
+
+
+def _pages(decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int) -> tuple[Int32s, Column]:
+    """Pages of all sequences up to their last position, and the place of each one's first page."""
+    counts = decodes.positions // block_size + 1 - decodes.first_blocks
+    are_held = np.arange(decodes.pages.shape[1]) < counts[:, None]
+    parts = [decodes.pages[are_held], *(_pages_of(item, block_size) for item in slices)]
+    ends = np.cumsum([*counts, *(len(pages) for pages in parts[1:])], dtype=np.int64)
+    return np.concatenate(parts).astype(np.int32), np.concatenate(([0], ends[:-1])).astype(np.int64)
+
+
+def _pages_of(item: SliceLayout, block_size: int) -> Column:
+    return np.array(item.pages[: (item.end_position - 1) // block_size + 1 - item.first_block], np.int64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """Blocks of consecutive queries, one per entry; `splits` are the key positions between parts."""
+    """Blocks of consecutive queries, one per entry; `splits` are the key positions between parts.
+
+    `first_pages` are the places of their sequences' first pages in the table.
+    """
 
     rows: Column
     counts: Column
-    sequences: Column
+    first_pages: Column
     positions: Column
     first_blocks: Column
     splits: Column
@@ -112,26 +182,27 @@ def _blocks(
     rows: Column,
     slices: Sequence[SliceLayout],
     first_rows: Sequence[int],
+    first_pages: Column,
     queries_per_item: int,
 ) -> _Blocks:
     num = len(decodes)
     ones = np.ones(num, np.int64)
     parts: list[tuple[Column, ...]] = [
-        (rows, ones, np.arange(num), decodes.positions, decodes.first_blocks, KEY_SPLIT * ones)
+        (rows, ones, first_pages[:num], decodes.positions, decodes.first_blocks, KEY_SPLIT * ones)
     ]
-    for sequence, (item, row) in enumerate(zip(slices, first_rows, strict=True), start=num):
+    for item, row, first_page in zip(slices, first_rows, first_pages[num:], strict=True):
         begins = np.arange(0, item.num_tokens, queries_per_item)
         size = len(begins)
         split = CHUNK_SPLIT if item.num_tokens <= SHORT_CHUNK else _UNSPLIT
         counts = np.minimum(queries_per_item, item.num_tokens - begins)
-        same = (np.full(size, number, np.int64) for number in (sequence, item.first_block, split))
-        sequences, first_blocks, splits = same
+        same = (np.full(size, number, np.int64) for number in (first_page, item.first_block, split))
+        pages, first_blocks, splits = same
         positions = item.first_position + begins
-        parts.append((row + begins, counts, sequences, positions, first_blocks, splits))
+        parts.append((row + begins, counts, pages, positions, first_blocks, splits))
     return _Blocks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _split(blocks: _Blocks, window: int | None, block_size: int) -> tuple[Column, Column, int]:
+def _split(blocks: _Blocks, window: int | None, block_size: int) -> tuple[Int32s, Int32s, int]:
     """Items, merges, and the number of rows of partial results."""
     end = blocks.positions + blocks.counts
     begin = np.zeros_like(end) if window is None else np.maximum(0, blocks.positions - window + 1)
@@ -148,19 +219,19 @@ def _split(blocks: _Blocks, window: int | None, block_size: int) -> tuple[Column
     first_partial = np.cumsum(partial_rows) - partial_rows
     base = blocks.first_blocks * block_size
     partial = np.where(is_partial[of_part], first_partial[of_part] + number * blocks.counts[of_part], -1)
-    columns = [column[of_part] for column in (blocks.rows, blocks.counts, blocks.sequences)]
+    columns = [column[of_part] for column in (blocks.rows, blocks.counts, blocks.first_pages)]
     columns += [low - base[of_part], high - base[of_part], (blocks.positions - base)[of_part], partial]
     merges = _merges(blocks, num_parts, first_partial)
     return _table(columns), merges, int(partial_rows.sum())
 
 
-def _table(columns: Sequence[Column]) -> Column:
+def _table(columns: Sequence[Column]) -> Int32s:
     """int32 [entries, columns]."""
-    found: Column = np.stack(columns, 1).astype(np.int32)
+    found: Int32s = np.stack(columns, 1).astype(np.int32)
     return found
 
 
-def _merges(blocks: _Blocks, num_parts: Column, first_partial: Column) -> Column:
+def _merges(blocks: _Blocks, num_parts: Column, first_partial: Column) -> Int32s:
     """One entry for each query of a block with several parts."""
     chosen = np.flatnonzero(num_parts > 1)
     counts = blocks.counts[chosen]

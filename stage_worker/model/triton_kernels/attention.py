@@ -113,11 +113,10 @@ def _attend_to_keys(
     return mixed, highest, total
 
 
-# A work list has parts at any offset and of any width: other kernels for aligned ones would be compiled while
-# a stage serves.
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "items"])
+# A work list has parts at any offset: other kernels for aligned ones would be compiled while a stage serves.
+@triton.jit(do_not_specialize_on_alignment=["table", "items"])
 def attend_kernel(
-    query, query_stride, pages, scales, table, table_stride, items, sinks, output, output_stride,
+    query, query_stride, pages, scales, table, items, sinks, output, output_stride,
     mixed_parts, stats, scale, softcap, window,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
     NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -142,7 +141,7 @@ def attend_kernel(
     if TAIL > 0:
         asked_tail = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, WIDTH, ROW_WIDTH, TAIL)
     mixed, highest, total = _attend_to_keys(
-        asked, asked_tail, pages, scales, table + tl.load(item + 2) * table_stride, tl.load(item + 3),
+        asked, asked_tail, pages, scales, table + tl.load(item + 2), tl.load(item + 3),
         tl.load(item + 4), tl.load(item + 5) + index, kv_head, scale, softcap, window,
         NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
     )
@@ -184,12 +183,14 @@ def merge_kernel(
 ):
     """One head of one query: grid [merges, heads]. Parts are added in the order of their keys."""
     merge = merges + tl.program_id(0) * MERGE_FIELDS
-    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    num_parts, head, num_heads = tl.load(merge + 2), tl.program_id(1), tl.num_programs(1)
+    if num_parts == 0:
+        return
     columns = tl.arange(0, MAIN)
     mixed, total, highest = tl.zeros([MAIN], tl.float32), 0.0, float("-inf")
     if sinks is not None:
         highest, total = tl.load(sinks + head) * _LOG2E, 1.0
-    for part in range(tl.load(merge + 2)):
+    for part in range(num_parts):
         place = (tl.load(merge + 1) + part * tl.load(merge + 3)).to(tl.int64) * num_heads + head
         highest, kept, added = _factors(highest, tl.load(stats + place * 2))
         found = tl.load(mixed_parts + place * WIDTH + columns, mask=columns < WIDTH, other=0.0)
@@ -285,7 +286,7 @@ def attend(
     grid = (len(work.items), kv_heads * constants["TILES"])
     Launch(attend_kernel, grid, constants, tile.num_warps, _NUM_STAGES)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
-        *(work.table, work.table.stride(0), work.items, sinks, output, output.stride(0)),
+        *(work.table, work.items, sinks, output, output.stride(0)),
         *(mixed, stats, scale, softcap, window),
     )
     if work.num_partial:

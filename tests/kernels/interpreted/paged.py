@@ -78,6 +78,10 @@ class Paged:
             self._tables.append(table[first_block:])
 
     def work(self) -> AttentionWork:
+        work = self.host_work()
+        return work.on_device(torch.from_numpy(work.array))
+
+    def host_work(self) -> HostWork:
         shape = self.given.shape
         layouts = [
             SliceLayout(first_position=first, num_tokens=count, pages=table, first_block=first_block)
@@ -87,7 +91,7 @@ class Paged:
         ]
         num_singles = sum(count == 1 for _, count in self.given.slices)
         firsts = np.cumsum([0, *(count for _, count in self.given.slices)])[:-1]
-        work = HostWork.of(
+        return HostWork.of(
             DecodeRows.of(layouts[:num_singles]),
             np.arange(num_singles),
             layouts[num_singles:],
@@ -98,7 +102,6 @@ class Paged:
                 shape.heads // shape.kv_heads, shape.row_width, self.given.dtype.itemsize
             ),
         )
-        return work.on_device(torch.from_numpy(work.array))
 
     def expected(self) -> Tensor:
         """float64 [tokens, heads, width]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stage_worker.model import attention_work
+from stage_worker.model.attention_work import WorkRoom
 from stage_worker.model.triton_kernels.attention import attend
 from tests.kernels.interpreted.paged import Given, Paged, Shape, random
 
@@ -120,18 +121,29 @@ def test_a_query_does_not_depend_on_other_sequences() -> None:
     assert torch.equal(found_by_kernel(single)[0], found_by_kernel(several)[0])
 
 
-def test_padding_of_a_work_list_changes_nothing() -> None:
-    paged = Paged(Given(shape=Shape(), slices=SINGLES, dtype=torch.float32))
-    work, expected = paged.work(), found_by_kernel(paged)
-    empty = torch.zeros(5, work.items.shape[1], dtype=torch.int32)
-    paged.work = lambda: type(work)(  # type: ignore[method-assign]
-        items=torch.cat((work.items, empty)),
-        table=work.table,
-        merges=work.merges,
-        num_partial=work.num_partial,
-        num_queries=1,
+@pytest.mark.parametrize("window", [None, 40])
+def test_padding_of_a_work_list_changes_nothing(window: int | None) -> None:
+    """Bit by bit; rows of the padding are zeros, also with sinks."""
+    sinks = random(Shape().heads, dtype=torch.float32, seed=3)
+    given = Given(shape=Shape(), slices=MIXED, dtype=torch.float32, window=window, sinks=sinks)
+    paged = Paged(given)
+    expected, host = found_by_kernel(paged), paged.host_work()
+    num_tokens, num_padding = paged.num_tokens, 3
+    room = WorkRoom(
+        num_items=host.num_items + num_padding + 5,
+        num_merges=host.num_merges + 4,
+        num_pages=len(host.array),
+        num_partial=host.num_partial + 2,
+        num_queries=host.num_queries,
     )
-    assert torch.equal(found_by_kernel(paged), expected)
+    padded = host.padded(room, range(num_tokens, num_tokens + num_padding))
+    assert padded is not None
+    paged.query = torch.cat((paged.query, torch.full_like(paged.query[:num_padding], float("nan"))))
+    paged.num_tokens += num_padding
+    paged.host_work = lambda: padded  # type: ignore[method-assign]
+    found = found_by_kernel(paged)
+    assert torch.equal(found[:num_tokens], expected)
+    assert not bool(found[num_tokens:].any())
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT
-from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
+from stage_worker.model.attention_work import AttentionWork, HostWork, WorkRoom, queries_per_item
 from stage_worker.model.decode_rows import DecodeRows
 from stage_worker.validation import SliceLayout
 
@@ -25,10 +26,15 @@ def layout(first: int, count: int, window: int | None) -> SliceLayout:
 
 
 def work_of(window: int | None, slices: list[tuple[int, int]] = SLICES) -> AttentionWork:
+    work = host_work(window, slices)
+    return work.on_device(torch.from_numpy(work.array))
+
+
+def host_work(window: int | None, slices: list[tuple[int, int]] = SLICES) -> HostWork:
     layouts = [layout(first, count, window) for first, count in slices]
     num_singles = sum(count == 1 for _, count in slices)
     firsts = np.cumsum([0, *(count for _, count in slices)]).tolist()
-    work = HostWork.of(
+    return HostWork.of(
         DecodeRows.of(layouts[:num_singles]),
         np.arange(num_singles),
         layouts[num_singles:],
@@ -37,7 +43,6 @@ def work_of(window: int | None, slices: list[tuple[int, int]] = SLICES) -> Atten
         block_size=BLOCK,
         queries_per_item=16,
     )
-    return work.on_device(torch.from_numpy(work.array))
 
 
 @pytest.mark.parametrize("window", [None, 1, 600])
@@ -45,10 +50,10 @@ def test_every_visible_key_is_read_once(window: int | None) -> None:
     """Pages of `layout` have the numbers of their blocks."""
     work = work_of(window)
     read: Counter[tuple[int, int]] = Counter()
-    for row, count, sequence, begin, end, position, _ in work.items.tolist():
-        first_page = int(work.table[sequence, 0])
+    for row, count, first, begin, end, position, _ in work.items.tolist():
+        first_page = int(work.table[first])
         for key in range(begin, end):
-            page = int(work.table[sequence, key // BLOCK])
+            page = int(work.table[first + key // BLOCK])
             assert page == first_page + key // BLOCK
             for query in range(count):
                 is_seen = key <= position + query and (window is None or key > position + query - window)
@@ -95,6 +100,50 @@ def test_long_chunks_are_not_split() -> None:
         [0, 3 * CHUNK_SPLIT + min(65, begin + 16)] for begin in range(0, 65, 16)
     ]
     assert all(after[0] - before[0] == 16 for before, after in pairwise(items))
+
+
+def test_a_table_has_the_pages_up_to_the_last_position_only() -> None:
+    """A sequence may hold pages for tokens to come."""
+    ahead = SliceLayout(first_position=20, num_tokens=1, pages=(4, 5, 6, 7))
+    rows = DecodeRows.of([ahead, layout(3, 1, None)])
+    work = HostWork.of(rows, np.arange(2), window=None, block_size=BLOCK, queries_per_item=16)
+    assert work.on_device(torch.from_numpy(work.array)).table.tolist() == [4, 5, 0]
+
+
+def exact_room(host: HostWork, work: AttentionWork, num_padding: int) -> WorkRoom:
+    return WorkRoom(
+        num_items=len(work.items) + num_padding,
+        num_merges=len(work.merges),
+        num_pages=len(work.table),
+        num_partial=host.num_partial,
+        num_queries=host.num_queries,
+    )
+
+
+def test_padding_is_behind_each_part_and_has_no_keys() -> None:
+    host, work = host_work(None), work_of(None)
+    exact = exact_room(host, work, 2)
+    room = replace(
+        exact, num_items=exact.num_items + 3, num_merges=exact.num_merges + 1, num_pages=exact.num_pages + 7
+    )
+    found = host.padded(room, range(200, 202))
+    assert found is not None
+    padded = found.on_device(torch.from_numpy(found.array))
+    for name in ("items", "merges", "table"):
+        mine, theirs = getattr(work, name), getattr(padded, name)
+        assert torch.equal(theirs[: len(mine)], mine)
+    added = padded.items[len(work.items) :].tolist()
+    assert [item[:2] + item[3:5] + item[6:] for item in added[:2]] == [[200, 1, 0, 0, -1], [201, 1, 0, 0, -1]]
+    assert not any(map(any, added[2:])) and not bool(padded.merges[len(work.merges) :].any())
+    assert (len(padded.table), padded.num_partial) == (room.num_pages, room.num_partial)
+
+
+@pytest.mark.parametrize("part", ["num_items", "num_merges", "num_pages", "num_partial", "num_queries"])
+def test_work_that_has_too_little_room_is_not_padded(part: str) -> None:
+    host = host_work(None)
+    room = exact_room(host, work_of(None), 2)
+    assert host.padded(room, range(2)) is not None
+    assert host.padded(replace(room, **{part: getattr(room, part) - 1}), range(2)) is None
 
 
 @pytest.mark.parametrize(
