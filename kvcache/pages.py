@@ -31,6 +31,7 @@ class KvPages:
     """Keys and values of all layers of one stage, in `num_blocks` pages of `block_size` tokens.
 
     They are `num_parts` of a page: 2, or 1 for latents, which are both. The latter have one KV head.
+    `num_spare` pages after them belong to no block: padding of a step is written there.
 
     A *slot* is the place of one token: page * block_size + offset. All layers share pages and slots, so a
     step is validated once (`validate_write`), then written layer by layer. Layers count from 0 within the
@@ -48,6 +49,7 @@ class KvPages:
         dtype: torch.dtype,
         device: torch.device | str,
         num_parts: int = 2,
+        num_spare: int = 0,
     ) -> None:
         """Allocate zeroed pages at once; a CPU commits memory when a page is first written."""
         sizes = (num_layers, num_blocks, block_size, num_kv_heads, head_dim, num_parts)
@@ -57,7 +59,7 @@ class KvPages:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.num_parts = num_kv_heads, head_dim, num_parts
-        shape = (num_layers, num_blocks, num_parts, num_kv_heads, block_size, head_dim)
+        shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size, head_dim)
         self._store = zeros(shape, dtype, torch.device(device))
         # Created once, because indexing a tensor costs microseconds.
         self._layers: list[Tensor] = list(self._store)
@@ -142,7 +144,9 @@ class KvPages:
         target.index_copy_(0, self._placed[1], tokens.reshape(-1, target.shape[1]))
 
     def store(self, layer: int) -> Tensor:
-        """Return one layer's pages, [num_blocks, parts, num_kv_heads, block_size, head_dim], not a copy."""
+        """Return one layer's pages, [num_blocks, parts, num_kv_heads, block_size, head_dim], not a copy; the
+        spare ones come last.
+        """
         return self._layers[layer]
 
     def scales(self, layer: int) -> Tensor | None:

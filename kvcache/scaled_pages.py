@@ -63,6 +63,7 @@ class ScaledPages(KvPages):
         device: torch.device | str,
         element: torch.dtype,
         num_parts: int = 2,
+        num_spare: int = 0,
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -73,9 +74,10 @@ class ScaledPages(KvPages):
             dtype=torch.uint8,
             device=device,
             num_parts=num_parts,
+            num_spare=num_spare,
         )
         self._dtype, self._element = dtype, element
-        shape = (num_layers, num_blocks, num_parts, num_kv_heads, block_size)
+        shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size)
         self._scales = zeros(shape, torch.float32, torch.device(device))
         self._layer_scales: list[Tensor] = list(self._scales)
         self._scale_rows = [layer.view(-1, 1) for layer in self._layer_scales]

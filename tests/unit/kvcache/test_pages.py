@@ -151,6 +151,27 @@ def test_sizes_follow_the_formula(dtype: torch.dtype) -> None:
     assert pages.num_slots == 20
 
 
+def test_spare_pages_are_behind_all_blocks_and_have_no_slots() -> None:
+    pages = KvPages(
+        num_layers=_LAYERS,
+        num_blocks=_BLOCKS,
+        block_size=_BLOCK_SIZE,
+        num_kv_heads=_HEADS,
+        head_dim=_DIM,
+        dtype=torch.float32,
+        device="cpu",
+        num_spare=1,
+    )
+    assert (pages.num_blocks, pages.num_slots) == (_BLOCKS, _BLOCKS * _BLOCK_SIZE)
+    assert pages.store(1).shape == (_BLOCKS + 1, 2, _HEADS, _BLOCK_SIZE, _DIM)
+    slots = np.array([pages.num_slots], np.int64)
+    with pytest.raises(InvalidWrite, match=f"slots {pages.num_slots}"):
+        pages.validate_write(slots, shape=(1, _HEADS, _DIM), dtype=torch.float32, device=torch.device("cpu"))
+    write(pages, 1, some(1), some(1), torch.from_numpy(slots))
+    assert not bool(everything(pages).any())
+    assert bool(pages.store(1)[-1].any())
+
+
 def test_impossible_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1, 2\)"):
         KvPages(
