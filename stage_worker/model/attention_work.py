@@ -102,12 +102,13 @@ class HostWork:
     def padded(self, room: WorkRoom, padding: range) -> HostWork | None:
         """The same work, for a step with `padding` rows after its own; None if there is too little room.
 
-        Each of them has an item without keys, so that its output is zeros.
+        Items without keys write zeros as their output.
         """
         items_end, merges_end = self._ends
         num_pages = len(self.array) - merges_end
+        firsts = np.arange(padding.start, padding.stop, room.num_queries)
         if (
-            self.num_items + len(padding) > room.num_items
+            self.num_items + len(firsts) > room.num_items
             or self.num_merges > room.num_merges
             or num_pages > room.num_pages
             or self.num_partial > room.num_partial
@@ -116,8 +117,9 @@ class HostWork:
             return None
         items, merges = np.zeros((room.num_items, ITEM_FIELDS), np.int32), room.num_merges * MERGE_FIELDS
         items[: self.num_items] = self.array[:items_end].reshape(-1, ITEM_FIELDS)
-        of_padding = items[self.num_items : self.num_items + len(padding)]
-        of_padding[:, 0], of_padding[:, 1], of_padding[:, -1] = padding, 1, -1
+        of_padding = items[self.num_items : self.num_items + len(firsts)]
+        of_padding[:, 0], of_padding[:, -1] = firsts, -1
+        of_padding[:, 1] = np.minimum(room.num_queries, padding.stop - firsts)
         array = np.zeros(items.size + merges + room.num_pages, np.int32)
         array[: items.size] = items.ravel()
         array[items.size :][: merges_end - items_end] = self.array[items_end:merges_end]
@@ -154,8 +156,8 @@ def _pages(decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int) 
     counts = decodes.positions // block_size + 1 - decodes.first_blocks
     are_held = np.arange(decodes.pages.shape[1]) < counts[:, None]
     parts = [decodes.pages[are_held], *(_pages_of(item, block_size) for item in slices)]
-    ends = np.cumsum([*counts, *(len(pages) for pages in parts[1:])], dtype=np.int64)
-    return np.concatenate(parts).astype(np.int32), np.concatenate(([0], ends[:-1])).astype(np.int64)
+    sizes = np.array([*counts, *(len(pages) for pages in parts[1:])], np.int64)
+    return np.concatenate(parts).astype(np.int32), np.cumsum(sizes) - sizes
 
 
 def _pages_of(item: SliceLayout, block_size: int) -> Column:

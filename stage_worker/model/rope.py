@@ -41,11 +41,15 @@ class Rope:
         if end > KEPT_POSITIONS:
             both = self._compute(positions)
         else:
-            if end > len(self._kept):
-                kept = min(KEPT_POSITIONS, 2 * end)
-                self._kept = self._compute(torch.arange(kept, device=self._kept.device))
+            self.reserve(end)
             both = self._kept.index_select(0, positions)
         return both[:, 0], both[:, 1]
+
+    def reserve(self, end: int) -> None:
+        """Precompute positions below `end`, unless there are too many; for lower ones it then stays."""
+        if len(self._kept) < end <= KEPT_POSITIONS:
+            kept = min(KEPT_POSITIONS, 2 * end)
+            self._kept = self._compute(torch.arange(kept, device=self._kept.device))
 
     def _compute(self, positions: Tensor) -> Tensor:
         """[n, 2, 1, head_dim]: cos, then sin."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stage_worker.model.attention_work import AttentionWork, HostWork
+from stage_worker.model.attention_work import AttentionWork, HostWork, WorkRoom
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
@@ -361,16 +361,38 @@ class StepLayout:
         return (self, *self.others)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRoom:
+    """Sizes that a step is padded to: rows, and attention work through each window.
+
+    Padding rows write the page of slots from `spare_slot` on, which no sequence has. Positions are below
+    `end_position`.
+    """
+
+    num_tokens: int
+    work: WorkRoom
+    spare_slot: int
+    end_position: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepArrays:
-    """A StepLayout on the host, where it can be checked: positions int64 [num_tokens], writes and views."""
+    """A StepLayout on the host, where it can be checked: positions int64 [num_tokens] below `end_position`,
+    writes and views.
+
+    `by_row` int64 [num_tokens] has each row's slot, -1 if not written. `works` are the work lists of the
+    windows, empty unless they cover all queries.
+    """
 
     rules: ViewRules
     positions: Column
+    end_position: int
     slots: Column
+    by_row: Column
     writes: OnHost[KvWrites]
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, OnHost[AttentionViews]]
+    works: Mapping[int | None, HostWork]
 
     @classmethod
     def build(
@@ -398,17 +420,49 @@ class StepArrays:
         positions = decodes.positions.tolist()
         for item in slices:
             positions.extend(range(item.first_position, item.end_position))
-        slots, writes = _kv_writes(decodes, slices, ranges, rules)
+        slots, by_row, writes = _kv_writes(decodes, slices, ranges, rules)
+        views = {window: _views(decodes, slices, ranges, window, rules) for window in windows}
+        works = {window: found.work for window, found in views.items() if found.work is not None}
         return cls(
             rules=rules,
             positions=np.array(positions, np.int64),
+            end_position=max(positions) + 1,
             slots=slots,
+            by_row=by_row,
             writes=writes,
             prefill_rows=()
             if rules.kernels.prefill is AttentionMethod.TRITON
             else tuple((begin, end) for begin, end in ranges if end - begin > 1),
-            views={window: _views(decodes, slices, ranges, window, rules) for window in windows},
+            views={window: found.views for window, found in views.items()},
+            works=works,
         )
+
+    @classmethod
+    def empty(cls, windows: Collection[int | None], rules: ViewRules) -> StepArrays:
+        """A step without rows, to be padded, for Triton kernels."""
+        nothing: Column = np.zeros(0, np.int64)
+        return _of_works(rules, nothing, 0, nothing, {window: HostWork.empty() for window in windows})
+
+    def padded(self, room: StepRoom) -> StepArrays | None:
+        """The same step with `room`; None if it has too little, or if queries are not in work lists.
+
+        All rows write: the padding, and those whose slot is valid already, to the spare page.
+        """
+        num_tokens = len(self.positions)
+        padding = range(num_tokens, room.num_tokens)
+        found = {window: work.padded(room.work, padding) for window, work in self.works.items()}
+        works = {window: work for window, work in found.items() if work is not None}
+        if (
+            num_tokens > room.num_tokens
+            or self.end_position > room.end_position
+            or len(works) < len(self.views)
+        ):
+            return None
+        positions = np.zeros(room.num_tokens, np.int64)
+        positions[:num_tokens] = self.positions
+        slots: Column = room.spare_slot + np.arange(room.num_tokens) % self.rules.block_size
+        np.copyto(slots[:num_tokens], self.by_row, where=self.by_row >= 0)
+        return _of_works(self.rules, positions, room.end_position, slots, works)
 
     @property
     def arrays(self) -> Iterator[HostArray]:
@@ -420,7 +474,7 @@ class StepArrays:
 
     def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
         """The tables of a step, the same for all block groups, once `arrays` are on the device."""
-        positions, end = place(self.positions), int(self.positions.max()) + 1
+        positions, end = place(self.positions), self.end_position
         return {key: rotary_table(key, rope, positions, end=end) for key, rope in ropes.items()}
 
     def layout(self, rotary: Mapping[Rotary, RotaryTable], place: Place) -> StepLayout:
@@ -479,13 +533,50 @@ class LayerKv:
         return self.pages.gather(self.layer, pages)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _WindowViews:
+    """Views through one window; `work` covers all queries, or is None."""
+
+    views: OnHost[AttentionViews]
+    work: HostWork | None = None
+
+
+def _of_works(
+    rules: ViewRules,
+    positions: Column,
+    end_position: int,
+    slots: Column,
+    works: Mapping[int | None, HostWork],
+) -> StepArrays:
+    """A step whose rows all write, and whose queries are all in `works`."""
+    return StepArrays(
+        rules=rules,
+        positions=positions,
+        end_position=end_position,
+        slots=slots,
+        by_row=slots,
+        writes=_writes_to(slots, slots, [], []),
+        prefill_rows=(),
+        views={window: _view_of(work) for window, work in works.items()},
+        works=works,
+    )
+
+
+def _view_of(work: HostWork) -> OnHost[AttentionViews]:
+    def make(place: Place) -> AttentionViews:
+        found = work.on_device(place(work.array)) if work.num_items else None
+        return AttentionViews(decodes=(), prefills=(), work=found)
+
+    return OnHost((work.array,), make)
+
+
 def _views(
     decodes: DecodeRows,
     slices: Sequence[SliceLayout],
     ranges: Sequence[tuple[int, int]],
     window: int | None,
     rules: ViewRules,
-) -> OnHost[AttentionViews]:
+) -> _WindowViews:
     """Views of `decodes`, and of `slices` in rows `ranges`, through one window."""
     singles = [item for item in slices if item.num_tokens == 1]
     longer = [item for item in slices if item.num_tokens > 1]
@@ -507,7 +598,7 @@ def _views(
         )
 
     arrays = [view.arrays for view in of_decodes] + [view.arrays for view in of_longer]
-    return OnHost(tuple(itertools.chain.from_iterable(arrays)), make)
+    return _WindowViews(OnHost(tuple(itertools.chain.from_iterable(arrays)), make))
 
 
 def _work_views(
@@ -517,7 +608,7 @@ def _work_views(
     begins: Sequence[int],
     window: int | None,
     rules: ViewRules,
-) -> OnHost[AttentionViews]:
+) -> _WindowViews:
     """Views for Triton kernels of `decodes` in `rows`, and of `longer` slices from rows `begins` on."""
     has_all = rules.kernels.prefill is AttentionMethod.TRITON
     work = HostWork.of(
@@ -530,18 +621,20 @@ def _work_views(
         queries_per_item=rules.queries_per_item,
     )
     others = [] if has_all else [prefill_view(item, window, rules) for item in longer]
-    of_rows = rows if others else None
+    if not others:
+        return _WindowViews(_view_of(work), work)
 
     def make(place: Place) -> AttentionViews:
         return AttentionViews(
             decodes=(),
             prefills=tuple(view.make(place) for view in others),
             work=work.on_device(place(work.array)) if work.num_items else None,
-            work_rows=None if of_rows is None else place(of_rows),
+            work_rows=place(rows),
         )
 
-    arrays = (work.array,) if of_rows is None else (work.array, of_rows)
-    return OnHost((*arrays, *itertools.chain.from_iterable(view.arrays for view in others)), make)
+    arrays: list[HostArray] = [work.array, rows]
+    arrays += itertools.chain.from_iterable(view.arrays for view in others)
+    return _WindowViews(OnHost(tuple(arrays), make))
 
 
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:
@@ -554,8 +647,8 @@ def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, in
 
 def _kv_writes(
     decodes: DecodeRows, slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], rules: ViewRules
-) -> tuple[Column, OnHost[KvWrites]]:
-    """Slots and the writes to them."""
+) -> tuple[Column, Column, OnHost[KvWrites]]:
+    """Slots, those of each row (-1: none), and the writes to them."""
     block_size, is_cleared = rules.block_size, rules.kernels.decode is not AttentionMethod.TRITON
     decode_slots = decodes.slots(block_size)
     begun = (decode_slots[decode_slots % block_size == 0] // block_size).tolist() if block_size > 1 else []
@@ -571,17 +664,18 @@ def _kv_writes(
                 begun.append(page)
     num_rows = ranges[-1][1] if ranges else len(decodes)
     where = np.array(slots, np.int64)
-    return where, _writes_to(where, rows, begun if is_cleared else [], num_rows)
-
-
-def _writes_to(slots: Column, rows: list[int], begun: list[int], num_rows: int) -> OnHost[KvWrites]:
-    """Writes of `rows`, of `num_rows` in the step, to `slots`; the pages `begun` are cleared first."""
-    every: Column | None = None
-    by_row = slots
+    by_row = where
     if len(rows) < num_rows:
-        every = np.array(rows, np.int64)
         by_row = np.full(num_rows, -1, np.int64)
-        by_row[every] = slots
+        by_row[rows] = where
+    return where, by_row, _writes_to(where, by_row, rows, begun if is_cleared else [])
+
+
+def _writes_to(slots: Column, by_row: Column, rows: list[int], begun: list[int]) -> OnHost[KvWrites]:
+    """Writes to `slots`, which are `by_row`; of `rows` alone if some have none. The pages `begun` are cleared
+    first.
+    """
+    every = None if by_row is slots else np.array(rows, np.int64)
     cleared = np.array(begun, np.int64) if begun else None
 
     def make(place: Place) -> KvWrites:

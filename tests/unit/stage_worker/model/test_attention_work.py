@@ -110,6 +110,12 @@ def test_a_table_has_the_pages_up_to_the_last_position_only() -> None:
     assert work.on_device(torch.from_numpy(work.array)).table.tolist() == [4, 5, 0]
 
 
+def test_work_without_sequences_is_empty() -> None:
+    """Torch computes the prompts of a step without decodes."""
+    work = HostWork.of(DecodeRows.of(()), np.arange(0), window=None, block_size=BLOCK, queries_per_item=16)
+    assert (work.num_items, work.num_merges, work.array.size) == (0, 0, 0)
+
+
 def exact_room(host: HostWork, work: AttentionWork, num_padding: int) -> WorkRoom:
     return WorkRoom(
         num_items=len(work.items) + num_padding,
@@ -121,19 +127,22 @@ def exact_room(host: HostWork, work: AttentionWork, num_padding: int) -> WorkRoo
 
 
 def test_padding_is_behind_each_part_and_has_no_keys() -> None:
+    """Items of padding have as many queries as others: 16."""
     host, work = host_work(None), work_of(None)
     exact = exact_room(host, work, 2)
-    room = replace(
-        exact, num_items=exact.num_items + 3, num_merges=exact.num_merges + 1, num_pages=exact.num_pages + 7
-    )
-    found = host.padded(room, range(200, 202))
+    room = replace(exact, num_items=exact.num_items + 3, num_merges=exact.num_merges + 1)
+    room = replace(room, num_pages=exact.num_pages + 7)
+    found = host.padded(room, range(200, 220))
     assert found is not None
     padded = found.on_device(torch.from_numpy(found.array))
     for name in ("items", "merges", "table"):
         mine, theirs = getattr(work, name), getattr(padded, name)
         assert torch.equal(theirs[: len(mine)], mine)
     added = padded.items[len(work.items) :].tolist()
-    assert [item[:2] + item[3:5] + item[6:] for item in added[:2]] == [[200, 1, 0, 0, -1], [201, 1, 0, 0, -1]]
+    assert [item[:2] + item[3:5] + item[6:] for item in added[:2]] == [
+        [200, 16, 0, 0, -1],
+        [216, 4, 0, 0, -1],
+    ]
     assert not any(map(any, added[2:])) and not bool(padded.merges[len(work.merges) :].any())
     assert (len(padded.table), padded.num_partial) == (room.num_pages, room.num_partial)
 
@@ -142,8 +151,8 @@ def test_padding_is_behind_each_part_and_has_no_keys() -> None:
 def test_work_that_has_too_little_room_is_not_padded(part: str) -> None:
     host = host_work(None)
     room = exact_room(host, work_of(None), 2)
-    assert host.padded(room, range(2)) is not None
-    assert host.padded(replace(room, **{part: getattr(room, part) - 1}), range(2)) is None
+    assert host.padded(room, range(20)) is not None
+    assert host.padded(replace(room, **{part: getattr(room, part) - 1}), range(20)) is None
 
 
 @pytest.mark.parametrize(
