@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from stage_worker.backends.contract import KernelChoice
+from stage_worker.backends.contract import CudaGraphs, KernelChoice
 from stage_worker.backends.mock_spec import MockSpec
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.service_manager import UNSUPERVISED, NotifySettings
@@ -290,6 +290,15 @@ class WorkerConfig:
             format=rate_text,
         ),
     ] = RateSource.AUTO
+    cuda_graphs: Annotated[
+        CudaGraphs,
+        _compute(
+            "--cuda-graphs",
+            None,
+            "Whether a worker on a GPU launches the layers of a step at once, as a CUDA graph; needs Triton "
+            "kernels and a model without experts",
+        ),
+    ] = CudaGraphs.AUTO
     step_timeout_s: Annotated[
         float,
         _compute(
@@ -453,6 +462,7 @@ class WorkerConfig:
                 ("--kernels", self.kernels is not KernelChoice.AUTO),
                 ("--warm-spare", self.warm_spare_bytes is not None),
                 ("--device-rate measure", self.device_rate is RateSource.MEASURE),
+                ("--cuda-graphs", self.cuda_graphs is not CudaGraphs.AUTO),
                 ("--weights-listen", self.weights_listen not in (None, OFF)),
                 ("--weights-advertise", self.weights_advertise is not None),
             )

@@ -24,7 +24,14 @@ from kvcache import (
     combined_digest,
 )
 from stage_worker.assignment import Assignment
-from stage_worker.backends.contract import DeviceError, Finish, HandedOn, StageCompute, StageOutput
+from stage_worker.backends.contract import (
+    DeviceError,
+    Finish,
+    GraphCounts,
+    HandedOn,
+    StageCompute,
+    StageOutput,
+)
 from stage_worker.validation import (
     StageSequences,
     StepRules,
@@ -54,6 +61,7 @@ class ExecutorStats:
     blocks_wanted: int = 0
     blocks_hit: int = 0
     integrity: IntegrityReport = field(default_factory=IntegrityReport)
+    graphs: GraphCounts | None = None
 
 
 @dataclass(slots=True)
@@ -210,6 +218,7 @@ class StepExecutor:
             blocks_wanted=self._tables.num_wanted_blocks,
             blocks_hit=self._tables.num_hit_blocks,
             integrity=self._integrity.report,
+            graphs=self._compute.graphs,
         )
 
     def check_integrity(self) -> None:

@@ -143,6 +143,8 @@ class StageMetrics(StepObserver):
         self._load_time = registry.number(definitions.LOAD_TIME)
         self._memory = registry.number(definitions.STAGE_MEMORY)
         self._how = registry.number(definitions.STAGE_COMPUTE)
+        self._graph_steps = registry.number(definitions.GRAPH_STEPS)
+        self._graphs = registry.number(definitions.GRAPHS)
         self._fallback = registry.number(definitions.PAYLOAD_FALLBACK)
         self._by_stage: dict[int, _Series] = {}
         self._now: _Series | None = None
@@ -202,7 +204,10 @@ class StageMetrics(StepObserver):
 
     def _read(self) -> None:
         self._read_counters()
-        for family in (self._blocks, self._load_time, self._memory, self._how, self._fallback):
+        for family in (
+            *(self._blocks, self._load_time, self._memory, self._how),
+            *(self._graph_steps, self._graphs, self._fallback),
+        ):
             family.clear()
         if self._stage is not None and (loaded := self._stage.loaded) is not None:
             self._read_stage(loaded)
@@ -239,6 +244,11 @@ class StageMetrics(StepObserver):
         self._memory.of(stage, "kv").set(loaded.kv_bytes)
         dtype = loaded.assignment.dtype.value
         self._how.of(loaded.device, dtype, loaded.kernels or "none").set(1)
+        if (graphs := stats.graphs) is not None:
+            self._graph_steps.of(stage, "replayed").set(graphs.num_replayed)
+            self._graph_steps.of(stage, "eager").set(graphs.num_eager)
+            self._graphs.of(stage, "recorded").set(graphs.num_recorded)
+            self._graphs.of(stage, "failed").set(graphs.num_failed)
 
 
 def _num_bytes(hidden: HiddenStates) -> int:

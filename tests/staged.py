@@ -10,11 +10,13 @@ import torch
 from checkpoint import Blueprint, Checkpoint
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.step_graphs import GraphRecorder, StepGraphs
 from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model import DecoderStage
 from stage_worker.model.kernels import Kernels
+from stage_worker.model.step_buckets import StepBuckets
 
 
 def staged_executor(
@@ -22,8 +24,11 @@ def staged_executor(
     queue: DeviceQueue,
     device: torch.device,
     new_kernels: Callable[[Blueprint], Kernels] | None = None,
+    *,
+    recorder: GraphRecorder | None = None,
+    budget_bytes: int = 1 << 30,
 ) -> StepExecutor:
-    """The stage on `device`, where `queue` copies; it begins with epoch 0."""
+    """The stage on `device`, where `queue` copies; it begins with epoch 0. With `recorder`, it has graphs."""
     checkpoint = Checkpoint.open(Path(assignment.model_directory)).with_weights(assignment.weights)
     checkpoint = checkpoint.with_stored(holds_stored=assignment.holds_stored)
     model = DecoderStage(
@@ -37,6 +42,11 @@ def staged_executor(
         kernels=None if new_kernels is None else new_kernels(checkpoint.config),
     )
     model.load(checkpoint, copies=queue)
-    ring = StagingRing(queue, assignment.staging_sizes(checkpoint.config.boundary))
-    pages = new_pages(assignment, checkpoint.config, device)
-    return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring))
+    pages = new_pages(assignment, checkpoint.config, device, num_spare=1)
+    graphs, sizes = None, assignment.staging_sizes(checkpoint.config.boundary)
+    if recorder is not None:
+        buckets = StepBuckets.of(model, assignment)
+        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
+        sizes = sizes.with_input(graphs.packed_bytes)
+    ring = StagingRing(queue, sizes)
+    return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring, graphs=graphs))

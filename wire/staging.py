@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint.blueprint import BoundaryTensor
 from wire.tensors import WireDType, payload_bytes
@@ -62,6 +62,10 @@ class StagingSizes:
             input_bytes=8 * columns + edit_bytes + _ALIGNMENT * num_arrays + max(states),
             output_bytes=aligned(8 * num_rows) + _ALIGNMENT + max(states),
         )
+
+    def with_input(self, num_bytes: int) -> StagingSizes:
+        """These sizes, with an input that is larger by `num_bytes`."""
+        return replace(self, input_bytes=self.input_bytes + num_bytes)
 
     @property
     def total_bytes(self) -> int:

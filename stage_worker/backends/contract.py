@@ -31,6 +31,13 @@ class KernelChoice(Enum):
     COMPILED = "compiled"
 
 
+class CudaGraphs(Enum):
+    """Whether a stage on a GPU records its steps as CUDA graphs: AUTO where possible, OFF never."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class KernelsUnavailable(ValueError):
     """The compiled kernels were requested but are unavailable; the text has the reason."""
 
@@ -101,6 +108,18 @@ Finish = Callable[[], Computed]
 """Waits for the end of a step; raises StepFault. Called once, in step order, by any one thread."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCounts:
+    """CUDA graphs of a stage: steps that replayed one, and steps that ran eagerly because of their size or
+    because no graph of it is recorded yet; sizes that are recorded, and those that could not be.
+    """
+
+    num_replayed: int = 0
+    num_eager: int = 0
+    num_recorded: int = 0
+    num_failed: int = 0
+
+
 class StageCompute(ABC):
     """The layers of a model, or a mock of them. Used by one executor, in step order.
 
@@ -140,6 +159,11 @@ class StageCompute(ABC):
         """Begin to compute a step, with what `prepare` returned for it; see `depth`. Raises StepFault."""
         computed = self.compute(frame, prepared)
         return lambda: computed
+
+    @property
+    def graphs(self) -> GraphCounts | None:
+        """CUDA graphs since the stage was loaded; None for a stage without."""
+        return None
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
         """Classify `error`, which is not a StepFault: out of memory, device, or internal."""

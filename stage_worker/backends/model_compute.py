@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import DType, ScaledDType
-from kvcache import KvCacheError, group_windows
+from kvcache import KvCacheError
 from kvcache.pages import KvPages, PageGroups
-from stage_worker.backends.contract import Computed, Finish, StageCompute
+from stage_worker.backends.contract import Computed, Finish, GraphCounts, StageCompute
+from stage_worker.backends.step_graphs import GraphStep, StepGraphs
 from stage_worker.backends.tensor_views import RowScaling, finite_sum, from_frame, payload, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
@@ -126,12 +127,22 @@ def _is_not_finite(outcome: object) -> bool:
 class _Prepared:
     """A step ahead of its hidden states: `rows` int64 [m] need logits (None: all of them).
 
-    A CPU has the layout already; a device makes it of the arrays.
+    A CPU has the layout already; a device makes it of the arrays, or has them in the bucket of a graph.
     """
 
     arrays: list[StepArrays]
     layout: StepLayout | None
+    in_bucket: GraphStep | None
     rows: Column | None
+
+    @property
+    def placed(self) -> Iterator[HostArray]:
+        """What the layout needs on the device."""
+        if self.in_bucket is not None:
+            yield self.in_bucket.packed
+            return
+        for part in self.arrays:
+            yield from part.arrays
 
 
 class ModelCompute(StageCompute):
@@ -148,24 +159,25 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
         transfers: StepTransfers | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is the output's.
 
-        `transfers` are to the model's device, by default a CPU. Raises ValueError for pages of another
-        number of block groups than the layers have windows.
+        `transfers` are to the model's device, by default a CPU. `graphs` are of the model's layers and
+        `pages`. Raises ValueError for pages of another number of block groups than the layers have windows.
         """
         self.boundary = model.config.boundary
         self.vocab_size = model.config.vocab_size
         self._model = model
         self._pages = pages
-        windows = group_windows(model.config.layer_windows)
-        self._windows = [(number, window) for number, window in enumerate(windows) if window in model.windows]
+        self._windows = model.group_windows
         if len(self._windows) != len(pages.groups):
             raise ValueError(f"pages of {len(pages.groups)} block groups for {len(self._windows)} windows")
         self._grammars = grammars
         self._wire_dtype = wire_dtype or model.dtype
         self._scaling = RowScaling.of(model.kernels)
         self._transfers = transfers or HostTransfers()
+        self._graphs = graphs
         self.depth = self._transfers.depth
         self._sampler: Sampler | None = None
         self._finite = FiniteStates()
@@ -183,8 +195,17 @@ class ModelCompute(StageCompute):
 
     def close(self) -> None:
         """Release model, pages and buffers, even if this object is referenced; it can no longer compute."""
-        del self._model, self._pages, self._transfers
+        del self._model, self._pages, self._transfers, self._graphs
         self._sampler = None
+
+    @property
+    def graphs(self) -> GraphCounts | None:
+        return None if self._graphs is None else self._graphs.counts
+
+    def record_graphs(self) -> None:
+        """Record the largest graphs, if the stage has any; steps record the others."""
+        if self._graphs is not None:
+            self._graphs.record_largest()
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
         return fault_kind_of(error, self._model.device)
@@ -208,7 +229,8 @@ class ModelCompute(StageCompute):
         arrays = self._arrays(layouts)
         self._check_writes(arrays)
         layout = self._model.layout(arrays, torch.from_numpy) if self._transfers.is_host else None
-        return _Prepared(arrays, layout, _rows_of_logits(step) if self._model.has_head else None)
+        in_bucket = None if self._graphs is None else self._graphs.fit(arrays)
+        return _Prepared(arrays, layout, in_bucket, _rows_of_logits(step) if self._model.has_head else None)
 
     def compute(self, frame: Frame, prepared: object) -> Computed:
         return self.begin(frame, prepared)()
@@ -221,8 +243,7 @@ class ModelCompute(StageCompute):
         inputs = _inputs(frame)
         place = transfer.upload(_arrays_of(inputs, prepared, sampled))
         entered = self._entered(frame, [place(array) for array in inputs])
-        layout = prepared.layout or model.layout(prepared.arrays, place)
-        carried = model.advance(entered, layout, self._pages)
+        carried = self._advance(entered, prepared, place)
         if self._sampler is None or sampled is None:
             return self._hand_on(frame.step, entered, carried, transfer)
         hidden = model.leave(carried)
@@ -230,6 +251,14 @@ class ModelCompute(StageCompute):
         answer = _Answer(frame.step, self._sampler, sampled, model.logits)
         answer.begin(hidden, rows, place, transfer)
         return self._answer(frame.step, entered, answer, transfer)
+
+    def _advance(self, entered: tuple[Tensor, ...], prepared: _Prepared, place: Place) -> tuple[Tensor, ...]:
+        """The tensors of the boundary after the layers."""
+        if prepared.in_bucket is not None and self._graphs is not None:
+            (hidden,) = entered
+            return (self._graphs.advance(hidden, prepared.in_bucket, place(prepared.in_bucket.packed)),)
+        layout = prepared.layout or self._model.layout(prepared.arrays, place)
+        return self._model.advance(entered, layout, self._pages)
 
     def _hand_on(
         self, step: Step, entered: Sequence[Tensor], carried: Sequence[Tensor], transfer: StepTransfer
@@ -327,8 +356,7 @@ def _arrays_of(
 ) -> Iterator[HostArray]:
     """All that the device needs of a step."""
     yield from inputs
-    for part in prepared.arrays:
-        yield from part.arrays
+    yield from prepared.placed
     if prepared.rows is not None:
         yield prepared.rows
     if sampled is not None and sampled.rows is not None:

@@ -90,6 +90,7 @@ class TorchBackend(StageBackend):
             memory_bytes=self.memory_bytes,
             model_directory=config.model_directory,
             kernels=config.kernels,
+            cuda_graphs=config.cuda_graphs,
             remote=self._remote,
         )
         self._cache = StageCache()

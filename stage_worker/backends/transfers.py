@@ -30,6 +30,11 @@ _DTYPES = {
 }
 
 
+def torch_dtype(array: HostArray) -> torch.dtype:
+    """The dtype of an array of a step on its device."""
+    return _DTYPES[array.dtype]
+
+
 class StepTransfer(ABC):
     """The copies of one step."""
 
@@ -231,7 +236,7 @@ class _StagedTransfer(StepTransfer):
             begin, end = aligned(end), aligned(end) + array.nbytes
             _check_room(end, len(slot.host_arrays))
             slot.host_arrays[begin:end] = array.reshape(-1).view(np.uint8)
-            twin = slot.arrays.narrow(0, begin, array.nbytes).view(_DTYPES[array.dtype]).view(array.shape)
+            twin = slot.arrays.narrow(0, begin, array.nbytes).view(torch_dtype(array)).view(array.shape)
             placed[id(array)] = array, twin
         slot.last = self._queue.upload(slot.arrays.narrow(0, 0, end), slot.host_arrays[:end])
         return lambda array: placed[id(array)][1]

@@ -26,6 +26,7 @@ from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import tokenizer_source
 from checkpoint.pins import Pins
+from checkpoint.step_graphs import graph_bytes
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
@@ -38,8 +39,9 @@ from stage_worker.backends.backend import (
     OtherCheckpoint,
     StageLoadError,
 )
-from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
+from stage_worker.backends.contract import CudaGraphs, KernelChoice, KernelsUnavailable
 from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.step_graphs import CudaRecorder, StepGraphs
 from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import DeviceMeter, fault_kind_of, free_memory
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
@@ -51,6 +53,7 @@ from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.parts import LoadedParts
 from stage_worker.model.pipeline_stage import PipelineStage
+from stage_worker.model.step_buckets import StepBuckets
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
 from wire.sizes import format_size
@@ -85,9 +88,12 @@ class StageCache:
         *,
         wire_dtype: WireDType | None = None,
         transfers: StepTransfers | None = None,
+        graphs: StepGraphs | None = None,
     ) -> ModelCompute:
         """Set the loaded stage; `model` consists of `parts`."""
-        self._compute = ModelCompute(model, pages, grammars, wire_dtype=wire_dtype, transfers=transfers)
+        self._compute = ModelCompute(
+            model, pages, grammars, wire_dtype=wire_dtype, transfers=transfers, graphs=graphs
+        )
         return self._compute
 
     def clear(self) -> None:
@@ -139,6 +145,7 @@ class WorkerResources:
     memory_bytes: int
     model_directory: Path | None
     kernels: KernelChoice = KernelChoice.AUTO
+    cuda_graphs: CudaGraphs = CudaGraphs.AUTO
     remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
     meter: DeviceMeter | None = None
 
@@ -252,8 +259,10 @@ def _load(
     if not assignment.role.has_head:
         cache.drop_grammars()
     _read(model, checkpoint, files, progress, cache)
-    executor = StepExecutor(assignment, _new_compute(assignment, checkpoint, model, cache))
+    compute = _new_compute(assignment, checkpoint, model, cache, resources, kv_bytes=kv_bytes)
+    executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
+    compute.record_graphs()
     budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
     warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
     cache.has_warmed_up = True
@@ -309,13 +318,26 @@ def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: Worker
 
 
 def _new_compute(
-    assignment: Assignment, checkpoint: Checkpoint, model: PipelineStage, cache: StageCache
+    assignment: Assignment,
+    checkpoint: Checkpoint,
+    model: PipelineStage,
+    cache: StageCache,
+    resources: WorkerResources,
+    *,
+    kv_bytes: int,
 ) -> ModelCompute:
-    """The computation of a loaded `model`, with all its buffers; pages come last."""
+    """The computation of a loaded `model`, with all its buffers."""
+    graph_bytes = _graph_bytes(assignment, resources, model, kv_bytes=kv_bytes)
     grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
-    transfers = _new_transfers(assignment, checkpoint.config, model.device)
-    pages = new_pages(assignment, checkpoint.config, model.device)
-    return cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers)
+    pages = new_pages(assignment, checkpoint.config, model.device, num_spare=1 if graph_bytes else 0)
+    graphs = None
+    if graph_bytes:
+        buckets, recorder = StepBuckets.of(model, assignment), CudaRecorder(model.device)
+        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=graph_bytes)
+    transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs)
+    return cache.begin_stage(
+        model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers, graphs=graphs
+    )
 
 
 def transformers_stage() -> Callable[..., PipelineStage]:
@@ -432,10 +454,41 @@ def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.devi
     return 0 if device.type == "cpu" else assignment.staging_sizes(config.boundary).total_bytes
 
 
-def _new_transfers(assignment: Assignment, config: Blueprint, device: torch.device) -> StepTransfers:
+def _graph_bytes(
+    assignment: Assignment, resources: WorkerResources, model: PipelineStage, *, kv_bytes: int
+) -> int:
+    """Memory that CUDA graphs may hold; 0 without them."""
+    is_off = resources.cuda_graphs is CudaGraphs.OFF
+    if is_off or model.device.type == "cpu" or not model.is_recordable:
+        return 0
+    needed = graph_bytes(
+        model.config.layers[model.layers.start : model.layers.stop],
+        model.config.hidden_size,
+        model.dtype,
+        max_step_tokens=assignment.max_step_tokens,
+        max_step_sequences=assignment.max_step_sequences,
+    )
+    staging_bytes = _staging_bytes(assignment, model.config, resources.device)
+    left = resources.memory_bytes - model.weight_bytes - kv_bytes - staging_bytes
+    if needed > left:
+        log.warning(
+            "no CUDA graphs: they need %d bytes, weights, KV and buffers for copies leave %d of %d: raise "
+            "--memory, or lower --max-kv-tokens of the coordinator",
+            *(needed, left, resources.memory_bytes),
+        )
+        return 0
+    return needed
+
+
+def _new_transfers(
+    assignment: Assignment, config: Blueprint, device: torch.device, graphs: StepGraphs | None
+) -> StepTransfers:
     if device.type == "cpu":
         return HostTransfers()
-    return StagingRing(CudaQueue(device), assignment.staging_sizes(config.boundary))
+    sizes = assignment.staging_sizes(config.boundary)
+    if graphs is not None:
+        sizes = sizes.with_input(graphs.packed_bytes)
+    return StagingRing(CudaQueue(device), sizes)
 
 
 def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
@@ -454,7 +507,9 @@ def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
     )
 
 
-def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -> KvPages | PageGroups:
+def new_pages(
+    assignment: Assignment, config: Blueprint, device: torch.device, *, num_spare: int = 0
+) -> KvPages | PageGroups:
     """Pages of a stage's layers, one set for each block group that they are in, each of its own shape."""
     windows = group_windows(config.layer_windows)
     layer_groups = _layer_groups(assignment, config)
@@ -472,6 +527,7 @@ def new_pages(assignment: Assignment, config: Blueprint, device: torch.device) -
             num_kv_heads=shape.heads,
             head_dim=shape.width,
             num_parts=shape.parts,
+            num_spare=num_spare,
             dtype=TORCH_DTYPES[assignment.dtype],
             device=device,
         )

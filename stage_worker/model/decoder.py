@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Blueprint, Checkpoint, DType
+from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
-from stage_worker.model.kernels import Kernels, ProductMethod
+from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import limited
 from stage_worker.model.parts import (
@@ -117,6 +118,12 @@ class DecoderStage(PipelineStage):
             self.kernels,
         )
         return read
+
+    @property
+    def is_recordable(self) -> bool:
+        """With Triton kernels, and without experts: the others' masks are made of values on the host."""
+        layers = self.config.layers[self.layers.start : self.layers.stop]
+        return self.kernels.decode is AttentionMethod.TRITON and are_recordable(layers)
 
     @torch.inference_mode()
     def load_parts(

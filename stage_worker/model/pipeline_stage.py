@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
 from checkpoint.blueprint import HIDDEN_STATES, Implementation
+from kvcache import group_windows
 from stage_worker.model.attention_work import queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels
@@ -50,6 +51,8 @@ class PipelineStage(ABC):
     ) -> None:
         """Describe the stage; `load` fills it. `ropes` are those of its layers that Stageline rotates.
 
+        `group_windows` has number and window of each block group of the model that the stage has pages of.
+
         Raises ValueError for bad layers.
         """
         if not 0 <= layer_begin < layer_end <= config.num_layers:
@@ -65,6 +68,8 @@ class PipelineStage(ABC):
         self.torch_dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
         self.windows = config.layer_windows[layer_begin:layer_end]
+        groups = enumerate(group_windows(config.layer_windows))
+        self.group_windows = [(number, window) for number, window in groups if window in self.windows]
         self.kernels = kernels
         self._ropes = ropes
         self._windows = frozenset(self.windows)
@@ -118,14 +123,38 @@ class PipelineStage(ABC):
             slices,
             decodes=decodes,
             windows=self._windows if windows is None else windows,
-            rules=ViewRules(
-                block_size=block_size,
-                device=self.device,
-                dtype=self.torch_dtype,
-                kernels=self.kernels,
-                max_keys=self._max_keys,
-                queries_per_item=self._queries_per_item,
-            ),
+            rules=self._rules(block_size),
+        )
+
+    def empty_arrays(self, *, block_size: int) -> list[StepArrays]:
+        """A step without rows, by block group, to be padded; for Triton kernels."""
+        rules = self._rules(block_size)
+        return [StepArrays.empty((window,), rules) for _, window in self.group_windows]
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether `advance` enqueues the same work for all steps of a size."""
+        return False
+
+    @torch.inference_mode()
+    def reserve_positions(self, end: int) -> None:
+        """Make what layouts of positions below `end` share; it stays the same from now on."""
+        for rope in self._ropes.values():
+            rope.reserve(end)
+
+    @property
+    def queries_per_item(self) -> int:
+        """Queries of one item of attention work of a slice of several tokens."""
+        return self._queries_per_item
+
+    def _rules(self, block_size: int) -> ViewRules:
+        return ViewRules(
+            block_size=block_size,
+            device=self.device,
+            dtype=self.torch_dtype,
+            kernels=self.kernels,
+            max_keys=self._max_keys,
+            queries_per_item=self._queries_per_item,
         )
 
     @torch.inference_mode()

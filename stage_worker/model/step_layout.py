@@ -430,9 +430,7 @@ class StepArrays:
             slots=slots,
             by_row=by_row,
             writes=writes,
-            prefill_rows=()
-            if rules.kernels.prefill is AttentionMethod.TRITON
-            else tuple((begin, end) for begin, end in ranges if end - begin > 1),
+            prefill_rows=_prefill_rows(ranges, rules),
             views={window: found.views for window, found in views.items()},
             works=works,
         )
@@ -635,6 +633,12 @@ def _work_views(
     arrays: list[HostArray] = [work.array, rows]
     arrays += itertools.chain.from_iterable(view.arrays for view in others)
     return _WindowViews(OnHost(tuple(arrays), make))
+
+
+def _prefill_rows(ranges: Sequence[tuple[int, int]], rules: ViewRules) -> tuple[tuple[int, int], ...]:
+    if rules.kernels.prefill is AttentionMethod.TRITON:
+        return ()
+    return tuple((begin, end) for begin, end in ranges if end - begin > 1)
 
 
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:

@@ -137,6 +137,8 @@ DEVICE_MEMORY_KIND = Label(
 DEVICE = Label("device", "stageline.device", most=1)
 DTYPE = Label("dtype", "stageline.dtype", values=("bf16", "f16", "f32"))
 KERNELS = Label("kernels", "stageline.kernels", values=("compiled", "plain", "none"))
+STEP_MODE = Label("mode", "stageline.graph.mode", values=("replayed", "eager"))
+GRAPH_STATE = Label("state", "stageline.graph.state", values=("recorded", "failed"))
 LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
 ENDPOINT = Label(
     "endpoint",
@@ -473,6 +475,24 @@ STAGE_COMPUTE = _of(
     DEVICE,
     DTYPE,
     KERNELS,
+)
+GRAPH_STEPS = _of(
+    _WORKER,
+    "stageline.stage.graph.steps",
+    _GAUGE,
+    "{step}",
+    "Steps since the current stage was loaded that replayed a CUDA graph, or ran eagerly beside graphs.",
+    STAGE,
+    STEP_MODE,
+)
+GRAPHS = _of(
+    _WORKER,
+    "stageline.stage.graphs",
+    _GAUGE,
+    "{graph}",
+    "Sizes of steps of the current stage that are recorded as CUDA graphs, or could not be recorded.",
+    STAGE,
+    GRAPH_STATE,
 )
 PAYLOAD_FALLBACK = _of(
     _WORKER,

@@ -1,4 +1,7 @@
-"""Steps on a GPU that does not exist: nothing waits for it, and each step is one copy up and one down."""
+"""Steps on a GPU that does not exist: nothing waits for it, and each step is one copy up and one down.
+
+With graphs, the layers of a step are one launch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from stage_worker.backends.step_graphs import Graph, GraphRecorder
 from stage_worker.executor import StepExecutor
+from stage_worker.model.kernels import by_triton
 from tests.checkpoints import make_checkpoint
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from tests.staged import staged_executor
+from tests.torch_kernels import use_torch_kernels
 from wire.frames import Frame
 from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import SliceResult, Step, StepResult, TokenLogprobs
@@ -54,9 +60,9 @@ NEED_A_LOOK = {
 LOGPROBS = TokenLogprobs(5, -1.0, 1, ())
 
 
-def steps(log: Log, samplings: tuple[StepSampling, ...]) -> list[tuple[str, Step]]:
+def steps(log: Log, samplings: tuple[StepSampling, ...], *, epoch: int = 1) -> list[tuple[str, Step]]:
     """A prompt in two chunks, prompts of several sequences, decodes, and decodes beside a prompt."""
-    log.begin(1)
+    log.begin(epoch)
     log.add(tuple(range(40)), sampling=samplings[0], max_tokens=4)
     found, with_logprobs = [], set()
 
@@ -126,3 +132,59 @@ def copies_of(
             copies.counts.clear()
             run(executor, frame)
             yield kind, (copies.counts["up"], copies.counts["down"])
+
+
+class CountedGraphs(GraphRecorder, Graph):
+    """Runs what is recorded, where waiting raises, and counts replays."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_launches = 0
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        self.num_recorded += 1
+        run()
+        return self
+
+    def replay(self) -> None:
+        self.num_launches += 1
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing failed")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("stage", [0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])
+def test_the_layers_of_a_recorded_step_are_one_launch(
+    stage: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, a step copies its input to the graph's buffers, and its output from there."""
+    use_torch_kernels(monkeypatch)
+    found = new_assignment(make_checkpoint(tmp_path, family, num_layers=3), stage=stage)
+    assignment = replace(found, max_step_tokens=64)
+    samplings = SAMPLINGS["greedy"]
+    frames = [
+        Frame(step, hidden_for(step, HIDDEN_SIZE) if stage else ())
+        for epoch in (1, 2)
+        for _, step in steps(Log(assignment), samplings, epoch=epoch)
+    ]
+    recorder = CountedGraphs()
+    with fake_cuda() as copies:
+        executor = staged_executor(
+            assignment, FakeCudaQueue(), DEVICE, recorder=recorder, new_kernels=by_triton
+        )
+        for frame in frames:
+            if frame.step.step_id == 0:
+                executor.begin_epoch(frame.step.epoch, stage=stage)
+                num_recorded = recorder.num_recorded
+            copies.counts.clear()
+            recorder.num_launches = 0
+            executor.run(frame)
+            assert (copies.counts["up"], copies.counts["down"]) == (1, 1)
+            if frame.step.epoch == 2:
+                assert recorder.num_launches == 1
+                assert stage == 2 or copies.counts["operations"] < 60  # views count, too; LAST samples
+    assert recorder.num_recorded == num_recorded > 1

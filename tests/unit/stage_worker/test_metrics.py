@@ -1,12 +1,12 @@
 """How a stage's time is cut, step by step, on a clock that the test sets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from checkpoint import DType
 from stage_worker.backends.backend import LoadedStage
-from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
+from stage_worker.backends.contract import GraphCounts, HandedOn, StepTiming, TimedOutput
 from stage_worker.backends.mock_compute import MockCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.metrics import StageMetrics, WorkerMetrics
@@ -193,3 +193,29 @@ def test_the_memory_of_a_gpu_is_reported_by_kind() -> None:
         ("peak",): 4,
         ("pinned",): 5,
     }
+
+
+class RecordedCompute(MockCompute):
+    @property
+    def graphs(self) -> GraphCounts:
+        return GraphCounts(num_replayed=7, num_eager=3, num_recorded=2, num_failed=1)
+
+
+def test_graphs_are_reported_for_stages_that_have_them() -> None:
+    watched, assignment = Watched(), mock_assignment(stage=1)
+    loaded = LoadedStage(
+        assignment=assignment,
+        executor=StepExecutor(assignment, RecordedCompute(assignment)),
+        weight_bytes=1000,
+        kv_bytes=2000,
+        read_bytes=0,
+        load_ms=1500,
+        warmup_ms=250,
+        device="cuda:1",
+    )
+    watched.stage.loaded = loaded
+    assert watched.values(definitions.GRAPH_STEPS) == {("1", "replayed"): 7, ("1", "eager"): 3}
+    assert watched.values(definitions.GRAPHS) == {("1", "recorded"): 2, ("1", "failed"): 1}
+    watched.stage.loaded = replace(loaded, executor=StepExecutor(assignment, MockCompute(assignment)))
+    assert watched.values(definitions.GRAPH_STEPS) == {}
+    assert watched.values(definitions.GRAPHS) == {}

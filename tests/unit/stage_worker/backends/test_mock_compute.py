@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import DType
 from stage_worker.assignment import Assignment, ModelShape
-from stage_worker.backends.contract import KernelChoice
+from stage_worker.backends.contract import CudaGraphs, KernelChoice
 from stage_worker.backends.mock_compute import MockCompute, MockConstraints, mock_token
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
@@ -196,6 +196,7 @@ def test_a_mock_needs_the_shape_of_the_model() -> None:
         ({"num_threads": 2}, "--threads"),
         ({"cpu_set": (0,)}, "--cpu-set"),
         ({"kernels": KernelChoice.PLAIN}, "--kernels"),
+        ({"cuda_graphs": CudaGraphs.OFF}, "--cuda-graphs"),
         ({"device": "cuda:1", "num_threads": 2}, "--device and --threads"),
     ],
 )

@@ -1,0 +1,70 @@
+"""Sizes of steps that a stage on a GPU records as CUDA graphs, and the memory of these graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, Opaque
+from checkpoint.dtypes import DType
+
+_MIXED_SIZES = (64, 128, 256, 512)
+_FEW_SEQUENCES = (1, 2, 4)
+
+MAX_GRAPHS = 64
+"""Graphs of a stage; steps of further sizes run eagerly."""
+MAX_PARTIAL_BYTES = 128 << 20
+"""Partial results of attention in a recorded step. Steps with more attend for longer than launches take."""
+_GRAPH_BYTES = 1 << 20
+"""One graph's kernels and parameters on the GPU; an estimate, not measured."""
+_WORKSPACE_BYTES = 32 << 20
+"""Workspace of cuBLAS on Hopper, the largest."""
+
+
+def decode_sizes(max_step_sequences: int) -> tuple[int, ...]:
+    """Sequences of recorded steps of decodes: 1, 2, 4, 8, every 8 to 64, every 16 to the maximum."""
+    steps = (*_FEW_SEQUENCES, *range(8, 64, 8), *range(64, max_step_sequences, 16))
+    return (*(size for size in steps if size < max_step_sequences), max_step_sequences)
+
+
+def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
+    """Tokens of recorded steps with prompts, within the limit of a step; longer prompts run eagerly."""
+    return tuple(size for size in _MIXED_SIZES if size <= max_step_tokens)
+
+
+def are_recordable(layers: Iterable[LayerPlan]) -> bool:
+    """Whether layers launch the same kernels whatever the values are: those with experts do not."""
+    return not any(isinstance(layer.feed_forward, Experts | Opaque) for layer in layers)
+
+
+def graph_bytes(
+    layers: Collection[LayerPlan],
+    hidden_size: int,
+    dtype: DType,
+    *,
+    max_step_tokens: int,
+    max_step_sequences: int,
+) -> int:
+    """Memory of all graphs of a stage with `layers`, beside its weights, pages and eager steps.
+
+    Intermediate results share one pool, of the size that the largest step needs.
+    """
+    if not are_recordable(layers):
+        return 0
+    sequences = min(max_step_sequences, max_step_tokens)
+    num_tokens = max(sequences, *mixed_sizes(max_step_tokens), 0)
+    per_token = max(_token_elements(hidden_size, layer) for layer in set(layers)) * dtype.size_bytes
+    return num_tokens * per_token + MAX_PARTIAL_BYTES + _WORKSPACE_BYTES + MAX_GRAPHS * _GRAPH_BYTES
+
+
+def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
+    """Elements of one token: input, output, residual and norms, heads, and the feed-forward."""
+    feed_forward = layer.feed_forward
+    inner = 0 if isinstance(feed_forward, Experts | Opaque) else 3 * feed_forward.width
+    return 6 * hidden_size + _mixer_elements(layer.mixer) + inner
+
+
+def _mixer_elements(mixer: Mixer) -> int:
+    if isinstance(mixer, Latent):
+        absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
+        return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + 2 * mixer.q_size

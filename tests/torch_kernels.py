@@ -1,0 +1,121 @@
+"""Functions of torch in the place of Triton kernels: the same interface, on any device, without a host read.
+
+Attention takes a work list as the kernels do, padding and parts of keys included.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stage_worker.model import attention_work, operations
+from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.operations import TorchOperations, limited
+
+MOST_KEYS = 64
+"""Keys of an item, at most."""
+
+
+def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "operations": SimpleNamespace(TritonOperations=TorchOperations),
+        "attention": SimpleNamespace(attend=attend),
+    }
+    monkeypatch.setattr(operations, "load_triton", lambda name: modules[name])
+
+
+def _gathered(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
+    """Rows float32 [i, k, parts, kv_heads, row_width] of `slots` [i, k]."""
+    rows = pages.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    found = rows.index_select(0, slots.flatten()).float()
+    if scales is not None:
+        found = found * scales.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, slots.flatten()).unsqueeze(3)
+    return found.view(*slots.shape, *found.shape[1:])
+
+
+def _rows_at(target: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """`target` [n, ...] with `rows` at `places`, of which n is nowhere."""
+    longer = torch.cat((target, target.new_zeros((1, *target.shape[1:]))))
+    longer.index_copy_(0, places.flatten(), rows.flatten(0, places.dim() - 1).to(target.dtype))
+    return longer.narrow(0, 0, len(target))
+
+
+def _softmaxed(mixed: Tensor, highest: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
+    """Values [..., heads, width] of sums relative to `highest` [..., heads]."""
+    if sinks is not None:
+        top = torch.maximum(highest, sinks)
+        kept = torch.exp(highest - top)
+        total, mixed = total * kept + torch.exp(sinks - top), mixed * kept.unsqueeze(-1)
+    return mixed / torch.where(total == 0.0, 1.0, total).unsqueeze(-1)
+
+
+def attend(
+    query: Tensor,
+    output: Tensor,
+    work: AttentionWork,
+    pages: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    page_scales: Tensor | None = None,
+) -> None:
+    """See `triton_kernels.attention.attend`."""
+    num_rows, _, row_width = query.shape
+    _, parts, kv_heads, block_size, _ = pages.shape
+    row, count, first, begin, end, position, partial = (
+        column[:, None] for column in work.items.long().unbind(1)
+    )
+    index = torch.arange(work.num_queries, device=query.device)[None]
+    is_query, keys = index < count, begin + torch.arange(MOST_KEYS, device=query.device)
+    is_key = keys < end
+    entries = torch.where(is_key, first + keys // block_size, 0)
+    page = work.table.long().index_select(0, entries.flatten()).view(keys.shape)
+    found = _gathered(pages, page_scales, torch.where(is_key, page * block_size + keys % block_size, 0))
+    found = found.masked_fill(is_key.logical_not()[:, :, None, None, None], 0.0)
+    rows = torch.where(is_query, row + index, 0)
+    asked = query.index_select(0, rows.flatten()).float().view(*rows.shape, kv_heads, -1, row_width)
+    scores = torch.einsum("iqhgd,ikhd->iqhgk", asked, found[:, :, 0]) * scale
+    scores = scores if softcap is None else limited(scores, softcap)
+    is_seen = is_key[:, None] & (keys[:, None] <= (position + index)[:, :, None])
+    if window is not None:
+        is_seen = is_seen & (keys[:, None] > (position + index)[:, :, None] - window)
+    scores = scores.masked_fill(is_seen.logical_not()[:, :, None, None], -torch.inf)
+    highest = scores.amax(dim=-1)
+    weights = torch.exp(scores - torch.where(highest == -torch.inf, 0.0, highest).unsqueeze(-1))
+    mixed = torch.einsum("iqhgk,ikhd->iqhgd", weights, found[:, :, parts - 1, :, : output.shape[2]])
+    sums = mixed.flatten(2, 3), highest.flatten(2, 3), weights.sum(dim=-1).flatten(2, 3)
+    is_whole = is_query & (partial < 0)
+    output.copy_(_rows_at(output, torch.where(is_whole, rows, num_rows), _softmaxed(*sums, sinks)))
+    if work.num_partial:
+        places = torch.where(is_query & (partial >= 0), partial + index, work.num_partial)
+        _merge(output, work, places, sums, sinks)
+
+
+def _merge(output: Tensor, work: AttentionWork, places: Tensor, sums: Any, sinks: Tensor | None) -> None:
+    empties = (0.0, -torch.inf, 0.0)
+    kept = [
+        torch.cat(
+            (
+                _rows_at(part.new_zeros((work.num_partial, *part.shape[2:])), places, part),
+                part.new_full((1, *part.shape[2:]), empty),
+            )
+        )
+        for part, empty in zip(sums, empties, strict=True)
+    ]
+    row, first, num_parts, distance = (column[:, None] for column in work.merges.long().unbind(1))
+    part = torch.arange(-(-MOST_KEYS // attention_work.KEY_SPLIT), device=output.device)[None]
+    sources = torch.where(part < num_parts, first + part * distance, work.num_partial)
+    mixed, highest, total = (
+        x.index_select(0, sources.flatten()).view(*sources.shape, *x.shape[1:]) for x in kept
+    )
+    top = highest.amax(dim=1)
+    factors = torch.exp(highest - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1))
+    merged = (mixed * factors.unsqueeze(-1)).sum(dim=1), top, (total * factors).sum(dim=1)
+    targets = torch.where(num_parts > 0, row, len(output))
+    output.copy_(_rows_at(output, targets[:, 0], _softmaxed(*merged, sinks)))
