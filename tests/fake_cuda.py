@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stage_worker.backends.transfers import DeviceQueue, Event
-from stage_worker.model.step_layout import HostArray
+from stage_worker.model.attention_views import HostArray
 
 DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten

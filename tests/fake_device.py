@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.transfers import DeviceQueue, Event
-from stage_worker.model.step_layout import HostArray
+from stage_worker.model.attention_views import HostArray
 
 GARBAGE = 0xA5
 

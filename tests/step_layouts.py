@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from stage_worker.model import StepLayout
+from stage_worker.model.attention_views import HostArray, Place
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import HostArray, Place, StepArrays
+from stage_worker.model.step_layout import StepArrays
 from stage_worker.validation import SliceLayout
 
 

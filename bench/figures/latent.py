@@ -15,12 +15,13 @@ from bench.harness.group import Setting
 from checkpoint import Latent, Norm, RopeConfig
 from checkpoint.names import TensorRole
 from kvcache.pages import KvPages
+from stage_worker.model.attention_views import ViewRules
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import LayerKv, StepArrays, StepLayout, ViewRules
+from stage_worker.model.step_layout import LayerKv, StepArrays, StepLayout
 from stage_worker.validation import SliceLayout
 from tests.step_layouts import layout_by
 

@@ -25,9 +25,10 @@ from stage_worker.backends.step_graphs import GraphStep, StepGraphs
 from stage_worker.backends.tensor_views import RowScaling, finite_sum, from_frame, payload, to_frame
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
+from stage_worker.model.attention_views import HostArray, Place
 from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.step_layout import HostArray, Place, StepArrays, StepLayout
+from stage_worker.model.step_layout import StepArrays, StepLayout
 from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices

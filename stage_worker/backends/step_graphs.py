@@ -22,9 +22,10 @@ from torch import Tensor
 from checkpoint.step_graphs import MAX_GRAPHS
 from stage_worker.backends.contract import GraphCounts
 from stage_worker.backends.transfers import torch_dtype
+from stage_worker.model.attention_views import HostArray
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_buckets import StepBucket, StepBuckets
-from stage_worker.model.step_layout import HostArray, PagedLayers, StepArrays
+from stage_worker.model.step_layout import PagedLayers, StepArrays
 from wire.staging import aligned
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_worker.model.step_layout import HostArray, Place
+from stage_worker.model.attention_views import HostArray, Place
 from wire.staging import NUM_SLOTS, StagingSizes, aligned
 
 _DTYPES = {

@@ -19,6 +19,7 @@ from checkpoint import Attention, Dense, Experts, LayerPlan, Mixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
+from stage_worker.model.attention_views import PrefillView
 from stage_worker.model.branches import Branches
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
@@ -41,7 +42,7 @@ from stage_worker.model.operations import (
     prefill_products,
 )
 from stage_worker.model.rope import Rotary, RotaryTable
-from stage_worker.model.step_layout import LayerKv, PagedKv, PrefillView, StepLayout
+from stage_worker.model.step_layout import LayerKv, PagedKv, StepLayout
 
 Mix = Callable[[Tensor, LayerKv], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""

@@ -22,13 +22,14 @@ from torch.nn.functional import linear
 
 from checkpoint import EXPANDED_ELEMENTS, Latent
 from checkpoint.names import TensorRole
+from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.operations import attend_in_pages, decode_products, prefill_products
 from stage_worker.model.rope import Rotary, rotate_
-from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView
+from stage_worker.model.step_layout import LayerKv
 
 
 def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:

@@ -23,11 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from checkpoint import Attention, Mixer, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
+from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
 from stage_worker.model.rope import RotaryTable, rotate_
-from stage_worker.model.step_layout import DecodeView, LayerKv, PrefillView
+from stage_worker.model.step_layout import LayerKv
 
 
 def limited(x: Tensor, cap: float) -> Tensor:

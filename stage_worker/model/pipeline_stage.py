@@ -14,13 +14,14 @@ from torch import Tensor
 from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
 from checkpoint.blueprint import HIDDEN_STATES, Implementation
 from kvcache import group_windows
+from stage_worker.model.attention_views import Place, ViewRules
 from stage_worker.model.attention_work import queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.parts import LoadedParts, PartsOrigin, PartsRead, Prepare, nothing_to_prepare
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import PagedLayers, Place, StepArrays, StepLayout, ViewRules
+from stage_worker.model.step_layout import PagedLayers, StepArrays, StepLayout
 from stage_worker.model.weight_reads import DeviceCopies
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout

@@ -10,6 +10,7 @@ from checkpoint.step_graphs import MAX_PARTIAL_BYTES, decode_sizes, mixed_sizes
 from stage_worker.assignment import Assignment
 from stage_worker.model import attention_work
 from stage_worker.model.attention_work import WorkRoom
+from stage_worker.model.kernels import AttentionMethod
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import StepArrays, StepRoom
 
@@ -41,7 +42,8 @@ class StepBucket:
 class StepBuckets:
     """The buckets of a stage within the limits of its steps.
 
-    A partial result of attention takes `partial_bytes`; an item has up to `queries_per_item` queries.
+    Without `has_mixed`, only decodes are recorded. A partial result of attention takes `partial_bytes`; an
+    item has up to `queries_per_item` queries.
     `num_blocks` are the stage's, by block group; the page after them is spare.
     """
 
@@ -50,6 +52,7 @@ class StepBuckets:
     max_sequence_tokens: int
     block_size: int
     num_blocks: Sequence[int]
+    has_mixed: bool
     queries_per_item: int
     partial_bytes: int
 
@@ -65,6 +68,7 @@ class StepBuckets:
             max_sequence_tokens=assignment.max_sequence_tokens,
             block_size=assignment.block_size,
             num_blocks=[assignment.group_blocks[number] for number, _ in model.group_windows],
+            has_mixed=model.kernels.prefill is AttentionMethod.TRITON,
             queries_per_item=model.queries_per_item,
             partial_bytes=4 * elements,
         )
@@ -101,7 +105,7 @@ class StepBuckets:
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        return mixed_sizes(self.max_step_tokens)
+        return mixed_sizes(self.max_step_tokens) if self.has_mixed else ()
 
     def _candidates(self, arrays: Sequence[StepArrays]) -> Iterator[StepBucket]:
         """Buckets of the smallest size with enough rows, by their room for attention."""

@@ -11,11 +11,12 @@ from torch import Tensor
 from checkpoint import Attention, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.names import TensorRole
+from stage_worker.model.attention_views import DecodeView
 from stage_worker.model.kernels import has_head_kernel
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import Function, HeadFunction, Products
 from stage_worker.model.rope import RotaryTable, rotate_
-from stage_worker.model.step_layout import DecodeView, LayerKv
+from stage_worker.model.step_layout import LayerKv
 from stage_worker.model.triton_kernels import gates, heads
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm

@@ -226,7 +226,7 @@ def test_what_is_recorded_is_the_same_for_all_steps_of_a_size(
     monkeypatch.setattr(StepGraphs, "advance", recorded_again)
     for step in twins.steps([(0, 20, 12), (0, 3, 12), (3, 30, 9), (5, 40, 5), (6, 3, 4)]):
         twins.check(step)
-    assert num_compared >= 6
+    assert num_compared >= 5
 
 
 def test_later_steps_do_not_overwrite_a_result(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from checkpoint import Checkpoint
 from kvcache import BlockTables, Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Use
+from stage_worker.model.attention_views import ViewRules
 from stage_worker.model.decode_rows import DecodeRows, PageMatrix
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import StepArrays, StepLayout, ViewRules
+from stage_worker.model.step_layout import StepArrays, StepLayout
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.step_layouts import layout_by

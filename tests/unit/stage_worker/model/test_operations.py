@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from checkpoint import Attention, Checkpoint, Norm
+from stage_worker.model.attention_views import ViewRules
 from stage_worker.model.decoder_layer import attend
 from stage_worker.model.kernels import ALL_COMPILED, PLAIN, Kernels
 from stage_worker.model.norms import NormWeights, rms_norm
 from stage_worker.model.operations import Operations, attend_prompt, operations
 from stage_worker.model.rope import Rope, Rotary, rotate_
-from stage_worker.model.step_layout import LayerKv, StepArrays, StepLayout, ViewRules
+from stage_worker.model.step_layout import LayerKv, StepArrays, StepLayout
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.step_layouts import layout_by
