@@ -12,8 +12,12 @@ _FEW_SEQUENCES = (1, 2, 4)
 
 MAX_GRAPHS = 64
 """Graphs of a stage; steps of further sizes run eagerly."""
+MAX_ITEMS = 2048
+"""Items of attention of a recorded step: a million keys, which take longer to read than kernels to launch."""
+PARTIAL_PER_ITEM = 2
+"""Partial results for each item of a step with prompts: short chunks have several queries per item."""
 MAX_PARTIAL_BYTES = 128 << 20
-"""Partial results of attention in a recorded step. Steps with more attend for longer than launches take."""
+"""Partial results of attention in a recorded step; steps with more run eagerly."""
 _GRAPH_BYTES = 1 << 20
 """One graph's kernels and parameters on the GPU; an estimate, not measured."""
 _WORKSPACE_BYTES = 32 << 20
@@ -44,7 +48,7 @@ def graph_bytes(
     max_step_tokens: int,
     max_step_sequences: int,
 ) -> int:
-    """Memory of all graphs of a stage with `layers`, beside its weights, pages and eager steps.
+    """Memory of all graphs of a stage of a model with `layers`, beside its weights, pages and eager steps.
 
     Intermediate results share one pool, of the size that the largest step needs.
     """
@@ -52,8 +56,17 @@ def graph_bytes(
         return 0
     sequences = min(max_step_sequences, max_step_tokens)
     num_tokens = max(sequences, *mixed_sizes(max_step_tokens), 0)
-    per_token = max(_token_elements(hidden_size, layer) for layer in set(layers)) * dtype.size_bytes
-    return num_tokens * per_token + MAX_PARTIAL_BYTES + _WORKSPACE_BYTES + MAX_GRAPHS * _GRAPH_BYTES
+    kinds = set(layers)
+    per_token = max(_token_elements(hidden_size, layer) for layer in kinds) * dtype.size_bytes
+    most_partial = MAX_ITEMS * PARTIAL_PER_ITEM * max(partial_bytes(layer.mixer) for layer in kinds)
+    partial = min(MAX_PARTIAL_BYTES, most_partial)
+    return num_tokens * per_token + partial + _WORKSPACE_BYTES + MAX_GRAPHS * _GRAPH_BYTES
+
+
+def partial_bytes(mixer: Mixer) -> int:
+    """Bytes of one partial result of attention: float32, with highest score and sum of weights."""
+    width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
+    return 4 * mixer.num_heads * (width + 2)
 
 
 def _token_elements(hidden_size: int, layer: LayerPlan) -> int:

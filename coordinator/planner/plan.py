@@ -80,7 +80,7 @@ class StagePlan:
     """One stage: layers [layer_begin, layer_end) on one worker.
 
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
-    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces of libraries. `cost` is
+    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces and graphs. `cost` is
     the bytes of weights that a decode step reads on this stage, proportional to its time (see
     `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the worker's among
     similar ones, and `step_s` is the time of a decode step by them.

@@ -29,7 +29,8 @@ float32, with two more numbers per head, until they are merged: a decode has one
 of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's operators on a GPU, gathered keys and values
 are copied once more, into the order of heads. Any GPU has staging memory (`wire.staging`), tables of rotary
 angles for twice the longest sequence or `KEPT_POSITIONS` (2 * head_dim * s for cos and sin, and while they
-are computed, before the layers, 22 * head_dim + 8), and `GPU_OVERHEAD_BYTES`.
+are computed, before the layers, 22 * head_dim + 8), and `GPU_OVERHEAD_BYTES`; one with these kernels has CUDA
+graphs (`checkpoint.step_graphs`).
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
 final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
@@ -70,6 +71,7 @@ from checkpoint import (
     stage_weight_bytes,
 )
 from checkpoint.blueprint import CHUNK_SPLIT, KEPT_POSITIONS, KEY_SPLIT, SHORT_CHUNK
+from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -282,8 +284,20 @@ class StageMemory:
         return sizes.total_bytes
 
     def overhead_bytes(self, device: DeviceKind) -> int:
-        """Memory of a device beside tensors."""
-        return 0 if device is DeviceKind.HOST else GPU_OVERHEAD_BYTES
+        """Memory of a device beside the tensors of a step: workspaces and CUDA graphs."""
+        return 0 if device is DeviceKind.HOST else GPU_OVERHEAD_BYTES + self.graph_bytes(device)
+
+    def graph_bytes(self, device: DeviceKind) -> int:
+        """Memory of CUDA graphs, which stages have whose kernels attend in place."""
+        if device is not DeviceKind.GPU_IN_PLACE:
+            return 0
+        return graph_bytes(
+            self.config.kinds,
+            self.config.hidden_size,
+            self.dtype,
+            max_step_tokens=self.limits.max_step_tokens,
+            max_step_sequences=self.limits.max_step_sequences,
+        )
 
     def step_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """What a stage holds beside weights and KV pages."""

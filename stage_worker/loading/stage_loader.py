@@ -462,7 +462,7 @@ def _graph_bytes(
     if is_off or model.device.type == "cpu" or not model.is_recordable:
         return 0
     needed = graph_bytes(
-        model.config.layers[model.layers.start : model.layers.stop],
+        model.config.kinds,
         model.config.hidden_size,
         model.dtype,
         max_step_tokens=assignment.max_step_tokens,

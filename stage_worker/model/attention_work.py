@@ -243,6 +243,16 @@ def _merges(blocks: _Blocks, num_parts: Column, first_partial: Column) -> Int32s
     return _table([blocks.rows[of_query] + index, first, num_parts[of_query], blocks.counts[of_query]])
 
 
+def most_parts(num_keys: int) -> int:
+    """Parts of the keys of a decode, at most."""
+    return -(-num_keys // KEY_SPLIT)
+
+
+def most_pages(block_size: int) -> int:
+    """Pages of the keys of one part, at most."""
+    return -(-KEY_SPLIT // block_size) + 1
+
+
 def queries_per_item(group: int, row_width: int, element_bytes: int) -> int:
     """Queries of an item, for `group` heads that share a key, and rows of `row_width` elements in pages."""
     heads = min(1 << (group - 1).bit_length(), MOST_HEADS)

@@ -122,8 +122,7 @@ class DecoderStage(PipelineStage):
     @property
     def is_recordable(self) -> bool:
         """With Triton kernels, and without experts: the others' masks are made of values on the host."""
-        layers = self.config.layers[self.layers.start : self.layers.stop]
-        return self.kernels.decode is AttentionMethod.TRITON and are_recordable(layers)
+        return self.kernels.decode is AttentionMethod.TRITON and are_recordable(self.config.kinds)
 
     @torch.inference_mode()
     def load_parts(

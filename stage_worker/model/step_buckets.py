@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from checkpoint import Latent
-from checkpoint.step_graphs import MAX_PARTIAL_BYTES, decode_sizes, mixed_sizes
+from checkpoint.step_graphs import (
+    MAX_ITEMS,
+    MAX_PARTIAL_BYTES,
+    PARTIAL_PER_ITEM,
+    decode_sizes,
+    mixed_sizes,
+    partial_bytes,
+)
 from stage_worker.assignment import Assignment
-from stage_worker.model import attention_work
-from stage_worker.model.attention_work import WorkRoom
+from stage_worker.model.attention_work import WorkRoom, most_pages, most_parts
 from stage_worker.model.kernels import AttentionMethod
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import StepArrays, StepRoom
 
-_MAX_ITEMS = 2048
-"""Items of attention of a recorded step: a million keys, which take longer to read than kernels to launch."""
 _GROWTH = 4
 """Ratio of items of successive rooms: at most three of four programs have nothing to do."""
 
@@ -59,9 +62,6 @@ class StepBuckets:
     @classmethod
     def of(cls, model: PipelineStage, assignment: Assignment) -> StepBuckets:
         """The buckets of `model` for steps within the limits of `assignment`."""
-        mixers = [layer.mixer for layer in model.config.layers[model.layers.start : model.layers.stop]]
-        widths = (mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim for mixer in mixers)
-        elements = max(mixer.num_heads * (width + 2) for mixer, width in zip(mixers, widths, strict=True))
         return cls(
             max_step_tokens=assignment.max_step_tokens,
             max_step_sequences=assignment.max_step_sequences,
@@ -70,7 +70,7 @@ class StepBuckets:
             num_blocks=[assignment.group_blocks[number] for number, _ in model.group_windows],
             has_mixed=model.kernels.prefill is AttentionMethod.TRITON,
             queries_per_item=model.queries_per_item,
-            partial_bytes=4 * elements,
+            partial_bytes=max(partial_bytes(layer.mixer) for layer in model.config.kinds),
         )
 
     def padded(self, arrays: Sequence[StepArrays]) -> tuple[StepBucket, list[StepArrays]] | None:
@@ -121,8 +121,7 @@ class StepBuckets:
         if not is_decode:
             # Each slice, and the padding, ends with an item that may have fewer queries.
             num_blocks = min(num_tokens, self.max_step_sequences) + 1 + num_tokens // self.queries_per_item
-        num_parts = -(-self.max_sequence_tokens // attention_work.KEY_SPLIT)
-        most = min(num_blocks * num_parts, self._most_items(is_decode=is_decode))
+        most = min(num_blocks * most_parts(self.max_sequence_tokens), self._most_items(is_decode=is_decode))
         num_items, has_splits = num_blocks, False
         while True:
             yield StepBucket(
@@ -133,25 +132,20 @@ class StepBuckets:
             num_items, has_splits = min(_GROWTH * num_items, most), True
 
     def _most_items(self, *, is_decode: bool) -> int:
-        of_an_item = self.partial_bytes * (1 if is_decode else _PARTIAL_PER_ITEM)
-        return max(1, min(_MAX_ITEMS, MAX_PARTIAL_BYTES // of_an_item))
+        of_an_item = self.partial_bytes * (1 if is_decode else PARTIAL_PER_ITEM)
+        return max(1, min(MAX_ITEMS, MAX_PARTIAL_BYTES // of_an_item))
 
     def _room(self, bucket: StepBucket, num_blocks: int) -> StepRoom:
-        pages_per_item = -(-attention_work.KEY_SPLIT // self.block_size) + 1
-        num_partial = bucket.num_items * (1 if bucket.is_decode else _PARTIAL_PER_ITEM)
+        num_partial = bucket.num_items * (1 if bucket.is_decode else PARTIAL_PER_ITEM)
         return StepRoom(
             num_tokens=bucket.num_tokens,
             work=WorkRoom(
                 num_items=bucket.num_items,
                 num_merges=bucket.num_tokens if bucket.has_splits else 0,
-                num_pages=bucket.num_items * pages_per_item,
+                num_pages=bucket.num_items * most_pages(self.block_size),
                 num_partial=num_partial if bucket.has_splits else 0,
                 num_queries=1 if bucket.is_decode else self.queries_per_item,
             ),
             spare_slot=num_blocks * self.block_size,
             end_position=self.max_sequence_tokens,
         )
-
-
-_PARTIAL_PER_ITEM = 2
-"""Partial results for each item of a step with prompts: short chunks have several queries per item."""

@@ -99,7 +99,7 @@ def _of_gpus(plan: Plan) -> list[str]:
     )
     return [
         f"Activations include up to {buffers} of buffers for copies, which the host pins as much memory for,"
-        f" and {overhead} of workspaces of a GPU."
+        f" and {overhead} of workspaces and CUDA graphs of a GPU."
     ]
 
 

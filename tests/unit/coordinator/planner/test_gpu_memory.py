@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType, ScaledDType, parse_config
+from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import GPU_OVERHEAD_BYTES, StageMemory
@@ -148,10 +149,26 @@ def test_a_plan_for_gpus_fills_the_budget_with_all_that_exists(device: DeviceKin
     plan = gpu_plan(24 * GIB, device)
     for stage in plan.stages:
         parts = (stage.weight_bytes, stage.kv_bytes, stage.activation_bytes, stage.buffer_bytes)
-        assert stage.total_bytes == sum(parts) + GPU_OVERHEAD_BYTES <= 24 * GIB
+        assert stage.total_bytes == sum(parts) + stage.overhead_bytes <= 24 * GIB
         assert stage.pinned_bytes == stage.buffer_bytes > 0
     block_bytes = BLOCK_SIZE * 16 * 2 * 8 * 128 * 2
     assert min(stage.free_bytes for stage in plan.stages) < 2 * block_bytes
+
+
+def test_graphs_are_counted_for_kernels_that_attend_in_place() -> None:
+    """As the worker counts them; layers with experts have none."""
+    memory, limits = memory_of(llama_8b(), SHORT_STEPS), SHORT_STEPS
+    expected = graph_bytes(
+        memory.config.layers,
+        memory.config.hidden_size,
+        DType.BF16,
+        max_step_tokens=limits.max_step_tokens,
+        max_step_sequences=limits.max_step_sequences,
+    )
+    found = [memory.overhead_bytes(device) for device in (DeviceKind.GPU_IN_PLACE, DeviceKind.GPU)]
+    assert found == [GPU_OVERHEAD_BYTES + expected, GPU_OVERHEAD_BYTES]
+    assert 128 << 20 < expected < 1 << 30
+    assert memory_of(parse_config(V3), SHORT_STEPS).graph_bytes(DeviceKind.GPU_IN_PLACE) == 0
 
 
 def test_attention_in_place_leaves_room_for_more_tokens() -> None:
