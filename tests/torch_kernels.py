@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stage_worker.backends import tensor_views
+from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import attention_work, operations
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.operations import TorchOperations, limited
@@ -24,8 +26,10 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
         "operations": SimpleNamespace(TritonOperations=TorchOperations),
         "attention": SimpleNamespace(attend=attend),
+        "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
     }
-    monkeypatch.setattr(operations, "load_triton", lambda name: modules[name])
+    for module in (operations, tensor_views):
+        monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 
 def _gathered(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from bench.harness.figure import Figure, Round, of_rounds
 from bench.harness.group import Setting
 from bench.harness.llama import LLAMA_88M, LLAMA_480M, checkpoint
 from checkpoint import Checkpoint
+from stage_worker.model.attention_views import HostArray
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import PLAIN
-from stage_worker.model.step_layout import HostArray
 from stage_worker.model.weight_reads import NUM_READERS, CopyEvent, DeviceCopies
 
 TARGET = 0.8

@@ -263,9 +263,7 @@ def _load(
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
     compute.record_graphs()
-    budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
-    warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
-    cache.has_warmed_up = True
+    _warm_up(executor, assignment, checkpoint.config, resources, cache)
     _check_peak(executor, assignment, checkpoint.config, resources, model.weight_bytes + kv_bytes)
     return LoadedStage(
         assignment=assignment,
@@ -298,6 +296,18 @@ def _read(
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
 
 
+def _warm_up(
+    executor: StepExecutor,
+    assignment: Assignment,
+    config: Blueprint,
+    resources: WorkerResources,
+    cache: StageCache,
+) -> None:
+    budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
+    warm_up(executor, assignment, config, budget_s=budget_s)
+    cache.has_warmed_up = True
+
+
 def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: WorkerResources) -> PipelineStage:
     """The stage without its weights."""
     new_stage: Callable[..., PipelineStage] = DecoderStage
@@ -327,13 +337,13 @@ def _new_compute(
     kv_bytes: int,
 ) -> ModelCompute:
     """The computation of a loaded `model`, with all its buffers."""
-    graph_bytes = _graph_bytes(assignment, resources, model, kv_bytes=kv_bytes)
+    budget_bytes = _graph_bytes(assignment, resources, model, kv_bytes=kv_bytes)
     grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
-    pages = new_pages(assignment, checkpoint.config, model.device, num_spare=1 if graph_bytes else 0)
+    pages = new_pages(assignment, checkpoint.config, model.device, num_spare=1 if budget_bytes else 0)
     graphs = None
-    if graph_bytes:
+    if budget_bytes:
         buckets, recorder = StepBuckets.of(model, assignment), CudaRecorder(model.device)
-        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=graph_bytes)
+        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
     transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs)
     return cache.begin_stage(
         model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers, graphs=graphs

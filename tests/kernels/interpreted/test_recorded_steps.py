@@ -15,6 +15,7 @@ import torch
 
 from stage_worker.backends.step_graphs import Graph, GraphRecorder
 from stage_worker.model import attention_work
+from stage_worker.model.kernels import by_triton
 from tests.fake_device import FakeQueue
 from tests.families import make_family
 from tests.integration.stage_bench import GREEDY, Log, new_assignment
@@ -79,8 +80,8 @@ def test_padded_steps_equal_steps_as_they_are(
     directory = make_family(tmp_path / "model", family, num_layers=3, **FAMILIES[family])
     assignment = replace(new_assignment(directory, stage=0, num_stages=1), max_step_tokens=64)
     recorder, cpu = Repeats(), torch.device("cpu")
-    eager = staged_executor(assignment, FakeQueue(), cpu, has_kernels=True)
-    recorded = staged_executor(assignment, FakeQueue(), cpu, has_kernels=True, recorder=recorder)
+    eager = staged_executor(assignment, FakeQueue(), cpu, new_kernels=by_triton)
+    recorded = staged_executor(assignment, FakeQueue(), cpu, new_kernels=by_triton, recorder=recorder)
     for executor in (eager, recorded):
         executor.begin_epoch(1, stage=0)
     for step in steps(Log(assignment)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound
 from stage_worker.backends.backend import LoadCancelled
 from stage_worker.backends.contract import DeviceError
-from stage_worker.model.step_layout import HostArray
+from stage_worker.model.attention_views import HostArray
 from stage_worker.model.weight_reads import NUM_READERS, NUM_WINDOWS, WeightPiece, WeightReads
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
