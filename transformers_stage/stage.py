@@ -12,6 +12,7 @@ stays in its own code:
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any, ClassVar
 
 import torch
@@ -148,6 +149,8 @@ class TransformersStage(PipelineStage):
                 f"--quantize {config.weight_format.value} is for native layers, transformers computes these"
             )
         self._step, self._passing = CurrentStep(), _Passing()
+        # Prompts are scored on another thread than steps are begun, and the modules have state.
+        self._turn = Lock()
         self._model: DecoderModel | None = None
         self._lists: _Lists | None = None
 
@@ -189,10 +192,11 @@ class TransformersStage(PipelineStage):
 
     def _embedded(self, token_ids: Tensor, position: int) -> Tensor:
         model, lists = self._loaded()
-        model.place_layers(lists.entering)
         positions = torch.full_like(token_ids, position)[None]
-        model.base(input_ids=token_ids[None], position_ids=positions, use_cache=False)
-        return self._passing.take()
+        with self._turn:
+            model.place_layers(lists.entering)
+            model.base(input_ids=token_ids[None], position_ids=positions, use_cache=False)
+            return self._passing.take()
 
     def _check_embeddings(self, model: DecoderModel) -> None:
         """Raise UnsupportedModel for embeddings that depend on positions."""
@@ -213,23 +217,25 @@ class TransformersStage(PipelineStage):
     def compute(self, embedded: Tensor, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
         """`forward`, where the model takes `embedded` for the embeddings."""
         model, lists = self._loaded()
-        self._step.layout, self._step.pages, self._passing.given = step, pages, hidden[None]
-        model.place_layers(lists.computing)
-        try:
-            model.base(inputs_embeds=embedded[None], position_ids=step.positions[None], use_cache=False)
-        finally:
-            self._step.layout = self._step.pages = None
-        return self._passing.take()
+        with self._turn:
+            self._step.layout, self._step.pages, self._passing.given = step, pages, hidden[None]
+            model.place_layers(lists.computing)
+            try:
+                model.base(inputs_embeds=embedded[None], position_ids=step.positions[None], use_cache=False)
+            finally:
+                self._step.layout = self._step.pages = None
+            return self._passing.take()
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         model, lists = self._loaded()
         assert self.has_head, "logits() on a stage without output head"
-        self._passing.given = hidden[None]
-        model.place_layers(lists.leaving)
         positions = torch.zeros((1, len(hidden)), dtype=torch.int64, device=self.device)
-        output = model.causal(inputs_embeds=hidden[None], position_ids=positions, use_cache=False)
-        self._passing.given = None
+        with self._turn:
+            self._passing.given = hidden[None]
+            model.place_layers(lists.leaving)
+            output = model.causal(inputs_embeds=hidden[None], position_ids=positions, use_cache=False)
+            self._passing.given = None
         logits: Tensor = output.logits[0]
         return logits.to(torch.float32)
 
