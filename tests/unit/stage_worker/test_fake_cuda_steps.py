@@ -60,6 +60,13 @@ NEED_A_LOOK = {
 LOGPROBS = TokenLogprobs(5, -1.0, 1, ())
 
 
+def with_scored_chunks(step: Step) -> Step:
+    chunks = [
+        replace(chunk, inference_step=replace(chunk.inference_step, is_scored=True)) for chunk in step.chunks
+    ]
+    return replace(step, chunks=tuple(chunks))
+
+
 def steps(log: Log, samplings: tuple[StepSampling, ...], *, epoch: int = 1) -> list[tuple[str, Step]]:
     """A prompt in two chunks, prompts of several sequences, decodes, and decodes beside a prompt."""
     log.begin(epoch)
@@ -76,7 +83,7 @@ def steps(log: Log, samplings: tuple[StepSampling, ...], *, epoch: int = 1) -> l
             if part.is_sampled
         ]
         log.complete(StepResult.of(step.epoch, step.step_id, answers))
-        found.append((kind, step))
+        found.append((kind, with_scored_chunks(step) if samplings[0].prompt_logprobs else step))
 
     run("chunk")
     run("last chunk")
