@@ -192,7 +192,12 @@ class ModelCompute(StageCompute):
         if self._grammars is not None:
             self._grammars.clear()
         if self._model.has_head:
-            self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
+            self._sampler = Sampler(
+                vocab_size=self.vocab_size,
+                stage=stage,
+                grammars=self._grammars,
+                has_kernels=self._model.kernels.are_triton,
+            )
 
     def close(self) -> None:
         """Release model, pages and buffers, even if this object is referenced; it can no longer compute."""

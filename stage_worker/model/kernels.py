@@ -185,6 +185,11 @@ class Kernels:
         return self.products if self.quantized is None else self.quantized
 
     @property
+    def are_triton(self) -> bool:
+        """Whether Triton kernels compute what is not a product, the sampled tokens included."""
+        return self.decode is AttentionMethod.TRITON
+
+    @property
     def choice(self) -> KernelChoice:
         """COMPILED where compiled functions compute a layer's operations, else PLAIN."""
         is_compiled = self.decode in (AttentionMethod.IN_PLACE, AttentionMethod.TRITON)

@@ -328,8 +328,6 @@ class RandomRows:
 
     def __init__(self, draws: Mapping[int, Draw], vocab_size: int) -> None:
         """`draws` by row, with temperatures above 0."""
-        self._draws = draws
-        self._vocab_size = vocab_size
         self._plain, self._few, self._many = (
             _DrawnRows.of(part, vocab_size) if part else None for part in _by_width(draws, vocab_size)
         )
@@ -341,7 +339,9 @@ class RandomRows:
                 yield from part.arrays
 
     def sample(self, scores: Tensor, maxima: Tensor, tokens: Tensor, place: Place) -> Tensor:
-        """Write their tokens into `tokens` [n], and return which are final, bool [n]; see `sample_again`.
+        """Write their tokens into `tokens` [n], and return which are final, bool [n].
+
+        `sample_at_full_width` samples the others.
 
         `scores` are float32 [n, vocab_size] with finite maxima [n]. On a device, nothing waits for it.
         """
@@ -357,17 +357,6 @@ class RandomRows:
             is_exact.index_fill_(0, place(self._many.rows), False)
         return is_exact
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._draws
-
-    def sample_again(self, row: int, scores: Tensor, maxima: Tensor) -> int:
-        """The token of a `row` that `sample` left open, from its own scores [1, vocab_size] and maximum [1].
-
-        Waits for the device.
-        """
-        drawn = _DrawnRows.of({0: self._draws[row]}, self._vocab_size)
-        return int(_choose_at_full_width(drawn.batch(scores, maxima, copies_to(scores.device))))
-
 
 def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Token ids [n] from `scores` float32 [n, vocab_size] with finite row maxima [n] and temperatures above
@@ -378,8 +367,17 @@ def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tens
     is_exact = rows.sample(scores, maxima, tokens, copies_to(scores.device))
     for row, is_done in enumerate(is_exact.tolist()):
         if not is_done:
-            tokens[row] = rows.sample_again(row, scores[row : row + 1], maxima[row : row + 1])
+            tokens[row] = sample_at_full_width(draws[row], scores[row : row + 1], maxima[row : row + 1])
     return tokens
+
+
+def sample_at_full_width(draw: Draw, scores: Tensor, maxima: Tensor) -> int:
+    """The token of a row of `scores` [1, vocab_size] with its finite maximum [1]; waits for a device.
+
+    This is the definition of the shortcuts.
+    """
+    drawn = _DrawnRows.of({0: draw}, scores.shape[-1])
+    return int(_choose_at_full_width(drawn.batch(scores, maxima, copies_to(scores.device))))
 
 
 def copies_to(device: torch.device) -> Place:

@@ -14,7 +14,7 @@ from stage_worker.sampling.logits_processors import (
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
-from stage_worker.sampling.step_rows import OPEN, StepRows, rows_per_block
+from stage_worker.sampling.step_rows import NOT_FINITE, OPEN, StepRows, rows_per_block
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
@@ -212,6 +212,9 @@ def score(
 
 NO_GRAMMARS = "structured output is not available on this stage"
 
+MAX_KERNEL_VOCAB = 1 << 19
+"""Tokens whose sums the margin of the Triton kernels covers."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
@@ -242,11 +245,22 @@ class Sampler:
     `settle` and `score` may run beside the other methods, for steps that were prepared before.
     """
 
-    def __init__(self, *, vocab_size: int, stage: int, grammars: GrammarMasks | None = None) -> None:
-        """Without `grammars`, only sequences with structured output fail."""
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        stage: int,
+        grammars: GrammarMasks | None = None,
+        has_kernels: bool = False,
+    ) -> None:
+        """Without `grammars`, only sequences with structured output fail.
+
+        Triton kernels sample the rows of `prepare` with `has_kernels`, instead of torch's operators.
+        """
         self._vocab_size = vocab_size
         self._stage = stage
         self._grammars = grammars
+        self._by_kernels = has_kernels and vocab_size <= MAX_KERNEL_VOCAB
         self._live: dict[SequenceKey, SamplerState] = {}
         self._by_identity: dict[bytes, SamplerState] = {}
         self._identities: dict[SequenceKey, bytes] = {}
@@ -273,7 +287,8 @@ class Sampler:
         """What sampling `step` needs, for logits on `device`; the input tokens of its decodes are appended
         to their sequences.
 
-        A CPU leaves decodes to `settle` if one of them has parameters or a result of its own, and so chunks.
+        A CPU without kernels leaves decodes to `settle` if one of them has parameters or a result of its own,
+        and likewise chunks.
         """
         batch = self._batch(step.decodes.identities)
         chunks = [chunk for chunk in step.chunks if chunk.is_sampled]
@@ -284,10 +299,10 @@ class Sampler:
         states = [*batch.states, *of_chunks]
         are_plain = batch.is_plain and all(state.is_plain for state in of_chunks)
         held = frozenset[int]()
-        if not are_plain and device.type == "cpu":
+        if not are_plain and device.type == "cpu" and not self._by_kernels:
             held = frozenset(range(len(batch.states) if batch.is_plain else 0, len(states)))
-        elif not are_plain:
-            held = _held(states)
+        elif not are_plain or self._by_kernels:
+            held = _held(states, by_kernels=self._by_kernels)
         rows = None
         if len(held) < len(states):
             positions = [position + 1 for position in unpack_column(step.decodes.positions)]
@@ -304,7 +319,7 @@ class Sampler:
         `logits` float32 [n, vocab_size] are those of `StepRows.choose`, which returned `tokens` (empty
         without `rows`). Waits for the device if a row needs a look.
         """
-        if step.are_plain and OPEN not in tokens:
+        if step.are_plain and not step.held and min(tokens, default=0) >= 0:
             return tokens
         assert logits is not None, "a sampled row has logits"
         slices = step.slices
@@ -315,15 +330,12 @@ class Sampler:
                 looks.append(row)
             elif settled[row] == OPEN:
                 assert step.rows is not None, "a row that is not held"
-                token = step.rows.look_again(row, logits[row : row + 1].cpu())
-                settled[row] = self.not_finite(slices[row]) if token is None else token
+                settled[row] = step.rows.look_again(row, logits[row : row + 1].cpu())
+            if settled[row] == NOT_FINITE:
+                settled[row] = self._not_finite(slices[row], _position(slices[row]))
         for row, result in zip(looks, self._results(slices, step.states, logits, looks), strict=True):
             settled[row] = result
         return self._with_logprobs(slices, step.states, logits, settled)
-
-    def not_finite(self, step_slice: StepSlice) -> SliceResult:
-        """The result of a sampled slice whose logits are not finite."""
-        return self._not_finite(step_slice, _position(step_slice))
 
     def _batch(self, identities: bytes) -> "_Batch":
         """States of a batch that decodes. Steady decoding repeats its batches."""
@@ -355,6 +367,7 @@ class Sampler:
             {row: state.edits for row, state in free if state.edits is not None},
             vocab_size=self._vocab_size,
             device=device,
+            by_kernels=self._by_kernels,
         )
 
     def _append(self, step_slice: StepSlice, state: SamplerState) -> None:
@@ -526,12 +539,13 @@ class _Batch:
     is_plain: bool
 
 
-def _held(states: Sequence[SamplerState]) -> frozenset[int]:
+def _held(states: Sequence[SamplerState], *, by_kernels: bool) -> frozenset[int]:
     """Rows that a device does not sample."""
     held, edit_bytes = set[int](), 0
     for row, state in enumerate(states):
         more_bytes = 0 if state.edits is None else state.edits.most_bytes
-        if state.needs_look or edit_bytes + more_bytes > MAX_EDIT_BYTES:
+        is_unknown = by_kernels and state.sampling.typical_p < 1.0
+        if state.needs_look or is_unknown or edit_bytes + more_bytes > MAX_EDIT_BYTES:
             held.add(row)
         else:
             edit_bytes += more_bytes

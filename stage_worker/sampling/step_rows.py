@@ -7,17 +7,25 @@ is the one that a CPU samples; the others need a look, once the step has ended.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stage_worker.model.kernels import load_triton
 from stage_worker.sampling.logits_processors import LogitEdits, Place, SequenceEdits
-from stage_worker.sampling.random_choice import Draw, RandomRows, argmax_rows
+from stage_worker.sampling.random_choice import (
+    Draw,
+    RandomRows,
+    argmax_rows,
+    sample_at_full_width,
+    uniform_samples,
+)
 
 MAX_BLOCK_ELEMENTS = 1 << 20
 """Logits per block on a CPU: fits the processor's caches, and takes 8 MiB in float64."""
-OPEN = -1
-"""In the place of a token: the row needs a look."""
+OPEN, NOT_FINITE = -1, -2
+"""In the place of a token: the row needs a look, or certainly has a NaN or an infinity."""
 
 
 def rows_per_block(vocab_size: int, device: torch.device) -> int:
@@ -28,40 +36,70 @@ def rows_per_block(vocab_size: int, device: torch.device) -> int:
 
 
 class _Block:
-    """Rows [first, end) of a step that are sampled together."""
+    """Rows that are sampled together, by torch's operators."""
 
-    def __init__(
-        self,
-        rows: slice,
-        draws: Mapping[int, Draw],
-        edits: Mapping[int, SequenceEdits],
-        vocab_size: int,
-    ) -> None:
-        self.rows = rows
-        drawn = {row - rows.start: draw for row, draw in draws.items() if rows.start <= row < rows.stop}
-        edited = {row - rows.start: edit for row, edit in edits.items() if rows.start <= row < rows.stop}
-        self.drawn = RandomRows(drawn, vocab_size) if drawn else None
-        self._edits = LogitEdits(edited, vocab_size) if edited else None
+    def __init__(self, draws: Mapping[int, Draw], edits: LogitEdits | None, vocab_size: int) -> None:
+        self._drawn = RandomRows(draws, vocab_size) if draws else None
+        self._edits = edits
 
     @property
     def arrays(self) -> Iterator[NDArray[Any]]:
         if self._edits is not None:
             yield from self._edits.arrays
-        if self.drawn is not None:
-            yield from self.drawn.arrays
+        if self._drawn is not None:
+            yield from self._drawn.arrays
 
     def choose(self, logits: Tensor, place: Place) -> Tensor:
-        """Tokens int64 [n] of `logits` [n, vocab_size]."""
         are_settled = torch.isfinite(logits.sum(dim=-1))
-        if self._edits is not None:
-            logits = logits.clone(memory_format=torch.contiguous_format)
-            self._edits.apply(logits, place)
-        maxima, tokens = argmax_rows(logits)
-        if self._edits is not None:
+        scores = _edited(logits, self._edits, place)
+        maxima, tokens = argmax_rows(scores)
+        if scores is not logits:
             are_settled &= ~torch.isneginf(maxima)
-        if self.drawn is not None:
-            are_settled &= self.drawn.sample(logits, maxima, tokens, place)
+        if self._drawn is not None:
+            are_settled &= self._drawn.sample(scores, maxima, tokens, place)
         return torch.where(are_settled, tokens, OPEN)
+
+
+class _KernelRows:
+    """All rows of a step, sampled by Triton kernels."""
+
+    def __init__(
+        self, num_rows: int, draws: Mapping[int, Draw], edits: LogitEdits | None, vocab_size: int
+    ) -> None:
+        self._edits = edits
+        self._columns: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
+        if draws:
+            rows, sampled = list(draws), list(draws.values())
+            reals, top_k = np.zeros((4, num_rows)), np.full(num_rows, vocab_size, np.int64)
+            parameters = [
+                (draw.sampling.temperature, draw.sampling.top_p, draw.sampling.min_p) for draw in sampled
+            ]
+            reals[:3, rows], reals[3, rows] = np.array(parameters).T, uniform_samples(sampled)
+            top_k[rows] = [min(draw.sampling.top_k or vocab_size, vocab_size) for draw in sampled]
+            self._columns = reals, top_k
+
+    @property
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        if self._edits is not None:
+            yield from self._edits.arrays
+        if self._columns is not None:
+            yield from self._columns
+
+    def choose(self, logits: Tensor, place: Place) -> Tensor:
+        reals, top_k = (None, None) if self._columns is None else map(place, self._columns)
+        tokens: Tensor = load_triton("sampling").choose(
+            logits, _edited(logits, self._edits, place), reals, top_k
+        )
+        return tokens
+
+
+def _edited(logits: Tensor, edits: LogitEdits | None, place: Place) -> Tensor:
+    """`logits` with `edits`; themselves without."""
+    if edits is None:
+        return logits
+    scores = logits.clone(memory_format=torch.contiguous_format)
+    edits.apply(scores, place)
+    return scores
 
 
 class StepRows:
@@ -75,35 +113,50 @@ class StepRows:
         *,
         vocab_size: int,
         device: torch.device,
+        by_kernels: bool = False,
     ) -> None:
-        """`draws` and `edits` by row; `draws` with temperatures above 0, the other rows are greedy."""
-        size = rows_per_block(vocab_size, device)
-        self._blocks = [
-            _Block(slice(first, min(first + size, num_rows)), draws, edits, vocab_size)
-            for first in range(0, num_rows, size)
-        ]
+        """`draws` and `edits` by row; `draws` with temperatures above 0, the other rows are greedy.
+
+        Triton kernels sample all rows at once, and know no typical_p.
+        """
+        self._draws = draws
+        size = num_rows if by_kernels else rows_per_block(vocab_size, device)
+        self._blocks: list[tuple[slice, _Block | _KernelRows]] = []
+        for first in range(0, num_rows, size):
+            rows = range(first, min(first + size, num_rows))
+            drawn = {row - first: draws[row] for row in rows if row in draws}
+            edited = {row - first: edits[row] for row in rows if row in edits}
+            block_edits = LogitEdits(edited, vocab_size) if edited else None
+            self._blocks.append(
+                (
+                    slice(rows.start, rows.stop),
+                    _KernelRows(num_rows, drawn, block_edits, vocab_size)
+                    if by_kernels
+                    else _Block(drawn, block_edits, vocab_size),
+                )
+            )
 
     @property
     def arrays(self) -> Iterator[NDArray[Any]]:
-        for block in self._blocks:
+        for _, block in self._blocks:
             yield from block.arrays
 
     def choose(self, logits: Tensor, place: Place) -> Tensor:
-        """Tokens int64 [n] of `logits` float32 [n, vocab_size], or OPEN; nothing waits for a device."""
-        chosen = [block.choose(logits[block.rows], place) for block in self._blocks]
+        """Tokens int64 [n] of `logits` float32 [n, vocab_size], or OPEN, or NOT_FINITE.
+
+        Nothing waits for a device.
+        """
+        chosen = [block.choose(logits[rows], place) for rows, block in self._blocks]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
-    def look_again(self, row: int, logits: Tensor) -> int | None:
+    def look_again(self, row: int, logits: Tensor) -> int:
         """The token of an OPEN `row` without edits, from its `logits` [1, vocab_size] on the host.
 
-        None if they are not finite. Few rows are open: their logits overflow as a sum, or many tokens pass
+        NOT_FINITE if they are not. Few rows are open: their logits overflow as a sum, or many tokens pass
         their filters.
         """
         if not bool(torch.isfinite(logits).all()):
-            return None
-        block = next(block for block in self._blocks if block.rows.start <= row < block.rows.stop)
+            return NOT_FINITE
         maxima, likeliest = argmax_rows(logits)
-        row -= block.rows.start
-        if block.drawn is None or row not in block.drawn:
-            return int(likeliest)
-        return block.drawn.sample_again(row, logits, maxima)
+        draw = self._draws.get(row)
+        return int(likeliest) if draw is None else sample_at_full_width(draw, logits, maxima)

@@ -28,7 +28,7 @@ from stage_worker.model.attention_work import AttentionWork, HostWork, queries_p
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.norms import NormWeights
-from stage_worker.model.triton_kernels import gates, heads, launch
+from stage_worker.model.triton_kernels import gates, heads, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_product
@@ -189,6 +189,16 @@ def _held_cases() -> dict[str, Callable[[], None]]:
 DTYPES = {"bf16": BF16, "f16": F16, "f32": F32}
 
 
+def sampled(vocab_size: int, *, is_edited: bool = False, is_greedy: bool = False) -> None:
+    logits = new((64, vocab_size), dtype=F32)
+    scores = new((64, vocab_size), dtype=F32) if is_edited else logits
+    reals, top_k = new((4, 64), dtype=torch.float64), new(64, dtype=torch.int64)
+    if is_greedy:
+        sampling.choose(logits, scores, None, None)
+    else:
+        sampling.choose(logits, scores, reals, top_k)
+
+
 def _cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for is_decode, phase in ((True, "decode"), (False, "prompt")):
@@ -225,6 +235,10 @@ def _cases() -> dict[str, Callable[[], None]]:
     for scaled in ScaledDType:
         for name, dtype in DTYPES.items():
             cases[f"wire-{scaled.value}-{name}"] = partial(wire_rows, scaled, dtype)
+    for vocab_size in (257, 4096, 32_000, 50_257, 128_256, 262_144):
+        cases[f"sampled-{vocab_size}"] = partial(sampled, vocab_size)
+    cases["sampled-edited"] = partial(sampled, 151_936, is_edited=True)
+    cases["sampled-greedy"] = partial(sampled, 151_936, is_greedy=True)
     cases["gate-clamped"] = partial(gate, ClampedSwiGlu(alpha=1.7, limit=7.0), BF16)
     return cases
 
@@ -235,6 +249,7 @@ _TYPES = {
     BF16: "*bf16",
     F16: "*fp16",
     F32: "*fp32",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",

@@ -1,0 +1,423 @@
+"""Sampled tokens of rows of logits, certain to be those that a CPU samples.
+
+The filters and the draw are those of `stage_worker.sampling.random_choice`. A kernel's sums are rounded in
+another order than a CPU's: a row whose token could change if a sum was wrong by MARGIN is left open, and so
+is a row whose filters may keep more than NUM_CANDIDATES tokens. Sums of n float64 of one sign are wrong by at
+most n * 2 ** -53 of themselves in any order, and weights by some 2 ** -43: together below MARGIN / 2 for
+MAX_VOCAB tokens. A flat distribution of 128,000 tokens leaves one row in 10,000 open, others hardly any.
+
+A filtered row is decided on its candidates: all tokens above a score that at most NUM_CANDIDATES exceed. The
+whole row counts by its total weight only, which is added up in parts, as for a draw without filters.
+"""
+
+# Constants of kernels are in capitals.
+# ruff: noqa: N803
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, Launch, padded
+from stage_worker.sampling.step_rows import NOT_FINITE, OPEN
+
+NUM_CANDIDATES = 4096
+"""Also the tokens of a part."""
+
+_WIDTH = tl.constexpr(NUM_CANDIDATES)
+_SPAN = tl.constexpr(2048)
+"""Tokens of a row that are looked at together while candidates are selected."""
+_OPEN, _NOT_FINITE = tl.constexpr(OPEN), tl.constexpr(NOT_FINITE)
+MARGIN = tl.constexpr(2.0**-32)
+"""Relative to a row's total weight, or to a weight."""
+_SMALLEST_LOG_WEIGHT = tl.constexpr(-700.0)
+_LOWEST_KEY = tl.constexpr(-(2**31))
+_NUM_HALVINGS = tl.constexpr(33)
+"""Of the 2 ** 32 keys and one more, until one is left."""
+_INTERPRETED_ELEMENTS = 1 << 18
+"""Of one program: the interpreter's time is by operation."""
+
+
+# fmt: off
+@triton.jit
+def parts_kernel(
+    logits, stride, part_maxima, part_ids, part_flags, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Maximum of one part of one row, its lowest id, and whether a value is not finite."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, COLUMNS)
+    ids = part * _WIDTH + columns
+    x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+    largest = tl.max(x, 0)
+    if part_maxima is not None:
+        tl.store(part_maxima + row * PARTS + part, largest)
+        tl.store(part_ids + row * PARTS + part, tl.min(tl.where(x == largest, ids, VOCAB), 0))
+    if part_flags is not None:
+        is_bad = ~(tl.abs(x) < float("inf")) & (ids < VOCAB)
+        tl.store(part_flags + row * PARTS + part, tl.max(is_bad.to(tl.int32), 0))
+
+
+@triton.jit
+def _weights(scores, maxima, temperature):
+    """float64 [rows, columns] of float32 `scores`, relative to the `maxima` [rows] of whole rows."""
+    below = (scores.to(tl.float64) - maxima.to(tl.float64)[:, None]) / temperature[:, None]
+    return tl.exp(tl.maximum(below, _SMALLEST_LOG_WEIGHT))
+
+
+@triton.jit
+def _row_maxima(part_maxima, rows, is_row, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    parts = tl.arange(0, PADDED)[None, :]
+    is_part = is_row[:, None] & (parts < PARTS)
+    return tl.load(part_maxima + rows[:, None] * PARTS + parts, mask=is_part, other=float("-inf"))
+
+
+@triton.jit
+def masses_kernel(
+    logits, stride, reals, top_k, part_maxima, masses, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Weight of one part of one row that needs its total."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one = tl.zeros([1], tl.int64)
+    temperature, top_p = tl.load(reals + row), tl.load(reals + num_rows + row)
+    is_whole = tl.load(top_k + row) >= VOCAB
+    needs_total = is_whole & ((top_p < 1.0) | (tl.load(reals + 2 * num_rows + row) == 0.0))
+    if needs_total & (temperature > 0.0):
+        maxima = tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1)
+        ids = part * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+        x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+        weights = tl.where(ids < VOCAB, _weights(x, maxima, one.to(tl.float64) + temperature), 0.0)
+        tl.store(masses + row * PARTS + part + one, tl.sum(weights, 1))
+
+
+@triton.jit
+def _keys(scores):
+    """int32 in the order of float32 `scores`, equal for equals."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _num_above(logits, VOCAB: tl.constexpr, key):
+    """Number of tokens of a row with higher keys."""
+    found = 0
+    for first in range(0, VOCAB, _SPAN):
+        ids = first + tl.arange(0, _SPAN)
+        x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
+        found += tl.sum(((_keys(x) > key) & (ids < VOCAB)).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def select_kernel(
+    logits, stride, reals, top_k, part_maxima, candidates, candidate_ids, counts, bounds, num_rows,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+):
+    """Candidates of one filtered row, in the order of ids: its tokens above a bound."""
+    row = tl.program_id(0).to(tl.int64)
+    one = tl.zeros([1], tl.int64)
+    num_kept = tl.load(top_k + row)
+    is_filtered = (num_kept < VOCAB) | (tl.load(reals + num_rows + row) < 1.0)
+    is_filtered |= tl.load(reals + 2 * num_rows + row) > 0.0
+    if is_filtered & (tl.load(reals + row) > 0.0):
+        wanted = tl.minimum(tl.maximum(num_kept * (num_kept < VOCAB), _WIDTH // 2), _WIDTH)
+        largest = tl.max(tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1), 0)
+        low, high = tl.full([], _LOWEST_KEY, tl.int64), _keys(largest).to(tl.int64)
+        found = 0
+        while (found < wanted) & (high - low > 1):
+            middle = (low + high) >> 1
+            above = _num_above(logits + row * stride, VOCAB, middle.to(tl.int32))
+            if above > _WIDTH:
+                low = middle
+            else:
+                high = middle
+                found = above
+        end = 0
+        for first in range(0, VOCAB, _SPAN):
+            ids = first + tl.arange(0, _SPAN)
+            x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+            is_kept = (_keys(x) > high) & (ids < VOCAB)
+            places = end + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+            end += tl.sum(is_kept.to(tl.int32), 0)
+            is_kept &= places < _WIDTH  # a NaN is above all
+            tl.store(candidates + row * _WIDTH + places, x, mask=is_kept)
+            tl.store(candidate_ids + row * _WIDTH + places, ids, mask=is_kept)
+        tl.store(counts + row, tl.minimum(end, _WIDTH))
+        bits = high.to(tl.int32)
+        tl.store(bounds + row, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _edge(keys, masses, targets, largest):
+    """The highest keys [rows] whose tokens and those above have masses that reach `targets`, as int64.
+
+    _LOWEST_KEY if no key is reached; `largest` are the highest of all.
+    """
+    low = tl.full(targets.shape, _LOWEST_KEY, tl.int64)
+    high = largest.to(tl.int64) + 1
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) >> 1
+        reached = tl.sum(tl.where(keys >= middle.to(tl.int32)[:, None], masses, 0.0), 1) >= targets
+        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle)
+    return low
+
+
+@triton.jit
+def _is_far(values, targets, margins, is_used):
+    """Whether all used `values` [rows, columns] differ from `targets` [rows] by more than `margins`."""
+    is_near = is_used & ~(tl.abs(values - targets[:, None]) > margins[:, None])
+    return tl.max(is_near.to(tl.int32), 1) == 0
+
+
+@triton.jit
+def _top_k(keys, weights, is_token, num_kept, is_used, largest):
+    """Weights of the `num_kept` likeliest tokens with their equals, and whether they are all candidates."""
+    present = tl.where(is_token, 1.0, 0.0).to(tl.float64)
+    wanted = tl.where(is_used, num_kept, 1).to(tl.float64)
+    edge = _edge(keys, present, wanted, largest)
+    is_dropped = is_used[:, None] & (keys < edge[:, None])
+    return tl.where(is_dropped, 0.0, weights), tl.sum(present, 1) >= wanted
+
+
+@triton.jit
+def _top_p(keys, weights, top_p, totals, largest):
+    """Weights of the likeliest tokens that reach `top_p` of `totals`, and whether that is certain."""
+    targets, margins = top_p * totals, totals * MARGIN
+    edge = _edge(keys, weights, targets, largest)[:, None]
+    is_equal = (keys == edge) & (weights > 0.0)
+    above = tl.sum(tl.where(keys > edge, weights, 0.0), 1)
+    weight = tl.max(tl.where(is_equal, weights, 0.0), 1)
+    equals = tl.cumsum(is_equal.to(tl.int32), 1)
+    before = above[:, None] + (equals - 1).to(tl.float64) * weight[:, None]
+    reached = above + tl.sum(is_equal.to(tl.int32), 1).to(tl.float64) * weight
+    is_certain = (reached - targets > margins) & _is_far(before, targets, margins, is_equal)
+    is_dropped = (keys < edge) | (is_equal & (before >= targets[:, None]))
+    is_used = top_p < 1.0
+    return tl.where(is_used[:, None] & is_dropped, 0.0, weights), ~is_used | is_certain
+
+
+@triton.jit
+def _min_p(scores, maxima, weights, min_p):
+    """Weights of at least `min_p`, and whether that is certain: a weight of exactly 1 is."""
+    is_near = ~(tl.abs(weights - min_p[:, None]) > min_p[:, None] * MARGIN) & (scores < maxima[:, None])
+    is_near &= weights > 0.0
+    is_certain = (tl.max(is_near.to(tl.int32), 1) == 0) | (min_p == 0.0)
+    return tl.where(weights >= min_p[:, None], weights, 0.0), is_certain
+
+
+@triton.jit
+def _tokens_of_vocabulary(logits, stride, rows, is_row, VOCAB: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scores [rows, COLUMNS] of all tokens, and which are some."""
+    columns = tl.arange(0, COLUMNS)[None, :]
+    is_token = is_row[:, None] & (columns < VOCAB)
+    return tl.load(logits + rows[:, None] * stride + columns, mask=is_token, other=float("-inf")), is_token
+
+
+@triton.jit
+def _tokens_of_part(logits, stride, rows, part, is_used, VOCAB: tl.constexpr):
+    """Like `_tokens_of_vocabulary`, of one part [rows]."""
+    ids = part[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+    is_token = is_used[:, None] & (ids < VOCAB)
+    return tl.load(logits + rows[:, None] * stride + ids, mask=is_token, other=float("-inf")), is_token
+
+
+@triton.jit
+def _candidate_tokens(candidates, rows, count):
+    """Like `_tokens_of_vocabulary`, of `count` [rows] candidates."""
+    columns = tl.arange(0, _WIDTH)[None, :]
+    is_token = columns < count[:, None]
+    found = tl.load(candidates + rows[:, None] * _WIDTH + columns, mask=is_token, other=float("-inf"))
+    return found, is_token
+
+
+@triton.jit
+def _drawn_part(mass, share, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """The part [rows] with the token drawn from the whole row, the mass before it, and whether that is
+    certain.
+    """
+    is_part = tl.arange(0, PADDED)[None, :] < PARTS
+    totals = tl.sum(mass, 1)
+    targets, sums = share * totals, tl.cumsum(mass, 1)
+    part = tl.minimum(tl.sum((is_part & (sums <= targets[:, None])).to(tl.int32), 1), PARTS - 1)
+    before = tl.sum(tl.where(tl.arange(0, PADDED)[None, :] < part[:, None], mass, 0.0), 1)
+    return part, before, _is_far(sums, targets, totals * MARGIN, is_part)
+
+
+@triton.jit
+def _filtered(
+    scores, weights, is_token, maxima, totals, is_random, num_kept, top_p, min_p, VOCAB: tl.constexpr
+):
+    """Weights after top_k, top_p and min_p, and whether they are certain; `totals` are of whole rows."""
+    keys, largest = _keys(scores), _keys(maxima)
+    is_limited = num_kept < VOCAB
+    is_certain = is_random | True
+    if tl.max((is_random & is_limited).to(tl.int32), 0) > 0:
+        weights, is_exact = _top_k(keys, weights, is_token, num_kept, is_limited, largest)
+        totals = tl.where(is_limited, tl.sum(weights, 1), totals)
+        is_certain &= is_exact
+    if tl.max((is_random & (top_p < 1.0)).to(tl.int32), 0) > 0:
+        weights, is_exact = _top_p(keys, weights, top_p, totals, largest)
+        is_certain &= is_exact
+    if tl.max((is_random & (min_p > 0.0)).to(tl.int32), 0) > 0:
+        weights, is_exact = _min_p(scores, maxima, weights, min_p)
+        is_certain &= is_exact
+    return weights, is_certain
+
+
+@triton.jit
+def _inverse(weights, base, totals, share, COLUMNS: tl.constexpr):
+    """Columns [rows] where the sums of `weights` exceed `share` of `totals`, and whether that is certain."""
+    sums, targets = tl.cumsum(weights, 1) + base[:, None], share * totals
+    is_certain = _is_far(sums, targets, totals * MARGIN, tl.arange(0, COLUMNS)[None, :] < COLUMNS)
+    place = tl.sum((sums <= targets[:, None]).to(tl.int32), 1)
+    return tl.minimum(place, COLUMNS - 1), is_certain
+
+
+@triton.jit
+def _drawn_narrow(
+    logits, stride, rows, is_row, maxima, is_random, temperature, top_p, min_p, share, num_kept,
+    VOCAB: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Tokens [rows] drawn from rows of up to NUM_CANDIDATES tokens, and whether they are certain."""
+    scores, is_token = _tokens_of_vocabulary(logits, stride, rows, is_row, VOCAB, COLUMNS)
+    weights = tl.where(is_token, _weights(scores, maxima, temperature), 0.0)
+    weights, is_certain = _filtered(
+        scores, weights, is_token, maxima, tl.sum(weights, 1), is_random, num_kept, top_p, min_p, VOCAB
+    )
+    place, is_exact = _inverse(weights, tl.zeros_like(share), tl.sum(weights, 1), share, COLUMNS)
+    return place, is_certain & is_exact
+
+
+@triton.jit
+def _drawn_wide(
+    logits, stride, rows, is_row, maxima, is_random, temperature, top_p, min_p, share, num_kept, masses,
+    candidates, candidate_ids, counts, bounds, VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+):
+    """Tokens [rows] drawn from rows of many tokens, and whether they are certain."""
+    is_limited = num_kept < VOCAB
+    is_whole = ~is_limited & (top_p == 1.0) & (min_p == 0.0)
+    has_total = is_row & is_random & ~is_limited & ((top_p < 1.0) | (min_p == 0.0))
+    parts = tl.arange(0, PADDED)[None, :]
+    mass = tl.load(
+        masses + rows[:, None] * PARTS + parts, mask=has_total[:, None] & (parts < PARTS), other=0.0
+    )
+    part, before, is_exact = _drawn_part(mass, share, PARTS, PADDED)
+    is_certain = ~is_whole | is_exact
+    is_filtered = is_row & is_random & ~is_whole
+    scores, is_token = _tokens_of_part(logits, stride, rows, part, is_row & is_whole, VOCAB)
+    count = tl.load(counts + rows, mask=is_filtered, other=0)
+    found, is_candidate = _candidate_tokens(candidates, rows, count)
+    scores, is_token = tl.where(is_whole[:, None], scores, found), is_token | is_candidate
+    # Without top_k and top_p, tokens beside the candidates must be below min_p.
+    bound = tl.load(bounds + rows, mask=is_filtered, other=float("-inf"))
+    is_all = is_filtered & (bound == float("-inf"))  # beside masked ones
+    num_kept = tl.where(is_all & is_limited & (num_kept > count), count, num_kept)
+    is_below = tl.max(_weights(bound[:, None], maxima, temperature), 1) < min_p * (1.0 - MARGIN)
+    is_certain &= is_whole | is_limited | (top_p < 1.0) | is_below | is_all
+    weights = tl.where(is_token, _weights(scores, maxima, temperature), 0.0)
+    weights, is_exact = _filtered(
+        scores, weights, is_token, maxima, tl.sum(mass, 1), is_random, num_kept, top_p, min_p, VOCAB
+    )
+    is_certain &= is_exact
+    totals = tl.where(is_whole, tl.sum(mass, 1), tl.sum(weights, 1))
+    place, is_exact = _inverse(weights, tl.where(is_whole, before, 0.0), totals, share, _WIDTH)
+    found_ids = tl.load(candidate_ids + rows * _WIDTH + place, mask=is_filtered, other=0)
+    return tl.where(is_whole, part * _WIDTH + place, found_ids), is_certain & is_exact
+
+
+@triton.jit
+def decide_kernel(
+    logits, stride, reals, top_k, part_maxima, part_ids, part_flags, masses, candidates, candidate_ids,
+    counts, bounds, tokens, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Tokens of ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    parts = tl.arange(0, PADDED)[None, :]
+    by_part, is_part = rows[:, None] * PARTS + parts, is_row[:, None] & (parts < PARTS)
+    maxima_of_parts = _row_maxima(part_maxima, rows, is_row, PARTS, PADDED)
+    maxima = tl.max(maxima_of_parts, 1)
+    ids = tl.load(part_ids + by_part, mask=is_part, other=VOCAB)
+    chosen = tl.min(tl.where(maxima_of_parts == maxima[:, None], ids, VOCAB), 1)
+    is_settled = maxima > float("-inf")
+    if reals is not None:
+        temperature = tl.load(reals + rows, mask=is_row, other=0.0)
+        is_random = temperature > 0.0
+        if tl.max(is_random.to(tl.int32), 0) > 0:
+            temperature = tl.where(is_random, temperature, 1.0)
+            top_p = tl.load(reals + num_rows + rows, mask=is_row, other=1.0)
+            min_p = tl.load(reals + 2 * num_rows + rows, mask=is_row, other=0.0)
+            share = tl.load(reals + 3 * num_rows + rows, mask=is_row, other=0.5)
+            num_kept = tl.load(top_k + rows, mask=is_row, other=VOCAB)
+            if PARTS == 1:
+                drawn, is_certain = _drawn_narrow(
+                    logits, stride, rows, is_row, maxima, is_random, temperature, top_p, min_p, share,
+                    num_kept, VOCAB, COLUMNS,
+                )
+            else:
+                drawn, is_certain = _drawn_wide(
+                    logits, stride, rows, is_row, maxima, is_random, temperature, top_p, min_p, share,
+                    num_kept, masses, candidates, candidate_ids, counts, bounds, VOCAB, PARTS, PADDED,
+                )
+            chosen = tl.where(is_random, drawn, chosen)
+            is_settled &= ~is_random | is_certain
+    chosen = tl.where(is_settled, chosen, _OPEN)
+    flags = tl.load(part_flags + by_part, mask=is_part, other=0)
+    chosen = tl.where(tl.max(flags, 1) > 0, _NOT_FINITE, chosen)
+    tl.store(tokens + rows, chosen.to(tl.int64), mask=is_row)
+# fmt: on
+
+
+def choose(logits: Tensor, scores: Tensor, reals: Tensor | None, top_k: Tensor | None) -> Tensor:
+    """Tokens int64 [n], or OPEN, or NOT_FINITE for `logits` [n, vocab_size] that are not.
+
+    Args:
+        scores: float32 [n, vocab_size], the logits with edits, or the logits themselves.
+        reals: float64 [4, n]: temperature (0: the likeliest token), top_p, min_p and uniform number; None if
+            all temperatures are 0.
+        top_k: int64 [n], vocab_size for all tokens.
+    """
+    num_rows, vocab_size = scores.shape
+    num_parts = triton.cdiv(vocab_size, NUM_CANDIDATES)
+    columns = padded(vocab_size) if num_parts == 1 else NUM_CANDIDATES
+    constants = {"VOCAB": vocab_size, "PARTS": num_parts}
+    maxima = scores.new_empty(num_rows, num_parts)
+    ids, flags = (torch.empty_like(maxima, dtype=torch.int32) for _ in range(2))
+    start = Launch(parts_kernel, (num_rows, num_parts), {**constants, "COLUMNS": columns})
+    if scores is logits:
+        start(scores, scores.stride(0), maxima, ids, flags)
+    else:
+        start(scores, scores.stride(0), maxima, ids, None)
+        start(logits, logits.stride(0), None, None, flags)
+    constants["PADDED"] = padded(num_parts)
+    whole: Sequence[Tensor | None] = [None] * 5
+    if reals is not None and num_parts > 1:
+        whole = _wide_rows(scores, reals, top_k, maxima, constants)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    rows = max(1, _INTERPRETED_ELEMENTS // columns) if IS_INTERPRETED else 1
+    constants |= {"COLUMNS": columns, "ROWS": rows}
+    num_warps = max(1, min(16, columns // 256))
+    Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, num_warps)(
+        scores, scores.stride(0), reals, top_k, maxima, ids, flags, *whole, tokens, num_rows
+    )
+    return tokens
+
+
+def _wide_rows(
+    scores: Tensor, reals: Tensor, top_k: Tensor | None, maxima: Tensor, constants: Mapping[str, int]
+) -> list[Tensor]:
+    """Masses of parts, and candidates with their ids, numbers and bounds, of rows that need them."""
+    num_rows = len(scores)
+    masses = torch.empty_like(maxima, dtype=torch.float64)
+    given = (scores, scores.stride(0), reals, top_k, maxima)
+    Launch(masses_kernel, tuple(maxima.shape), constants, 8)(*given, masses, num_rows)
+    candidates = scores.new_empty(num_rows, NUM_CANDIDATES)
+    ids = torch.empty_like(candidates, dtype=torch.int32)
+    counts, bounds = ids.new_empty(num_rows), scores.new_empty(num_rows)
+    Launch(select_kernel, (num_rows,), constants, 16)(*given, candidates, ids, counts, bounds, num_rows)
+    return [masses, candidates, ids, counts, bounds]
