@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -254,7 +254,7 @@ class ModelCompute(StageCompute):
             return self._hand_on(frame.step, entered, carried, transfer)
         hidden = model.leave(carried)
         rows = None if prepared.rows is None else place(prepared.rows)
-        answer = _Answer(frame.step, self._sampler, sampled, model.logits)
+        answer = _Answer(frame.step, self._sampler, sampled, model)
         answer.begin(hidden, rows, place, transfer)
         return self._answer(frame.step, entered, answer, transfer)
 
@@ -386,14 +386,11 @@ class _Answer:
     Nothing waits for a device before `finish`. A CPU samples rows with state when it begins.
     """
 
-    def __init__(
-        self, step: Step, sampler: Sampler, sampled: SampledStep, head: Callable[[Tensor], Tensor]
-    ) -> None:
-        """`head` computes logits float32 [m, vocab_size] of hidden states [m, hidden_size]."""
+    def __init__(self, step: Step, sampler: Sampler, sampled: SampledStep, model: PipelineStage) -> None:
         self._step = step
         self._sampler = sampler
         self._sampled = sampled
-        self._head = head
+        self._model = model
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._tokens: memoryview | None = None
@@ -401,15 +398,15 @@ class _Answer:
 
     def begin(self, hidden: Tensor, rows: Tensor | None, place: Place, transfer: StepTransfer) -> None:
         """Sample from `hidden` [n, hidden_size], whose `rows` int64 [m] (None: all) need logits."""
-        sampled = self._sampled
+        sampled, flags = self._sampled, None
         if sampled.states:
-            self._logits = self._head(hidden if rows is None else hidden.index_select(0, rows))
+            self._logits, flags = self._model.picked_logits(hidden, rows)
         if sampled.scored:
             self._hidden = hidden
         tokens = None
         if sampled.rows is not None:
             assert self._logits is not None, "a sampled row has logits"
-            tokens = sampled.rows.choose(self._logits, place)
+            tokens = sampled.rows.choose(self._logits, flags, place)
         if hidden.device.type == "cpu" and (sampled.scored or not sampled.are_plain):
             self._result = self._settled([] if tokens is None else tokens.tolist())
         elif tokens is not None:
@@ -449,7 +446,9 @@ class _Answer:
                     rows = self._hidden[first : first + len(chunk.tokens)]
                     unscored = found.get(chunk.sequence) or _results([chunk], [None])[0]
                     state = self._sampled.scored[chunk.sequence]
-                    found[chunk.sequence] = self._sampler.score(chunk, state, rows, self._head, unscored)
+                    found[chunk.sequence] = self._sampler.score(
+                        chunk, state, rows, self._model.logits, unscored
+                    )
         return [found[chunk.sequence] for chunk in chunks if chunk.is_answered]
 
 

@@ -25,7 +25,7 @@ from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stage_worker.model.operations import limited
+from stage_worker.model.operations import limited, operations
 from stage_worker.model.parts import (
     LoadedParts,
     LoadedWeights,
@@ -172,15 +172,20 @@ class DecoderStage(PipelineStage):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
+        return self.picked_logits(hidden, None)[0]
+
+    @torch.inference_mode()
+    def picked_logits(self, hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = self._loaded()
-        assert weights.final_norm is not None, "logits() on a stage without output head"
+        assert weights.final_norm is not None, "logits of a stage without output head"
         assert weights.head is not None
-        normed = weights.final_norm(_with_fewest_rows(hidden, self.kernels.products))
-        logits = weights.head(normed)[: len(hidden)].to(torch.float32)
+        normed, flags = operations(self.kernels).final_norm(hidden, rows, weights.final_norm)
+        logits = weights.head(_with_fewest_rows(normed, self.kernels.products))[: len(normed)]
+        logits = logits.to(torch.float32)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
-        return logits if cap is None else limited(logits, cap)
+        return logits if cap is None else limited(logits, cap), flags
 
     def _needed(self) -> NeededParts:
         return NeededParts(

@@ -194,6 +194,12 @@ class Operations(Protocol):
         Without `norm`, the second is the sum. Norms are of `norm`; `added` may be modified.
         """
 
+    def final_norm(self, hidden: Tensor, rows: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor | None]:
+        """`norm` of `rows` int64 [m] of `hidden` [n, width] (None: all), and flags int32 [m] of these rows.
+
+        A flag is not 0 if the row has a NaN or an infinity. None instead of flags: their logits tell.
+        """
+
     def head_function(self, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> HeadFunction | None:
         """The function for the heads of `mixer`, whose `norms` are those of queries and keys."""
 
@@ -284,6 +290,9 @@ class _SeparateOperations:
         normed = added if out_norm is None else out_norm(added)
         total = normed.mul_(scale).add_(residual)
         return total, total if norm is None else norm(total)
+
+    def final_norm(self, hidden: Tensor, rows: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor | None]:
+        return norm(hidden if rows is None else hidden.index_select(0, rows)), None
 
     def head_function(self, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> HeadFunction | None:
         return None

@@ -190,6 +190,13 @@ class PipelineStage(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
 
+    def picked_logits(self, hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits float32 [m, vocab_size] of `rows` int64 [m] of `hidden` (None: all), and flags int32 [m].
+
+        A flag is not 0 if the row of `hidden` has a NaN or an infinity. None instead of flags: logits tell.
+        """
+        return self.logits(hidden if rows is None else hidden.index_select(0, rows)), None
+
     def _check_input(self, hidden: Tensor, step: StepLayout) -> None:
         """Raise ValueError for hidden states that are not those of `step`."""
         expected = (step.num_tokens, self.config.hidden_size)

@@ -49,7 +49,8 @@ class _Block:
         if self._drawn is not None:
             yield from self._drawn.arrays
 
-    def choose(self, logits: Tensor, place: Place) -> Tensor:
+    def choose(self, logits: Tensor, flags: Tensor | None, place: Place) -> Tensor:
+        assert flags is None, "flags are of kernels"
         are_settled = torch.isfinite(logits.sum(dim=-1))
         scores = _edited(logits, self._edits, place)
         maxima, tokens = argmax_rows(scores)
@@ -85,10 +86,10 @@ class _KernelRows:
         if self._columns is not None:
             yield from self._columns
 
-    def choose(self, logits: Tensor, place: Place) -> Tensor:
+    def choose(self, logits: Tensor, flags: Tensor | None, place: Place) -> Tensor:
         reals, top_k = (None, None) if self._columns is None else map(place, self._columns)
         tokens: Tensor = load_triton("sampling").choose(
-            logits, _edited(logits, self._edits, place), reals, top_k
+            logits, _edited(logits, self._edits, place), reals, top_k, flags
         )
         return tokens
 
@@ -141,12 +142,12 @@ class StepRows:
         for _, block in self._blocks:
             yield from block.arrays
 
-    def choose(self, logits: Tensor, place: Place) -> Tensor:
+    def choose(self, logits: Tensor, flags: Tensor | None, place: Place) -> Tensor:
         """Tokens int64 [n] of `logits` float32 [n, vocab_size], or OPEN, or NOT_FINITE.
 
-        Nothing waits for a device.
+        `flags` are those of `PipelineStage.picked_logits`. Nothing waits for a device.
         """
-        chosen = [block.choose(logits[rows], place) for rows, block in self._blocks]
+        chosen = [block.choose(logits[rows], flags, place) for rows, block in self._blocks]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def look_again(self, row: int, logits: Tensor) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,7 +100,49 @@ def add_norm_kernel(
     if weight is not None:
         x = _normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
         tl.store(found + row * WIDTH + columns, x, mask=columns < WIDTH)
+
+
+@triton.jit
+def picked_norm_kernel(
+    hidden, stride, rows, weight, bias, eps, found, flags, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr, CENTRES: tl.constexpr,
+):
+    """One of `rows`: its norm, and whether it has a NaN or an infinity."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if rows is not None:
+        row = tl.load(rows + place)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(hidden + row * stride + columns, mask=columns < WIDTH, other=0.0)
+    is_bad = ~(tl.abs(x.to(tl.float32)) < float("inf"))
+    tl.store(flags + place, tl.max(tl.max(is_bad.to(tl.int32), 1), 0))
+    x = _normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
+    tl.store(found + place * WIDTH + columns, x, mask=columns < WIDTH)
 # fmt: on
+
+
+def picked_norm(hidden: Tensor, rows: Tensor | None, norm: KernelNorm) -> tuple[Tensor, Tensor]:
+    """Norm [m, width] of `rows` int64 [m] of `hidden` [n, width] (None: all), and flags int32 [m].
+
+    A flag is 1 if its row of `hidden` has a NaN or an infinity.
+    """
+    num_rows, width = len(hidden) if rows is None else len(rows), hidden.shape[1]
+    found = hidden.new_empty(num_rows, width)
+    flags = hidden.new_empty(num_rows, dtype=torch.int32)
+    constants = {
+        "WIDTH": width,
+        "COLUMNS": padded(width),
+        "ROUNDS": norm.rounds_first,
+        "CENTRES": norm.is_centred,
+    }
+    Launch(picked_norm_kernel, (num_rows,), constants, _num_warps(width))(
+        *(hidden, hidden.stride(0), rows, *norm.arguments(), found, flags)
+    )
+    return found, flags
+
+
+def _num_warps(width: int) -> int:
+    return max(1, min(16, padded(width) // 512))
 
 
 def add_and_norm(
@@ -126,17 +169,15 @@ def _launch(
 ) -> None:
     num_rows, width = residual.shape
     nothing = (None, None, None)
-    columns = padded(width)
     constants = {
         "WIDTH": width,
-        "COLUMNS": columns,
+        "COLUMNS": padded(width),
         "OUT_ROUNDS": out_norm is not None and out_norm.rounds_first,
         "OUT_CENTRES": out_norm is not None and out_norm.is_centred,
         "ROUNDS": norm is not None and norm.rounds_first,
         "CENTRES": norm is not None and norm.is_centred,
     }
-    num_warps = max(1, min(16, columns // 512))
-    Launch(add_norm_kernel, (num_rows,), constants, num_warps)(
+    Launch(add_norm_kernel, (num_rows,), constants, _num_warps(width))(
         *(residual, residual.stride(0), added, None if added is None else added.stride(0)),
         *(nothing if out_norm is None else out_norm.arguments()),
         *(scale, total),

@@ -19,7 +19,7 @@ from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
 from stage_worker.model.triton_kernels import gates, heads
 from stage_worker.model.triton_kernels.experts import expert_products
-from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm
+from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm, picked_norm
 
 _OFFSETS = (NormKind.RMS_OFFSET, NormKind.LAYER_OFFSET)
 
@@ -44,6 +44,10 @@ class TritonOperations:
         assert out_norm is None or isinstance(out_norm, KernelNorm), "a norm of another implementation"
         assert norm is None or isinstance(norm, KernelNorm), "a norm of another implementation"
         return add_and_norm(residual, added, out_norm, scale, norm)
+
+    def final_norm(self, hidden: Tensor, rows: Tensor | None, norm: RowNorm) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(norm, KernelNorm), "a norm of another implementation"
+        return picked_norm(hidden, rows, norm)
 
     def head_function(self, mixer: Attention, norms: Mapping[TensorRole, NormWeights]) -> HeadFunction | None:
         qk_norm = mixer.qk_norm

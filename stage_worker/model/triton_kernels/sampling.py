@@ -331,9 +331,9 @@ def _drawn_wide(
 
 @triton.jit
 def decide_kernel(
-    logits, stride, reals, top_k, part_maxima, part_ids, part_flags, masses, candidates, candidate_ids,
-    counts, bounds, tokens, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    logits, stride, reals, top_k, part_maxima, part_ids, part_flags, row_flags, masses, candidates,
+    candidate_ids, counts, bounds, tokens, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Tokens of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -367,13 +367,21 @@ def decide_kernel(
             chosen = tl.where(is_random, drawn, chosen)
             is_settled &= ~is_random | is_certain
     chosen = tl.where(is_settled, chosen, _OPEN)
-    flags = tl.load(part_flags + by_part, mask=is_part, other=0)
-    chosen = tl.where(tl.max(flags, 1) > 0, _NOT_FINITE, chosen)
+    is_bad = tl.max(tl.load(part_flags + by_part, mask=is_part, other=0), 1) > 0
+    if row_flags is not None:
+        is_bad |= tl.load(row_flags + rows, mask=is_row, other=0) != 0
+    chosen = tl.where(is_bad, _NOT_FINITE, chosen)
     tl.store(tokens + rows, chosen.to(tl.int64), mask=is_row)
 # fmt: on
 
 
-def choose(logits: Tensor, scores: Tensor, reals: Tensor | None, top_k: Tensor | None) -> Tensor:
+def choose(
+    logits: Tensor,
+    scores: Tensor,
+    reals: Tensor | None,
+    top_k: Tensor | None,
+    row_flags: Tensor | None = None,
+) -> Tensor:
     """Tokens int64 [n], or OPEN, or NOT_FINITE for `logits` [n, vocab_size] that are not.
 
     Args:
@@ -381,6 +389,7 @@ def choose(logits: Tensor, scores: Tensor, reals: Tensor | None, top_k: Tensor |
         reals: float64 [4, n]: temperature (0: the likeliest token), top_p, min_p and uniform number; None if
             all temperatures are 0.
         top_k: int64 [n], vocab_size for all tokens.
+        row_flags: int32 [n], not 0 for rows that are not finite whatever their logits are.
     """
     num_rows, vocab_size = scores.shape
     num_parts = triton.cdiv(vocab_size, NUM_CANDIDATES)
@@ -402,8 +411,9 @@ def choose(logits: Tensor, scores: Tensor, reals: Tensor | None, top_k: Tensor |
     rows = max(1, _INTERPRETED_ELEMENTS // columns) if IS_INTERPRETED else 1
     constants |= {"COLUMNS": columns, "ROWS": rows}
     num_warps = max(1, min(16, columns // 256))
+    given = (scores, scores.stride(0), reals, top_k, maxima, ids, flags, row_flags)
     Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, num_warps)(
-        scores, scores.stride(0), reals, top_k, maxima, ids, flags, *whole, tokens, num_rows
+        *given, *whole, tokens, num_rows
     )
     return tokens
 

@@ -118,6 +118,8 @@ def norms(width: int, kind: NormKind, dtype: torch.dtype) -> None:
     operations = TritonOperations()
     norm = operations.norm(Norm(kind=kind, eps=1e-5), NormWeights(new(width, dtype=dtype), None))
     norm(new((128, width), dtype=dtype))
+    for rows in (None, new(64, dtype=torch.int64)):
+        operations.final_norm(new((128, width), dtype=dtype), rows, norm)
     operations.add_and_norm(new((128, width), dtype=dtype), new((128, width), dtype=dtype), None, 1.0, norm)
     operations.add_and_norm(new((128, width), dtype=dtype), new((128, width), dtype=dtype), norm, 0.5, norm)
 

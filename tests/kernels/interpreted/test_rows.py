@@ -6,6 +6,7 @@ float32 to 1e-5, float16 to 2e-3, bfloat16 to one step of the last bit.
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,37 @@ def test_norms_of_rows(width: int, kind: NormKind, dtype: torch.dtype) -> None:
 def test_norms_of_no_rows() -> None:
     weights = norm_weights(48, torch.float32, has_bias=False, seed=3)
     assert TRITON.norm(Norm(eps=1e-5), weights)(random(0, 48)).shape == (0, 48)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", NormKind)
+@pytest.mark.parametrize("rows", [None, [4, 0, 0], []], ids=str)
+def test_final_norm_of_picked_rows(rows: list[int] | None, kind: NormKind, dtype: torch.dtype) -> None:
+    has_bias = kind in (NormKind.LAYER, NormKind.LAYER_OFFSET)
+    norm = Norm(kind=kind, eps=0.05, has_bias=has_bias)
+    weights = norm_weights(1000, dtype, has_bias=has_bias, seed=3)
+    hidden = random(5, 2000, dtype=dtype)[:, :1000] * 4 + 1
+    picked = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    found, flags = TRITON.final_norm(hidden, picked, TRITON.norm(norm, weights))
+    expected, nothing = TORCH.final_norm(hidden, picked, TORCH.norm(norm, weights))
+    assert nothing is None
+    assert flags is not None
+    assert flags.tolist() == [0] * len(found)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_final_norm_flags_rows_that_are_not_finite(value: float, dtype: torch.dtype) -> None:
+    hidden = random(5, 100, dtype=dtype)
+    hidden[3, 99] = value
+    hidden[1] = torch.finfo(dtype).max  # finite, but not its square
+    norm = TRITON.norm(Norm(eps=1e-5), norm_weights(100, dtype, has_bias=False, seed=3))
+    for rows, expected in ((None, [0, 0, 0, 1, 0]), ([3, 1, 3], [1, 0, 1])):
+        picked = None if rows is None else torch.tensor(rows)
+        _, flags = TRITON.final_norm(hidden, picked, norm)
+        assert flags is not None
+        assert flags.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -194,6 +194,17 @@ def test_rows_without_an_allowed_token_are_open(vocab_size: int) -> None:
     assert batch.found().tolist() == [OPEN] * len(batch.scores)
 
 
+@pytest.mark.parametrize("vocab_size", [257, 4999])
+def test_rows_whose_hidden_states_are_not_finite(vocab_size: int) -> None:
+    """Whatever the head makes of them."""
+    scores = peaked(6, vocab_size, 9)
+    flags = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.int32)
+    reals = torch.stack([torch.full((6,), number, dtype=torch.float64) for number in (1.0, 0.9, 0.0, 0.5)])
+    for columns in ((None, None), (reals, torch.full((6,), vocab_size))):
+        found = kernels.choose(scores, scores, *columns, flags)
+        assert ((found == NOT_FINITE) == (flags != 0)).all()
+
+
 def test_no_rows() -> None:
     assert kernels.choose(torch.empty(0, 300), torch.empty(0, 300), None, None).tolist() == []
 
@@ -238,7 +249,7 @@ def test_steps_by_kernels_have_the_results_of_a_cpu(vocab_size: int) -> None:
         )
         assert step.rows is not None
         assert step.held == {5, 7}
-        settled = by_kernels.settle(step, logits, step.rows.choose(logits, torch.from_numpy).tolist())
+        settled = by_kernels.settle(step, logits, step.rows.choose(logits, None, torch.from_numpy).tolist())
         assert [
             one if isinstance(one, SliceResult) else SliceResult(part.sequence, 0, one)
             for part, one in zip(parts, settled, strict=True)

@@ -68,7 +68,7 @@ def chosen(
 ) -> list[SliceResult]:
     """Results of decodes, whose rows are sampled as on `device`."""
     step = prepared(made, parts, device)
-    tokens = [] if step.rows is None else step.rows.choose(logits, placed(step)).tolist()
+    tokens = [] if step.rows is None else step.rows.choose(logits, None, placed(step)).tolist()
     settled = made.settle(step, logits, tokens)
     return [
         one if isinstance(one, SliceResult) else SliceResult(part.sequence, part.restart_count, one)
@@ -122,7 +122,7 @@ def test_a_device_samples_rows_with_parameters_of_their_own(sampling: StepSampli
     step = prepared(made, parts, GPU)
     assert step.rows is not None
     assert step.held == frozenset()
-    tokens = step.rows.choose(some_logits(2, vocab_size=VOCAB), placed(step)).tolist()
+    tokens = step.rows.choose(some_logits(2, vocab_size=VOCAB), None, placed(step)).tolist()
     assert (tokens[1] == OPEN) == (sampling in (EDITED["nothing allowed"], EDITED["nothing to draw"]))
 
 
@@ -202,7 +202,7 @@ def test_a_step_is_settled_after_its_sequences_have_ended() -> None:
     made, parts = started(EDITED["bias"], EDITED["logprobs"], HELD["problem"])
     step = prepared(made, parts, GPU)
     assert step.rows is not None
-    tokens = step.rows.choose(logits, placed(step)).tolist()
+    tokens = step.rows.choose(logits, None, placed(step)).tolist()
     for part in parts:
         made.end(part.sequence)
     settled = made.settle(step, logits, tokens)
