@@ -28,8 +28,8 @@ NUM_CANDIDATES = 4096
 """Also the tokens of a part."""
 
 _WIDTH = tl.constexpr(NUM_CANDIDATES)
-_SPAN = tl.constexpr(2048)
-"""Tokens of a row that are looked at together while candidates are selected."""
+_SPAN = tl.constexpr(1 << 16 if IS_INTERPRETED else 1024)
+"""Tokens of a row that are looked at together while candidates are selected: more would spill registers."""
 _OPEN, _NOT_FINITE = tl.constexpr(OPEN), tl.constexpr(NOT_FINITE)
 MARGIN = tl.constexpr(2.0**-32)
 """Relative to a row's total weight, or to a weight."""
@@ -104,12 +104,12 @@ def _keys(scores):
 @triton.jit
 def _num_above(logits, VOCAB: tl.constexpr, key):
     """Number of tokens of a row with higher keys."""
-    found = 0
+    found = tl.zeros([_SPAN], tl.int32)
     for first in range(0, VOCAB, _SPAN):
         ids = first + tl.arange(0, _SPAN)
         x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
-        found += tl.sum(((_keys(x) > key) & (ids < VOCAB)).to(tl.int32), 0)
-    return found
+        found += ((_keys(x) > key) & (ids < VOCAB)).to(tl.int32)
+    return tl.sum(found, 0)
 
 
 @triton.jit
@@ -429,5 +429,5 @@ def _wide_rows(
     candidates = scores.new_empty(num_rows, NUM_CANDIDATES)
     ids = torch.empty_like(candidates, dtype=torch.int32)
     counts, bounds = ids.new_empty(num_rows), scores.new_empty(num_rows)
-    Launch(select_kernel, (num_rows,), constants, 16)(*given, candidates, ids, counts, bounds, num_rows)
+    Launch(select_kernel, (num_rows,), constants, 8)(*given, candidates, ids, counts, bounds, num_rows)
     return [masses, candidates, ids, counts, bounds]
