@@ -196,7 +196,7 @@ class ModelCompute(StageCompute):
                 vocab_size=self.vocab_size,
                 stage=stage,
                 grammars=self._grammars,
-                has_kernels=self._model.kernels.are_triton,
+                has_kernels=self._model.samples_by_kernels,
             )
 
     def close(self) -> None:

@@ -90,6 +90,11 @@ class PipelineStage(ABC):
             has_head=self.has_head,
         )
 
+    @property
+    def samples_by_kernels(self) -> bool:
+        """Whether Triton kernels sample from its logits."""
+        return self.kernels.are_triton
+
     @abstractmethod
     def load(
         self,

@@ -330,6 +330,21 @@ def _drawn_wide(
 
 
 @triton.jit
+def _likeliest(
+    part_maxima, part_ids, part_flags, rows, is_row, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Maxima of rows, their lowest ids, and whether a value is not finite."""
+    parts = tl.arange(0, PADDED)[None, :]
+    by_part, is_part = rows[:, None] * PARTS + parts, is_row[:, None] & (parts < PARTS)
+    maxima_of_parts = _row_maxima(part_maxima, rows, is_row, PARTS, PADDED)
+    maxima = tl.max(maxima_of_parts, 1)
+    ids = tl.load(part_ids + by_part, mask=is_part, other=VOCAB)
+    ids = tl.min(tl.where(maxima_of_parts == maxima[:, None], ids, VOCAB), 1)
+    return maxima, ids, tl.max(tl.load(part_flags + by_part, mask=is_part, other=0), 1) > 0
+
+
+@triton.jit
 def decide_kernel(
     logits, stride, reals, top_k, part_maxima, part_ids, part_flags, row_flags, masses, candidates,
     candidate_ids, counts, bounds, tokens, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr,
@@ -338,12 +353,9 @@ def decide_kernel(
     """Tokens of ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
-    parts = tl.arange(0, PADDED)[None, :]
-    by_part, is_part = rows[:, None] * PARTS + parts, is_row[:, None] & (parts < PARTS)
-    maxima_of_parts = _row_maxima(part_maxima, rows, is_row, PARTS, PADDED)
-    maxima = tl.max(maxima_of_parts, 1)
-    ids = tl.load(part_ids + by_part, mask=is_part, other=VOCAB)
-    chosen = tl.min(tl.where(maxima_of_parts == maxima[:, None], ids, VOCAB), 1)
+    maxima, chosen, is_bad = _likeliest(
+        part_maxima, part_ids, part_flags, rows, is_row, VOCAB, PARTS, PADDED
+    )
     is_settled = maxima > float("-inf")
     if reals is not None:
         temperature = tl.load(reals + rows, mask=is_row, other=0.0)
@@ -367,7 +379,6 @@ def decide_kernel(
             chosen = tl.where(is_random, drawn, chosen)
             is_settled &= ~is_random | is_certain
     chosen = tl.where(is_settled, chosen, _OPEN)
-    is_bad = tl.max(tl.load(part_flags + by_part, mask=is_part, other=0), 1) > 0
     if row_flags is not None:
         is_bad |= tl.load(row_flags + rows, mask=is_row, other=0) != 0
     chosen = tl.where(is_bad, _NOT_FINITE, chosen)
@@ -410,11 +421,9 @@ def choose(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     rows = max(1, _INTERPRETED_ELEMENTS // columns) if IS_INTERPRETED else 1
     constants |= {"COLUMNS": columns, "ROWS": rows}
-    num_warps = max(1, min(16, columns // 256))
     given = (scores, scores.stride(0), reals, top_k, maxima, ids, flags, row_flags)
-    Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, num_warps)(
-        *given, *whole, tokens, num_rows
-    )
+    start = Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, max(1, min(16, columns // 256)))
+    start(*given, *whole, tokens, num_rows)
     return tokens
 
 
