@@ -422,7 +422,7 @@ def choose(
     rows = max(1, _INTERPRETED_ELEMENTS // columns) if IS_INTERPRETED else 1
     constants |= {"COLUMNS": columns, "ROWS": rows}
     given = (scores, scores.stride(0), reals, top_k, maxima, ids, flags, row_flags)
-    start = Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, max(1, min(16, columns // 256)))
+    start = Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, max(4, min(16, columns // 256)))
     start(*given, *whole, tokens, num_rows)
     return tokens
 
