@@ -354,8 +354,9 @@ _SHAPES = {
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
     *("model_type", "max_position_embeddings", "dtype", "legal_cuts", "names", "num_draft_layers", "is_wide"),
+    "holds_stored",
 }
-"""Limits and labels, names, and what changes rounding only (`is_wide`)."""
+"""Limits and labels, names, and what changes memory or rounding only (`holds_stored`, `is_wide`)."""
 _ALIKE = (
     (TensorRole.MIXER_NORM, TensorRole.FFN_NORM),
     (TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM),

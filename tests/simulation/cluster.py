@@ -180,6 +180,7 @@ class Cluster:
             transport=TransportSettings(insecure=True),
             num_stages=shape.num_stages,
             layers=None,
+            orders_by_links=False,  # the links of a run are alike
             dtype="f32",
             block_size=shape.block_size,
             max_step_tokens=shape.max_step_tokens,

@@ -27,6 +27,10 @@ DRAWN_BY_NOBODY = {
     "stageline_scheduler_duration_seconds",
     "stageline_stage_frames_total",
     "stageline_gateway_ignored_fields_total",
+    # Of GPUs only, beside the memory and the work that other panels show.
+    "stageline_device_memory_bytes",
+    "stageline_stage_graphs",
+    "stageline_stage_graph_steps",
     # Alerts have them.
     "stageline_metrics_overflows_total",
     "stageline_stage_payload_fallback_ratio",
