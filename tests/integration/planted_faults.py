@@ -99,7 +99,8 @@ def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
         is_longer = np.zeros(len(arrays.positions), np.int64)
         for begin, end in arrays.prefill_rows:
             is_longer[begin:end] = 1
-        return replace(arrays, positions=arrays.positions + 1 - is_longer)
+        positions = arrays.positions + 1 - is_longer
+        return replace(arrays, positions=positions, end_position=arrays.end_position + 1)
 
     untyped.step_arrays = shifted
 
