@@ -17,6 +17,7 @@ from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import attention_work, operations
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.operations import TorchOperations, limited
+from stage_worker.sampling import step_rows
 
 MOST_KEYS = 64
 """Keys of an item, at most."""
@@ -27,9 +28,27 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "operations": SimpleNamespace(TritonOperations=TorchOperations),
         "attention": SimpleNamespace(attend=attend),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
+        "sampling": SimpleNamespace(choose=choose),
     }
-    for module in (operations, tensor_views):
+    for module in (operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
+
+
+def choose(
+    logits: Tensor,
+    scores: Tensor,
+    reals: Tensor | None,
+    top_k: Tensor | None,
+    row_flags: Tensor | None = None,
+) -> Tensor:
+    """The likeliest tokens; random rows are left to the host."""
+    tokens = scores.argmax(-1)
+    if reals is not None:
+        tokens = torch.where(reals[0] > 0.0, step_rows.OPEN, tokens)
+    bad = logits.isnan().any(-1)
+    if row_flags is not None:
+        bad = bad | (row_flags != 0)
+    return torch.where(bad, step_rows.NOT_FINITE, tokens)
 
 
 def _gathered(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
