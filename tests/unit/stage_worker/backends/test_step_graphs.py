@@ -65,7 +65,14 @@ def kernels() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOWER = ("qwen3", "mistral")
+"""Much like the others; for every change, these are not computed."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.full] * (name in SLOWER)) for name in FAMILIES],
+)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = request.param
     return make_family(tmp_path_factory.mktemp(family) / "model", family, num_layers=3, **FAMILIES[family])
@@ -171,7 +178,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(prompts=PROMPTS)
 def test_padding_and_recording_change_nothing(directory: Path, prompts: list[tuple[int, int, int]]) -> None:
     """Graphs and garbage of earlier examples stay, as in a stage that serves."""
