@@ -100,7 +100,7 @@ class ClusterState:
             last_epoch: new epochs are above it, and above those that workers have seen.
             has_served: the cluster served before a restart; its workers have time to rejoin.
             needs_check: plans serve only after a self-check.
-            order: of workers, by default that of names; the first plan waits until they have measured links.
+            order: of workers, by default by name; the first plan waits until they have measured links.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS

@@ -18,7 +18,7 @@ class WorkerOrder:
     """Owner of the measured links."""
 
     def __init__(self, hop_bytes: int = 0, *, by_links: bool = True) -> None:
-        """`hop_bytes` are the hidden states of a step. Without `by_links`, the order is that of names."""
+        """`hop_bytes` are the hidden states of a step. Without `by_links`, workers are ordered by name."""
         self._hop_bytes, self._by_links = hop_bytes, by_links
         self.links = LinkTable()
         self._measuring: dict[str, Incarnation] = {}

@@ -1,4 +1,4 @@
-"""Timers of the cluster, among them that of lost workers, and failure counters with restart backoff. Pure."""
+"""Timers of the cluster, such as the wait for lost workers, and failure counters with backoff. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Collection

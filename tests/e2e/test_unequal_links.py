@@ -114,8 +114,9 @@ async def step_time(
         await until_logged(coordinator, "serving: epoch")
         ask = ("status", "--json", "--coordinator", address)
         status: dict[str, list[dict[str, str]]] = {}
-        while len(status.get("links", ())) < 2:  # a transfer would delay steps
-            status = json.loads(await run_on(hosts["head"], *STAGELINE, *ask))
+        async with asyncio.timeout(60):
+            while len(status.get("links", ())) < 2:  # a transfer would delay steps
+                status = json.loads(await run_on(hosts["head"], *STAGELINE, *ask))
         gap = float(await run_on(hosts["head"], sys.executable, "-c", GAPS, address))
     by_address = {link_address(name): name for name in HOSTS}
     return gap, [by_address[worker["address"].rpartition(":")[0]] for worker in status["workers"]]
