@@ -93,7 +93,7 @@ def pytest_runtest_setup() -> None:
     end_in_order()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """Print the durations of recoveries; append them, and all results, to the files that variables name."""
     stats = terminalreporter.stats
     recorded = Figures(
@@ -112,4 +112,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         with Path(file).open("a") as output:
             output.write(recorded.json_lines())
     if _RESULTS_FILE is not None:
-        Results.of_reports(stats, time.monotonic() - _BEGAN_S).append_to(Path(_RESULTS_FILE))
+        is_parallel = bool(terminalreporter.config.getoption("numprocesses", None))
+        taken_s = time.monotonic() - _BEGAN_S
+        results = Results.of_reports(stats, taken_s, is_parallel=is_parallel, exit_status=exitstatus)
+        results.append_to(Path(_RESULTS_FILE))

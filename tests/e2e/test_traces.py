@@ -21,6 +21,8 @@ TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = list(range(5, 205))
 NUM_CHUNKS = 4
 NUM_TOKENS = 60
+NUM_REQUESTS = 4
+"""A process that waits for a core between two readings of a clock belongs to no span, and not to every request."""
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
+from tests.again import MOST, again
 from tests.fake_processes import ROOT
-from tests.summary import Results, main
+from tests.summary import CRASHED, Failure, Results, main
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TIERS = dict(
@@ -54,9 +56,8 @@ def test_runs_add_up_to_one_summary(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "results"
     Results(90.0, Counter(passed=3, skipped=1), [], [(2.5, "call a.py::test_a")]).append_to(file)
     assert main(file) == 0
-    Results(
-        10.5, Counter(passed=4, failed=1), ["FAILED b.py::test_b"], [(3.5, "call b.py::test_b")]
-    ).append_to(file)
+    failure = Failure("failed", "b.py::test_b", "assert 1 == 2", is_final=False)
+    Results(10.5, Counter(passed=4, failed=1), [failure], [(3.5, "call b.py::test_b")]).append_to(file)
     capsys.readouterr()
     assert main(file) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -64,8 +65,78 @@ def test_runs_add_up_to_one_summary(tmp_path: Path, capsys: pytest.CaptureFixtur
         "3.50s call b.py::test_b",
         "2.50s call a.py::test_a",
         "FAILED b.py::test_b",
+        "    assert 1 == 2",
         "1 failed, 7 passed, 1 skipped in 100.50s (0:01:40)",
     ]
+
+
+FAILING = """
+from pathlib import Path
+import pytest
+from hypothesis import given, strategies as st
+
+def fails_once(name):
+    file = Path(__file__).with_name(name)
+    has_failed = file.exists()
+    file.touch()
+    assert has_failed, f"the first {name}"
+
+def test_fails_beside_others():
+    fails_once("time")
+
+@given(st.none())
+def test_draws_another_example(drawn):
+    fails_once("example")
+
+def test_fails_always():
+    assert 1 == 2
+
+def test_passes():
+    pass
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("workers", "cured"), [(2, {"beside_others"}), (0, set())])
+def test_what_failed_in_a_parallel_run_runs_again_alone(
+    workers: int, cured: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_terminal_summary\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    file = tmp_path / "results"
+    environment = {**os.environ, "STAGELINE_TEST_RESULTS": str(file), "PYTHONPATH": str(ROOT)}
+    for arguments in (("pytest", f"-n{workers}"), ("tests.again", str(file))):
+        command = [sys.executable, "-m", *arguments]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=False, timeout=120)
+    total = Results.sum(Results.read(file))
+    assert {failure.test.partition("test_fails_")[2] for failure in total.cured} == cured
+    assert {failure.reason.splitlines()[0] for failure in total.cured} <= {"AssertionError: the first time"}
+    assert len(total.failures) == 3 - len(cured)
+    assert (total.counts["failed"], total.counts["passed"]) == (3 - len(cured), 1 + len(cured))
+
+
+def test_a_crash_and_many_failures_count_as_they_are() -> None:
+    asked: list[str] = []
+
+    def passes(test: str) -> bool:
+        asked.append(test)
+        return True
+
+    crash = Failure("failed", "a.py::test_a", f"worker 'gw1' {CRASHED} 'a.py::test_a'", is_final=True)
+    failures = [Failure("failed", f"b.py::test_{number}", "", is_final=False) for number in range(MOST + 1)]
+    runs = [Results(1.0, Counter(failed=1), [crash], is_parallel=True)]
+    assert again(runs, passes) == runs
+    runs = [Results(1.0, Counter(failed=MOST + 1), failures, is_parallel=True)]
+    assert again(runs, passes) == runs
+    assert not asked
+    (run,) = again([Results(1.0, Counter(failed=MOST), failures[:MOST], is_parallel=True)], passes)
+    assert (run.failures, run.cured, run.counts) == ([], failures[:MOST], Counter(failed=0, passed=MOST))
+
+
+def test_a_run_that_ends_without_failed_tests_but_not_in_order_is_a_failure() -> None:
+    results = Results.of_reports({}, 1.0, is_parallel=True, exit_status=pytest.ExitCode.INTERNAL_ERROR)
+    assert [failure.reason for failure in results.failures] == ["ended with status 3, INTERNAL_ERROR"]
 
 
 def test_a_summary_of_no_run_is_a_failure(tmp_path: Path) -> None:
