@@ -109,6 +109,7 @@ class Manager:
         self._socket.close()
 
 
+@pytest.mark.full
 async def test_a_service_manager_follows_the_three_processes(tmp_path: Path) -> None:
     head, worker, gateway = (Manager(tmp_path / name) for name in ("head", "worker", "gateway"))
     mock = ("--stages", "1", "--mock-model", "layers=1,vocab=100", "--no-http", "--listen", "127.0.0.1:0")

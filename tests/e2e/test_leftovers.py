@@ -62,7 +62,7 @@ async def end(
     return process.returncode
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "passes", "code", "parallel"),
     [

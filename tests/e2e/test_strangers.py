@@ -202,6 +202,7 @@ async def _shown_request(client: Client) -> str:
     return live[0].request_id
 
 
+@pytest.mark.full
 async def test_drain_needs_the_operator_token(
     cluster: LocalCluster,
 ) -> None:

@@ -113,7 +113,7 @@ async def test_a_draining_worker_stops_when_its_coordinator_stops(
             process.kill()
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_worker_stops_at_once_while_waiting_for_its_coordinator(
     signal_number: signal.Signals,

@@ -161,6 +161,7 @@ async def test_requests_that_nobody_reads_any_more_are_cancelled() -> None:
         await until(lambda: cluster.server.engine.admission.num_preparing == 0)
 
 
+@pytest.mark.full
 async def test_requests_attach_again_when_the_connection_breaks() -> None:
     async with mock_cluster(2) as cluster, ByteProxy(cluster.address) as proxy, Link(proxy.address) as link:
         readings = [Reading(await link.submit(message(PROMPT, 200, n=2))) for _ in range(4)]
@@ -189,6 +190,7 @@ async def test_requests_continue_at_a_coordinator_restarted_with_its_journal(tmp
                     assert reading.tokens[0] == expected(300)
 
 
+@pytest.mark.full
 async def test_observers_read_beside_a_link_and_over_a_restart(tmp_path: Path) -> None:
     async with (
         mock_cluster(2, journal=tmp_path / "j.db") as first,

@@ -74,7 +74,7 @@ def family(
     return directory, expected
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("layers", ALL_CUTS, ids=lambda layers: "-".join(map(str, layers)))
 def test_every_cut_generates_the_tokens_of_transformers(
     family: tuple[Path, list[list[int]]], layers: tuple[int, ...]

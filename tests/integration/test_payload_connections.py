@@ -132,6 +132,7 @@ def _flip(line: ByteProxy) -> None:
     line.flip(Direction.FORTH, within_bytes=50)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [

@@ -33,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", WeightFormat)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 async def test_a_checked_cluster_serves_rounded_weights(

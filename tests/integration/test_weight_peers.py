@@ -36,6 +36,7 @@ def weights_address(cluster: Cluster) -> str:
     return str(port.address)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("has_certificates", [False, True], ids=["plain", "certificates"])
 async def test_a_second_pipeline_takes_its_weights_from_the_first(
     model: Path, tmp_path: Path, has_certificates: bool
@@ -63,6 +64,7 @@ async def test_a_second_pipeline_takes_its_weights_from_the_first(
             assert [worker.weights for worker in status.workers] == [NOT_VERIFIED] * len(LAYERS)
 
 
+@pytest.mark.full
 async def test_peers_that_are_lost_are_named_and_the_source_has_the_rest(model: Path, tmp_path: Path) -> None:
     with range_server(model) as server:
         async with remote_cluster(server, tmp_path / "first", weights_listen=WEIGHTS_LISTEN) as first:

@@ -75,6 +75,7 @@ class Watch:
                 self.most_held[group] = max(self.most_held[group], len(part.held_blocks))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("layers", CUTS)
 def test_tokens_equal_those_of_transformers_at_every_cut(mixed: Path, layers: tuple[int, ...]) -> None:
     prompts = [prompt_of(150, 1), prompt_of(WINDOW + 1, 2), prompt_of(3, 3)]
@@ -97,6 +98,7 @@ def test_a_hit_begins_at_the_window_although_the_head_was_evicted(mixed: Path) -
     assert run.sequences[3].num_cached_tokens == 199
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("num_blocks", "num_windowed"), [(30, 40), (90, 9)])
 def test_either_group_may_run_short(mixed: Path, num_blocks: int, num_windowed: int) -> None:
     """Sequences are preempted for blocks of one group only; their tokens stay the same."""

@@ -61,6 +61,7 @@ def prepared(executor: StepExecutor, frames: Sequence[Frame]) -> None:
         executor.prepare(frame.step)
 
 
+@pytest.mark.matrix(1)
 @settings(max_examples=20, deadline=None)
 @given(choices=st.lists(st.sampled_from(("begin", "finish", "send")), max_size=60))
 def test_outputs_do_not_depend_on_what_is_in_flight(staged: StagedStage, choices: list[str]) -> None:

@@ -90,6 +90,7 @@ def _prompt_tokens(kind: str, max_cached_bytes: int) -> PromptTokens:
     return PromptTokens(_tokenizer(kind), max_cached_bytes=max_cached_bytes)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_cached_bytes", [0, 4_000, 1 << 20])
 @settings(max_examples=150, deadline=None)

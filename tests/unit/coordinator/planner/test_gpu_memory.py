@@ -88,6 +88,7 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
     return [(max(0, end - count), count) for count, end in sorted(kept, key=lambda pair: pair[0] > 1)]
 
 
+@pytest.mark.full
 @settings(max_examples=examples(40))
 @given(steps())
 def test_partial_results_of_any_work_list_fit(step: list[tuple[int, int]]) -> None:

@@ -186,6 +186,7 @@ def test_no_split_in_this_order_is_faster(problem: tuple[Blueprint, list[WorkerC
             assert found <= slowest_ps(config, rates, [end - begin for begin, end in pairwise(cuts)])
 
 
+@pytest.mark.full
 @settings(max_examples=examples(20))
 @given(unequal(), st.integers(0, 3), st.sampled_from([1.3, 2.0, 5.0]))
 def test_a_faster_device_never_slows_the_pipeline(

@@ -178,6 +178,7 @@ PROMPTS = st.lists(
 )
 
 
+@pytest.mark.matrix(1)
 @settings(max_examples=5, deadline=None)
 @given(prompts=PROMPTS)
 def test_padding_and_recording_change_nothing(directory: Path, prompts: list[tuple[int, int, int]]) -> None:
@@ -188,6 +189,7 @@ def test_padding_and_recording_change_nothing(directory: Path, prompts: list[tup
         twins.check(step)
 
 
+@pytest.mark.matrix(1)
 def test_most_steps_are_replayed(directory: Path) -> None:
     """Decodes of all families, and prompts of all but latents, whose prompts torch computes."""
     twins = Twins(assignment_of(directory))
@@ -209,6 +211,7 @@ def graphs_of(twins: Twins) -> StepGraphs:
     return found
 
 
+@pytest.mark.matrix(1)
 def test_what_is_recorded_is_the_same_for_all_steps_of_a_size(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def warmed(wanted: Prefetch, limit_bytes: int = MUCH) -> tuple[StageCache, LoadP
     return cache, progress
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("begin", "end"), [(0, 4), (4, LAYERS), (0, LAYERS), (2, 6)])
 def test_a_takeover_reads_no_weight_again(
     directory: Path, begin: int, end: int, read_bytes: list[int]
@@ -82,6 +83,7 @@ def test_a_takeover_reads_no_weight_again(
     assert sum(read_bytes) > 0, "the count notices a read"
 
 
+@pytest.mark.matrix(1)
 def test_layers_that_are_not_warm_are_read(directory: Path) -> None:
     cache, _ = warmed(order(directory, LAST))
     taken_over = load_stage(assigned(directory, 2, LAYERS), RESOURCES, LoadProgress(), cache)
@@ -89,6 +91,7 @@ def test_layers_that_are_not_warm_are_read(directory: Path) -> None:
     assert taken_over.read_bytes == alone.read_bytes > 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": DType.BF16}, {"weights": WeightFormat.INT8}],
@@ -110,6 +113,7 @@ def test_layers_of_changed_files_are_not_used(tmp_path: Path) -> None:
     assert load_stage(assigned(directory, 0, 4), RESOURCES, LoadProgress(), cache).read_bytes > 0
 
 
+@pytest.mark.matrix(1)
 def test_another_checkpoint_is_refused_and_frees_the_memory(directory: Path) -> None:
     cache, progress = warmed(order(directory, FIRST))
     wanted = order(directory, FIRST, fingerprint="1-2-3")
@@ -118,6 +122,7 @@ def test_another_checkpoint_is_refused_and_frees_the_memory(directory: Path) -> 
     assert cache.parts.origin is None and not cache.parts.layers
 
 
+@pytest.mark.matrix(1)
 def test_other_plans_free_what_they_do_not_want(directory: Path, read_bytes: list[int]) -> None:
     cache, progress = warmed(order(directory, LAST, FIRST))
     read_bytes.clear()
