@@ -14,6 +14,8 @@ from tests.simulation.payloads import SimSender
 _OUT = (WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.SUSPECT)
 """States that a worker does not leave by itself."""
 REORDER_WITHIN_S = 0.3
+ENDS_WITHIN_S = 0.5
+"""How often the supervisor of a leaving worker looks whether it has ended."""
 
 Fault = Callable[[Cluster, Random], str]
 """Inject a fault and return its description; empty without a target."""
@@ -28,11 +30,19 @@ def kill(cluster: Cluster, random: Random) -> str:
 
 
 def drain(cluster: Cluster, random: Random) -> str:
-    """Drain a worker as on SIGTERM; it is restarted."""
+    """Drain a worker as on SIGTERM; it is restarted, once it has ended."""
     host = _some_host(cluster, random)
     if host.worker is None or not host.worker.ask_to_leave():
         return ""
-    cluster.loop.call_later(random.uniform(0.5, 2.5), cluster.start_worker, host)
+    leaving = host.process
+
+    def restart() -> None:
+        if host.process is leaving and host.is_up:
+            cluster.loop.call_later(ENDS_WITHIN_S, restart)
+        else:
+            cluster.start_worker(host)
+
+    cluster.loop.call_later(random.uniform(0.5, 2.5), restart)
     return f"{host.name} is to leave"
 
 
