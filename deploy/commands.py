@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from certificates.identity import Role
+from checkpoint.gguf.files import SUFFIX
 from coordinator.config import CoordinatorConfig
 from deploy.spec.cluster_spec import (
     COORDINATOR_KEYS,
@@ -39,7 +40,7 @@ GRACE_S = 30.0
 """Time for the end of a process beyond its drain."""
 _WRITTEN = ("--journal", "--tokens-file", "--audit-log", "--cache-dir")
 _SECRET = ("--token-file", "--join-token-file")
-REREAD_FILES = ("--keys-file", "--deny-list")
+_REREAD = ("--keys-file", "--deny-list")
 """Flags of files that a process reads again when another file replaces them."""
 _OF_ITS_HOST = ("--threads", "--cpu-set")
 """Flags whose limits only the host of the process knows."""
@@ -67,6 +68,22 @@ class UsedPath:
     path: Path
     is_written: bool
     is_secret: bool
+
+    @property
+    def mounted(self) -> Path:
+        """What a container needs of the host.
+
+        A mounted file stays the one that it was when another replaces it. So files that are replaced, or
+        made, come with their directory.
+        """
+        if self.flag == "--model":
+            return mounted_model(self.path)
+        return self.path.parent if self.is_written or self.flag in _REREAD else self.path
+
+
+def mounted_model(path: Path) -> Path:
+    """The directory of a checkpoint, also of a GGUF file, which may be one of several."""
+    return path.parent if path.suffix == SUFFIX else path
 
 
 @dataclass(frozen=True, slots=True)

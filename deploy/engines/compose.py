@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from certificates.identity import Role
-from deploy.commands import REREAD_FILES, ProcessCommand, check, commands, drain_timeout_s
+from deploy.commands import ProcessCommand, check, commands, drain_timeout_s
 from deploy.engines.rendered import RenderedFile, by_host, flag_lines, path_on
 from deploy.spec.cluster_spec import ClusterSpec, WorkerSpec, default_listen_address
 from wire.addresses import local_address, parse_address
@@ -117,15 +117,10 @@ def _health(command: ProcessCommand) -> Iterator[str]:
 
 
 def _mounts(command: ProcessCommand) -> dict[str, bool]:
-    """Directories and files of the host, each with whether it is written.
-
-    A mounted file stays the one that it was when another replaces it. So files that are replaced, or made,
-    come with their directory.
-    """
+    """Directories and files of the host, each with whether it is written."""
     wanted: dict[str, bool] = {}
     for used in command.paths:
-        is_whole = used.is_written or used.flag in REREAD_FILES
-        path = str(used.path.parent if is_whole else used.path)
+        path = str(used.mounted)
         wanted[path] = wanted.get(path, False) or used.is_written
     return wanted
 

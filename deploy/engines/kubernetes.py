@@ -12,7 +12,7 @@ from typing import Any
 
 from certificates.identity import DEFAULT_TRUST_DOMAIN, Role
 from deploy.commands import GRACE_S as END_S
-from deploy.commands import ProcessCommand, check, commands, drain_timeout_s
+from deploy.commands import ProcessCommand, check, commands, drain_timeout_s, mounted_model
 from deploy.engines.chart_values import (
     CertificateProvider,
     ChartCertificates,
@@ -341,7 +341,8 @@ def _quantity(size_bytes: int) -> str:
 
 
 def _model(path: Path) -> Model:
-    return Model(path=str(path), volume={"hostPath": {"path": str(path), "type": "Directory"}})
+    directory = str(mounted_model(path))
+    return Model(path=directory, volume={"hostPath": {"path": directory, "type": "Directory"}})
 
 
 def _callers(server: Role) -> tuple[str, ...]:

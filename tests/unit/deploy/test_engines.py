@@ -119,6 +119,16 @@ def test_a_long_drain_is_a_whole_number_of_seconds(tmp_path: Path) -> None:
     assert texts and all("TimeoutStopSec=1000031\n" in unit for unit in texts.values())
 
 
+def test_compose_services_have_the_directory_of_a_gguf_file(tmp_path: Path) -> None:
+    text = LEAST.replace("/models/m", "/models/m-00001-of-00003.gguf")
+    (rendered,) = _render("compose", text, tmp_path).values()
+    services = yaml.safe_load(rendered)["services"].values()
+    assert any("--model /models/m-00001-of-00003.gguf" in service["command"] for service in services)
+    assert all(
+        "/models:/models:ro" in service["volumes"] for service in services if "--model" in service["command"]
+    )
+
+
 @pytest.mark.parametrize("name", ["7", "on", "null"])
 def test_names_that_yaml_takes_for_other_values_are_texts_in_a_compose_file(
     name: str, tmp_path: Path

@@ -240,3 +240,13 @@ def test_a_remote_model_is_an_address_without_a_volume(tmp_path: Path) -> None:
     (worker,) = values.workers.values()
     assert "--model" not in worker.args and worker.files == ()
     assert ("--cache-dir", "/var/cache/stageline/weights") in pairwise(worker.args)
+
+
+def test_pods_have_the_directory_of_a_gguf_file_with_all_its_shards(tmp_path: Path) -> None:
+    shard = "/models/m/m-00001-of-00003.gguf"
+    text = f"model: {shard}\nsecurity: {{tls-dir: /etc/tls}}\nworkers: [{{name: a, memory: 1GiB}}]\n"
+    values = chart_values(read_cluster_spec(write(tmp_path, text)))
+    assert values.model is not None
+    assert values.model.path == "/models/m"
+    assert values.model.volume == {"hostPath": {"path": "/models/m", "type": "Directory"}}
+    assert ("--model", shard) in pairwise(values.coordinator.args)
