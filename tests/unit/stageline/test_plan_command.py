@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
@@ -18,6 +19,7 @@ from coordinator.planner.planner import plan_for
 from stageline.cli import main
 from stageline.cli.plan import parse_workers, plan_view
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import quantised, write_gguf
 from tests.quantized import FORMATS, write_quantized
 
 HEAD_DIM = 32
@@ -246,3 +248,12 @@ def test_the_implementation_is_a_choice(tmp_path: Path, capsys: Captured) -> Non
     llama = ["plan", "--model", str(tmp_path / "llama"), *workers, "--implementation", "transformers"]
     assert main([*llama, "--quantize", "int8"]) == 1
     assert "--quantize is for native layers" in capsys.readouterr().err
+
+
+def test_gguf_files_are_for_native_layers(tmp_path: Path, capsys: Captured) -> None:
+    path = write_gguf(tmp_path / "stories.gguf", MODEL_DIRECTORY, quantised("BF16"), pre="gpt-2")
+    command = ["plan", "--model", str(path), "--workers", "64MiB"]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main([*command, "--implementation", "transformers"]) == 1
+    assert "GGUF files are for native layers: use --implementation auto" in capsys.readouterr().err
