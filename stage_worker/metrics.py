@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import LoadedStage
-from stage_worker.backends.contract import HandedOn, StepObserver, TimedOutput
+from stage_worker.backends.contract import GraphCounts, HandedOn, StepObserver, TimedOutput
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import export_request
@@ -144,7 +144,9 @@ class StageMetrics(StepObserver):
         self._memory = registry.number(definitions.STAGE_MEMORY)
         self._how = registry.number(definitions.STAGE_COMPUTE)
         self._graph_steps = registry.number(definitions.GRAPH_STEPS)
+        self._graph_eager = registry.number(definitions.GRAPH_EAGER_STEPS)
         self._graphs = registry.number(definitions.GRAPHS)
+        self._graph_memory = registry.number(definitions.GRAPH_MEMORY)
         self._fallback = registry.number(definitions.PAYLOAD_FALLBACK)
         self._by_stage: dict[int, _Series] = {}
         self._now: _Series | None = None
@@ -205,8 +207,8 @@ class StageMetrics(StepObserver):
     def _read(self) -> None:
         self._read_counters()
         for family in (
-            *(self._blocks, self._load_time, self._memory, self._how),
-            *(self._graph_steps, self._graphs, self._fallback),
+            *(self._blocks, self._load_time, self._memory, self._how, self._fallback),
+            *(self._graph_steps, self._graph_eager, self._graphs, self._graph_memory),
         ):
             family.clear()
         if self._stage is not None and (loaded := self._stage.loaded) is not None:
@@ -245,10 +247,16 @@ class StageMetrics(StepObserver):
         dtype = loaded.assignment.dtype.value
         self._how.of(loaded.device, dtype, loaded.kernels or "none").set(1)
         if (graphs := stats.graphs) is not None:
-            self._graph_steps.of(stage, "replayed").set(graphs.num_replayed)
-            self._graph_steps.of(stage, "eager").set(graphs.num_eager)
-            self._graphs.of(stage, "recorded").set(graphs.num_recorded)
-            self._graphs.of(stage, "failed").set(graphs.num_failed)
+            self._read_graphs(stage, graphs)
+
+    def _read_graphs(self, stage: str, graphs: GraphCounts) -> None:
+        self._graph_steps.of(stage, "replayed").set(graphs.num_replayed)
+        self._graph_steps.of(stage, "eager").set(graphs.num_eager)
+        for reason, count in graphs.eager.items():
+            self._graph_eager.of(stage, reason.value).set(count)
+        self._graphs.of(stage, "recorded").set(graphs.num_recorded)
+        self._graphs.of(stage, "failed").set(graphs.num_failed)
+        self._graph_memory.of(stage).set(graphs.pool_bytes)
 
 
 def _num_bytes(hidden: HiddenStates) -> int:

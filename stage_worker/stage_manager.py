@@ -24,7 +24,7 @@ from stage_worker.backends.backend import (
     StageBackend,
     StageLoadError,
 )
-from stage_worker.backends.contract import StepObserver
+from stage_worker.backends.contract import EagerReason, GraphCounts, StepObserver
 from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop_payloads import PayloadConnections
@@ -54,6 +54,9 @@ from wire.transport import PLAIN, Transport
 log = logging.getLogger(__name__)
 
 
+_EAGER_REASONS = {
+    reason: cluster_pb2.EagerReason.Value(f"EAGER_REASON_{reason.name}") for reason in EagerReason
+}
 MAX_PER_HOST = 4
 """The previous stage has one stream per epoch; streams of recently failed epochs may still be waiting."""
 MAX_WAITING = 16
@@ -289,6 +292,8 @@ class StageManager:
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0
         heartbeat.payload_fallback = self.payload_fallback
+        if stats.graphs is not None:
+            heartbeat.cuda_graphs.CopyFrom(_encode_graphs(stats.graphs))
         return heartbeat
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
@@ -510,6 +515,25 @@ class StageManager:
         if session is not None:
             self._on_serving(False)
             await session.close()
+
+
+def _encode_graphs(graphs: GraphCounts) -> cluster_pb2.CudaGraphs:
+    return cluster_pb2.CudaGraphs(
+        num_replayed=graphs.num_replayed,
+        eager=[
+            cluster_pb2.EagerSteps(reason=_EAGER_REASONS[reason], num_steps=count)
+            for reason, count in graphs.eager.items()
+            if count
+        ],
+        sizes=[
+            cluster_pb2.GraphSize(
+                num_tokens=size.num_tokens, has_prompts=size.has_prompts, num_graphs=size.num_graphs
+            )
+            for size in graphs.sizes
+        ],
+        num_failed=graphs.num_failed,
+        pool_bytes=graphs.pool_bytes,
+    )
 
 
 def _describe_fetch(progress: LoadProgress, heartbeat: join_pb2.Heartbeat, *, is_prefetch: bool) -> None:

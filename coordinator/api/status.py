@@ -273,5 +273,7 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
         status.fetch.CopyFrom(heartbeat.fetch)
     if heartbeat.HasField("device_memory"):
         status.device_memory.CopyFrom(heartbeat.device_memory)
+    if heartbeat.HasField("cuda_graphs"):
+        status.cuda_graphs.CopyFrom(heartbeat.cuda_graphs)
     if heartbeat.HasField("certificate"):
         status.certificate.CopyFrom(heartbeat.certificate)

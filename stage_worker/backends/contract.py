@@ -1,8 +1,8 @@
 """Contract between a worker and its stage computation, without torch. Times are `time.monotonic`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from checkpoint import BoundaryTensor
@@ -108,16 +108,52 @@ Finish = Callable[[], Computed]
 """Waits for the end of a step; raises StepFault. Called once, in step order, by any one thread."""
 
 
+class EagerReason(Enum):
+    """Why a step of a stage with CUDA graphs ran eagerly.
+
+    FIRST: its size is recorded with it. NO_SIZE: no size has room for it. LIMIT: the graphs have reached the
+    limit of their number or memory. FAILED: its size could not be recorded.
+    """
+
+    FIRST = "first"
+    NO_SIZE = "no_size"
+    LIMIT = "limit"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSize:
+    """Steps of up to `num_tokens` tokens, decodes only unless `has_prompts`.
+
+    `num_graphs` are recorded, by attention work.
+    """
+
+    num_tokens: int
+    has_prompts: bool
+    num_graphs: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCounts:
-    """CUDA graphs of a stage: steps that replayed one, and steps that ran eagerly because of their size or
-    because no graph of it is recorded yet; sizes that are recorded, and those that could not be.
+    """CUDA graphs of a stage, and its steps since it was loaded.
+
+    `num_replayed` steps replayed a graph, `eager` ones did not, by reason. `sizes` are recorded, `num_failed`
+    graphs could not be. `pool_bytes` is memory that the graphs hold.
     """
 
     num_replayed: int = 0
-    num_eager: int = 0
-    num_recorded: int = 0
+    eager: Mapping[EagerReason, int] = field(default_factory=dict)
+    sizes: tuple[GraphSize, ...] = ()
     num_failed: int = 0
+    pool_bytes: int = 0
+
+    @property
+    def num_eager(self) -> int:
+        return sum(self.eager.values())
+
+    @property
+    def num_recorded(self) -> int:
+        return sum(size.num_graphs for size in self.sizes)
 
 
 class StageCompute(ABC):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.step_graphs import MAX_GRAPHS
-from stage_worker.backends.contract import GraphCounts
+from stage_worker.backends.contract import EagerReason, GraphCounts, GraphSize
 from stage_worker.backends.transfers import torch_dtype
 from stage_worker.model.attention_views import HostArray
 from stage_worker.model.pipeline_stage import PipelineStage
@@ -124,8 +125,10 @@ class StepGraphs:
         self._recorder, self._budget_bytes = recorder, budget_bytes
         model.reserve_positions(buckets.max_sequence_tokens)
         self._graphs: dict[StepBucket, Graph] = {}
-        self._not_recorded: set[StepBucket] = set()
-        self._num_replayed = self._num_eager = self._num_failed = 0
+        self._sizes: tuple[GraphSize, ...] = ()
+        self._not_recorded: dict[StepBucket, EagerReason] = {}
+        self._num_replayed = self._num_failed = 0
+        self._eager = dict.fromkeys(EagerReason, 0)
         self._largest = [self._padding_of(bucket) for bucket in buckets.largest()]
         device, num_tokens = model.device, max(step.bucket.num_tokens for step in self._largest)
         num_bytes = max(len(step.packed) for step in self._largest)
@@ -143,10 +146,10 @@ class StepGraphs:
     def fit(self, arrays: Sequence[StepArrays]) -> GraphStep | None:
         """The step with `arrays` of each block group, padded; None if it runs eagerly."""
         found = self._buckets.padded(arrays)
-        if found is None or found[0] in self._not_recorded:
-            self._num_eager += 1
-            return None
-        return _packed(*found)
+        reason = EagerReason.NO_SIZE if found is None else self._not_recorded.get(found[0])
+        if reason is not None:
+            self._eager[reason] += 1
+        return None if found is None or reason is not None else _packed(*found)
 
     def advance(self, hidden: Tensor, step: GraphStep, packed: Tensor) -> Tensor:
         """Hidden states after the layers, for `hidden` [n, hidden_size] and `packed` on the device."""
@@ -155,7 +158,7 @@ class StepGraphs:
         self._block[: len(packed)].copy_(packed)
         graph = self._graphs.get(step.bucket)
         if graph is None:
-            self._num_eager += 1
+            self._eager[self._not_recorded.get(step.bucket, EagerReason.FIRST)] += 1
             self._begin(step)
         else:
             self._num_replayed += 1
@@ -173,9 +176,10 @@ class StepGraphs:
     def counts(self) -> GraphCounts:
         return GraphCounts(
             num_replayed=self._num_replayed,
-            num_eager=self._num_eager,
-            num_recorded=len(self._graphs),
+            eager=dict(self._eager),
+            sizes=self._sizes,
             num_failed=self._num_failed,
+            pool_bytes=self._recorder.num_bytes,
         )
 
     def _begin(self, step: GraphStep) -> None:
@@ -185,7 +189,7 @@ class StepGraphs:
         if bucket in self._not_recorded:
             return
         if len(self._graphs) >= MAX_GRAPHS or self._recorder.num_bytes > self._budget_bytes:
-            self._not_recorded.add(bucket)
+            self._not_recorded[bucket] = EagerReason.LIMIT
             log.warning(
                 "no CUDA graph for steps of %s: %d graphs hold %d bytes, the limits are %d and %d: they run "
                 "eagerly",
@@ -194,8 +198,9 @@ class StepGraphs:
             return
         try:
             self._graphs[bucket] = self._recorder.capture(lambda: self._run(step))
+            self._sizes = _sizes(self._graphs)
         except Exception as error:
-            self._not_recorded.add(bucket)
+            self._not_recorded[bucket] = EagerReason.FAILED
             self._num_failed += 1
             log.warning(
                 "no CUDA graph for steps of %s: %s: %s: they run eagerly", bucket, type(error).__name__, error
@@ -214,6 +219,15 @@ class StepGraphs:
         """A step of padding only."""
         empty = self._model.empty_arrays(block_size=self._buckets.block_size)
         return _packed(bucket, self._buckets.empty(bucket, empty))
+
+
+def _sizes(buckets: Iterable[StepBucket]) -> tuple[GraphSize, ...]:
+    """Decodes first, then by size."""
+    counts = Counter((not bucket.is_decode, bucket.num_tokens) for bucket in buckets)
+    return tuple(
+        GraphSize(num_tokens=num_tokens, has_prompts=has_prompts, num_graphs=count)
+        for (has_prompts, num_tokens), count in sorted(counts.items())
+    )
 
 
 def _places(arrays: Iterable[StepArrays]) -> Iterable[tuple[HostArray, int]]:

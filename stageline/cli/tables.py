@@ -40,6 +40,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_gpus(status),
         *_rates(status),
         *_device_memory(status),
+        *_cuda_graphs(status),
         *_fetches(status),
         *_links(status),
         *_payload_fallbacks(status),
@@ -265,6 +266,36 @@ def _device_memory(status: cluster_pb2.GetStatusResponse) -> list[str]:
         if worker.HasField("device_memory") and (memory := worker.device_memory)
     ]
     return [f"GPU memory: {text}" for text in described]
+
+
+def _cuda_graphs(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    described = [
+        f"{worker.name} {_graph_steps(graphs)}; {_graph_sizes(graphs)}, {format_size(graphs.pool_bytes)}"
+        for worker in workers_by_stage(status)
+        if worker.HasField("cuda_graphs") and (graphs := worker.cuda_graphs)
+    ]
+    return [f"CUDA graphs: {text}" for text in described]
+
+
+def _graph_steps(graphs: cluster_pb2.CudaGraphs) -> str:
+    reasons = [
+        f"{entry.num_steps} {enum_text(cluster_pb2.EagerReason.Name(entry.reason), 'EAGER_REASON_')}"
+        for entry in graphs.eager
+    ]
+    num_eager = sum(entry.num_steps for entry in graphs.eager)
+    detail = f" ({', '.join(reasons)})" if reasons else ""
+    return f"{graphs.num_replayed} steps replayed, {num_eager} eager{detail}"
+
+
+def _graph_sizes(graphs: cluster_pb2.CudaGraphs) -> str:
+    """Such as "9 graphs for decodes of 1, 2, 4 and prompts of 64 tokens"."""
+    kinds = []
+    for kind, has_prompts in (("decodes", False), ("prompts", True)):
+        if sizes := [str(size.num_tokens) for size in graphs.sizes if size.has_prompts == has_prompts]:
+            kinds.append(f"{kind} of {', '.join(sizes)}")
+    count = sum(size.num_graphs for size in graphs.sizes)
+    failed = f", {graphs.num_failed} failed" if graphs.num_failed else ""
+    return f"{count} graphs{failed}" + (f" for {' and '.join(kinds)} tokens" if kinds else "")
 
 
 def _details(status: cluster_pb2.GetStatusResponse) -> list[str]:

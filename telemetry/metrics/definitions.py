@@ -138,6 +138,7 @@ DEVICE = Label("device", "stageline.device", most=1)
 DTYPE = Label("dtype", "stageline.dtype", values=("bf16", "f16", "f32"))
 KERNELS = Label("kernels", "stageline.kernels", values=("compiled", "plain", "none"))
 STEP_MODE = Label("mode", "stageline.graph.mode", values=("replayed", "eager"))
+EAGER_REASON = Label("reason", "stageline.graph.eager.reason", values=("first", "no_size", "limit", "failed"))
 GRAPH_STATE = Label("state", "stageline.graph.state", values=("recorded", "failed"))
 LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
 ENDPOINT = Label(
@@ -485,6 +486,17 @@ GRAPH_STEPS = _of(
     STAGE,
     STEP_MODE,
 )
+GRAPH_EAGER_STEPS = _of(
+    _WORKER,
+    "stageline.stage.graph.eager.steps",
+    _GAUGE,
+    "{step}",
+    "Steps since the current stage was loaded that ran eagerly beside graphs, by reason: the first of a size,"
+    " which is recorded with it, a step that no size has room for, a size beyond the limits of graphs, one"
+    " that could not be recorded.",
+    STAGE,
+    EAGER_REASON,
+)
 GRAPHS = _of(
     _WORKER,
     "stageline.stage.graphs",
@@ -493,6 +505,14 @@ GRAPHS = _of(
     "Sizes of steps of the current stage that are recorded as CUDA graphs, or could not be recorded.",
     STAGE,
     GRAPH_STATE,
+)
+GRAPH_MEMORY = _of(
+    _WORKER,
+    "stageline.stage.graph.memory",
+    _GAUGE,
+    "By",
+    "Memory of the GPU that the current stage's CUDA graphs hold.",
+    STAGE,
 )
 PAYLOAD_FALLBACK = _of(
     _WORKER,

@@ -222,12 +222,20 @@ async def test_the_status_has_the_gpu_of_a_workers_hello_and_its_memory(varied_l
         status = await cluster.wait_status(lambda status: len(status.workers) == 1)
         assert status.workers[0].gpu == gpu
         assert not status.workers[0].HasField("device_memory")
+        assert not status.workers[0].HasField("cuda_graphs")
         memory = cluster_pb2.DeviceMemory(
             allocated_bytes=4, reserved_bytes=5, free_bytes=6, peak_bytes=7, pinned_bytes=8
         )
-        heartbeat = join_pb2.Heartbeat(device_memory=memory)
+        graphs = cluster_pb2.CudaGraphs(
+            num_replayed=9,
+            eager=[cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_FIRST, num_steps=1)],
+            sizes=[cluster_pb2.GraphSize(num_tokens=8, num_graphs=1)],
+            pool_bytes=10,
+        )
+        heartbeat = join_pb2.Heartbeat(device_memory=memory, cuda_graphs=graphs)
         await call.write(join_pb2.JoinRequest(heartbeat=heartbeat))
-        await cluster.wait_status(lambda status: status.workers[0].device_memory == memory)
+        status = await cluster.wait_status(lambda status: status.workers[0].device_memory == memory)
+        assert status.workers[0].cuda_graphs == graphs
         call.cancel()
 
 

@@ -133,6 +133,46 @@ async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Br
         await watched.page.unroute_all(behavior="wait")
 
 
+async def test_a_stage_shows_the_speed_of_its_gpu_and_its_cuda_graphs(browser: Browser) -> None:
+    async def on_a_gpu(route: Route) -> None:
+        response = await route.fetch()
+        status = await response.json()
+        status["workers"][0] |= {
+            "rates": {"bytes_per_second": "3350000000000", "operations_per_second": "798000000000000"},
+            "cuda_graphs": {
+                "num_replayed": "97",
+                "eager": [
+                    {"reason": "EAGER_REASON_FIRST", "num_steps": "2"},
+                    {"reason": "EAGER_REASON_NO_SIZE", "num_steps": "1"},
+                ],
+                "sizes": [
+                    {"num_tokens": 8, "has_prompts": False, "num_graphs": 3},
+                    {"num_tokens": 64, "has_prompts": True, "num_graphs": 1},
+                ],
+                "num_failed": 0,
+                "pool_bytes": str(96 << 20),
+            },
+        }
+        await route.fulfill(response=response, json=status)
+
+    async with served(2, "step=6ms") as cluster, opened(browser, cluster) as watched:
+        gpus = watched.page.locator(".stage .gpu")
+        await expect(gpus.nth(0)).to_be_empty(timeout=VISIBLE_MS)
+        await watched.page.route("**/api/status", on_a_gpu)
+        await expect(gpus.nth(0)).to_have_text(
+            re.compile(r"3\D350 GB/s 798 TFLOP/s\s*CUDA graphs 97\s%"), timeout=VISIBLE_MS
+        )
+        await expect(gpus.nth(0).locator("[title*=replayed]")).to_have_attribute(
+            "title",
+            re.compile(
+                r"^97 steps replayed; eager: 2 first, 1 no size; 4 graphs of 96\.0\sMiB; "
+                r"tokens: 8, 64 with prompts; 0 failed$"
+            ),
+        )
+        await expect(gpus.nth(1)).to_be_empty()
+        await watched.page.unroute_all(behavior="wait")
+
+
 @pytest.mark.full
 async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     browser: Browser, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,5 @@
 // Stages with worker, layers, load and memory.
-import { bytes, digits, duration, element, percent, plural } from "./format.js";
+import { bytes, digits, duration, element, grouped, percent, plural } from "./format.js";
 
 const WORKER_CLASS = { ready: "ok", loading: "warn", suspect: "warn", draining: "warn", joining: "warn", lost: "bad", quarantined: "bad" };
 
@@ -43,6 +43,7 @@ export class Topology {
       element("p", { class: "place", title: `${role}, process ${worker.pid} at ${worker.address}` }, [layers, role, worker.device, worker.kernels].filter(Boolean).join(" · ")),
       element("div", { class: "bars" }, ...bar("Busy", "busy", ["load"]), ...bar("Memory", "memory", ["weights", "kv"]), ...bar("KV blocks", "blocks", ["active", "inactive"])),
       element("p", { class: "times" }),
+      element("p", { class: "gpu" }),
       element("footer", {}));
     if (canAct) card.lastChild.append(this.#drainButton(worker.name));
     return card;
@@ -72,12 +73,34 @@ export class Topology {
     set(card, "blocks", `${percent(active / blocks)} of ${blocks === 1 ? "–" : plural(blocks, "block")}`, [active / blocks, inactive / blocks],
       `${plural(active, "block")} active, ${inactive} cached, ${free} free`);
     card.querySelector(".times").replaceChildren(...times(load, worker));
+    card.querySelector(".gpu").replaceChildren(...device(worker));
   }
 }
 
 function deviceMemory(memory) {
   if (!memory) return "";
   return `; GPU ${bytes(memory.allocated_bytes)} in tensors, at most ${bytes(memory.peak_bytes)}, ${bytes(memory.reserved_bytes)} reserved, ${bytes(memory.free_bytes)} free`;
+}
+
+// Speed as measured or given, and CUDA graphs.
+function device({ rates, cuda_graphs: graphs }) {
+  const parts = [];
+  if (rates) {
+    parts.push(element("span", { title: "memory and matrix products, as measured at start or given" },
+      element("b", {}, `${digits(rates.bytes_per_second / 1e9)} GB/s`), ` ${digits(rates.operations_per_second / 1e12)} TFLOP/s`));
+  }
+  if (graphs) parts.push(cudaGraphs(graphs));
+  return parts;
+}
+
+function cudaGraphs({ num_replayed, eager, sizes, num_failed, pool_bytes }) {
+  const steps = eager.reduce((sum, { num_steps }) => sum + num_steps, num_replayed);
+  const count = sizes.reduce((sum, { num_graphs }) => sum + num_graphs, 0);
+  const reasons = eager.map(({ reason, num_steps }) => `${grouped(num_steps)} ${reason.replace("EAGER_REASON_", "").toLowerCase().replace("_", " ")}`);
+  const ofSizes = sizes.map(({ num_tokens, has_prompts }) => `${num_tokens}${has_prompts ? " with prompts" : ""}`);
+  const title = [`${plural(num_replayed, "step")} replayed`, `eager: ${reasons.join(", ") || "none"}`, `${plural(count, "graph")} of ${bytes(pool_bytes)}`,
+    `tokens: ${ofSizes.join(", ") || "–"}`, `${num_failed} failed`].join("; ");
+  return element("span", { title }, "CUDA graphs ", element("b", {}, steps ? percent(num_replayed / steps) : "–"), " of steps");
 }
 
 function times(load, worker) {

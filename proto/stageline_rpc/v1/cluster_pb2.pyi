@@ -299,6 +299,35 @@ JOURNAL_STATE_FAILING: JournalState.ValueType  # 3
 """The last write failed: until one succeeds, new requests are rejected and running ones pause."""
 Global___JournalState: _TypeAlias = JournalState  # noqa: Y015
 
+class _EagerReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EagerReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EagerReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EAGER_REASON_UNSPECIFIED: _EagerReason.ValueType  # 0
+    EAGER_REASON_FIRST: _EagerReason.ValueType  # 1
+    """The first step of a size, which is recorded with it."""
+    EAGER_REASON_NO_SIZE: _EagerReason.ValueType  # 2
+    """No size has room for the step."""
+    EAGER_REASON_LIMIT: _EagerReason.ValueType  # 3
+    """The graphs have reached the limit of their number or memory."""
+    EAGER_REASON_FAILED: _EagerReason.ValueType  # 4
+    """The size could not be recorded."""
+
+class EagerReason(_EagerReason, metaclass=_EagerReasonEnumTypeWrapper): ...
+
+EAGER_REASON_UNSPECIFIED: EagerReason.ValueType  # 0
+EAGER_REASON_FIRST: EagerReason.ValueType  # 1
+"""The first step of a size, which is recorded with it."""
+EAGER_REASON_NO_SIZE: EagerReason.ValueType  # 2
+"""No size has room for the step."""
+EAGER_REASON_LIMIT: EagerReason.ValueType  # 3
+"""The graphs have reached the limit of their number or memory."""
+EAGER_REASON_FAILED: EagerReason.ValueType  # 4
+"""The size could not be recorded."""
+Global___EagerReason: _TypeAlias = EagerReason  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -927,6 +956,7 @@ class WorkerStatus(_message.Message):
     FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -997,6 +1027,10 @@ class WorkerStatus(_message.Message):
     def rates(self) -> Global___DeviceRates:
         """Unset unless the worker tells how fast its device is; workers without are counted as equally fast."""
 
+    @_builtins.property
+    def cuda_graphs(self) -> Global___CudaGraphs:
+        """From the last heartbeat. Unset for a stage without CUDA graphs."""
+
     def __init__(
         self,
         *,
@@ -1031,16 +1065,109 @@ class WorkerStatus(_message.Message):
         fetch_detail: _builtins.str = ...,
         device_memory: Global___DeviceMemory | None = ...,
         rates: Global___DeviceRates | None = ...,
+        cuda_graphs: Global___CudaGraphs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "rates", b"rates", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "rates", b"rates", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "rates", b"rates", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "rates", b"rates", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class CudaGraphs(_message.Message):
+    """CUDA graphs of a stage, and its steps since the stage was loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REPLAYED_FIELD_NUMBER: _builtins.int
+    EAGER_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    POOL_BYTES_FIELD_NUMBER: _builtins.int
+    num_replayed: _builtins.int
+    num_failed: _builtins.int
+    """Graphs that could not be recorded."""
+    pool_bytes: _builtins.int
+    """Memory of the GPU that the graphs hold."""
+    @_builtins.property
+    def eager(self) -> _containers.RepeatedCompositeFieldContainer[Global___EagerSteps]:
+        """Steps that replayed no graph, by reason."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphSize]:
+        """Sizes of steps that are recorded, decodes first."""
+
+    def __init__(
+        self,
+        *,
+        num_replayed: _builtins.int = ...,
+        eager: _abc.Iterable[Global___EagerSteps] | None = ...,
+        sizes: _abc.Iterable[Global___GraphSize] | None = ...,
+        num_failed: _builtins.int = ...,
+        pool_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eager", b"eager", "num_failed", b"num_failed", "num_replayed", b"num_replayed", "pool_bytes", b"pool_bytes", "sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaGraphs: _TypeAlias = CudaGraphs  # noqa: Y015
+
+@_typing.final
+class EagerSteps(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    reason: Global___EagerReason.ValueType
+    num_steps: _builtins.int
+    def __init__(
+        self,
+        *,
+        reason: Global___EagerReason.ValueType = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EagerSteps: _TypeAlias = EagerSteps  # noqa: Y015
+
+@_typing.final
+class GraphSize(_message.Message):
+    """Steps of up to `num_tokens` tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    HAS_PROMPTS_FIELD_NUMBER: _builtins.int
+    NUM_GRAPHS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    has_prompts: _builtins.bool
+    """Unset: decodes only."""
+    num_graphs: _builtins.int
+    """Graphs of this size, by attention work."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        has_prompts: _builtins.bool = ...,
+        num_graphs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_prompts", b"has_prompts", "num_graphs", b"num_graphs", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GraphSize: _TypeAlias = GraphSize  # noqa: Y015
 
 @_typing.final
 class DeviceRates(_message.Message):

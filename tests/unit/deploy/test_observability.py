@@ -31,6 +31,8 @@ DRAWN_BY_NOBODY = {
     "stageline_device_memory_bytes",
     "stageline_stage_graphs",
     "stageline_stage_graph_steps",
+    "stageline_stage_graph_eager_steps",
+    "stageline_stage_graph_memory_bytes",
     # Alerts have them.
     "stageline_metrics_overflows_total",
     "stageline_stage_payload_fallback_ratio",

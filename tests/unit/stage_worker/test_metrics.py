@@ -6,7 +6,14 @@ import pytest
 
 from checkpoint import DType
 from stage_worker.backends.backend import LoadedStage
-from stage_worker.backends.contract import GraphCounts, HandedOn, StepTiming, TimedOutput
+from stage_worker.backends.contract import (
+    EagerReason,
+    GraphCounts,
+    GraphSize,
+    HandedOn,
+    StepTiming,
+    TimedOutput,
+)
 from stage_worker.backends.mock_compute import MockCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.metrics import StageMetrics, WorkerMetrics
@@ -198,7 +205,16 @@ def test_the_memory_of_a_gpu_is_reported_by_kind() -> None:
 class RecordedCompute(MockCompute):
     @property
     def graphs(self) -> GraphCounts:
-        return GraphCounts(num_replayed=7, num_eager=3, num_recorded=2, num_failed=1)
+        return GraphCounts(
+            num_replayed=7,
+            eager={EagerReason.FIRST: 2, EagerReason.NO_SIZE: 1},
+            sizes=(
+                GraphSize(num_tokens=4, has_prompts=False, num_graphs=1),
+                GraphSize(num_tokens=64, has_prompts=True, num_graphs=1),
+            ),
+            num_failed=1,
+            pool_bytes=5000,
+        )
 
 
 def test_graphs_are_reported_for_stages_that_have_them() -> None:
@@ -216,6 +232,14 @@ def test_graphs_are_reported_for_stages_that_have_them() -> None:
     watched.stage.loaded = loaded
     assert watched.values(definitions.GRAPH_STEPS) == {("1", "replayed"): 7, ("1", "eager"): 3}
     assert watched.values(definitions.GRAPHS) == {("1", "recorded"): 2, ("1", "failed"): 1}
+    assert watched.values(definitions.GRAPH_EAGER_STEPS) == {("1", "first"): 2, ("1", "no_size"): 1}
+    assert watched.values(definitions.GRAPH_MEMORY) == {("1",): 5000}
     watched.stage.loaded = replace(loaded, executor=StepExecutor(assignment, MockCompute(assignment)))
     assert watched.values(definitions.GRAPH_STEPS) == {}
     assert watched.values(definitions.GRAPHS) == {}
+    assert watched.values(definitions.GRAPH_EAGER_STEPS) == {}
+    assert watched.values(definitions.GRAPH_MEMORY) == {}
+
+
+def test_every_reason_of_an_eager_step_has_a_series() -> None:
+    assert definitions.EAGER_REASON.values == tuple(reason.value for reason in EagerReason)

@@ -1,10 +1,12 @@
-"""Places for streams whose epoch has not started on the stage."""
+"""Places for streams whose epoch has not started on the stage, and what heartbeats tell of it."""
 
 from contextlib import ExitStack
 
 import pytest
 
-from stage_worker.stage_manager import MAX_PER_HOST, MAX_WAITING, EarlyStreams
+from stage_worker.backends.contract import EagerReason, GraphCounts, GraphSize
+from stage_worker.stage_manager import MAX_PER_HOST, MAX_WAITING, EarlyStreams, _encode_graphs
+from stageline_rpc.v1 import cluster_pb2
 from wire.errors import Overloaded
 from wire.peer_secrets import MAX_TRIES, RefusedPeers
 
@@ -37,3 +39,23 @@ def test_all_hosts_together_have_a_limit_and_places_are_free_again() -> None:
     with early.waiting("::1"):
         pass
     assert not early._num_waiting
+
+
+def test_the_heartbeat_has_graphs_and_the_reasons_of_eager_steps() -> None:
+    counts = GraphCounts(
+        num_replayed=7,
+        eager=dict.fromkeys(EagerReason, 0) | {EagerReason.NO_SIZE: 3, EagerReason.LIMIT: 1},
+        sizes=(GraphSize(num_tokens=64, has_prompts=True, num_graphs=2),),
+        num_failed=1,
+        pool_bytes=5000,
+    )
+    assert _encode_graphs(counts) == cluster_pb2.CudaGraphs(
+        num_replayed=7,
+        eager=[
+            cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_NO_SIZE, num_steps=3),
+            cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_LIMIT, num_steps=1),
+        ],
+        sizes=[cluster_pb2.GraphSize(num_tokens=64, has_prompts=True, num_graphs=2)],
+        num_failed=1,
+        pool_bytes=5000,
+    )

@@ -75,6 +75,33 @@ def test_the_memory_of_each_gpu_has_a_line() -> None:
     ]
 
 
+def test_a_stage_with_cuda_graphs_has_a_line() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    status.workers[2].cuda_graphs.CopyFrom(
+        cluster_pb2.CudaGraphs(
+            num_replayed=970,
+            eager=[
+                cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_FIRST, num_steps=20),
+                cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_NO_SIZE, num_steps=10),
+            ],
+            sizes=[
+                cluster_pb2.GraphSize(num_tokens=1, num_graphs=1),
+                cluster_pb2.GraphSize(num_tokens=8, num_graphs=3),
+                cluster_pb2.GraphSize(num_tokens=64, has_prompts=True, num_graphs=1),
+            ],
+            num_failed=1,
+            pool_bytes=96 << 20,
+        )
+    )
+    status.workers[1].cuda_graphs.CopyFrom(cluster_pb2.CudaGraphs())
+    assert [line for line in _render(status_view(status), width=200) if line.startswith("CUDA")] == [
+        "CUDA graphs: worker-0 970 steps replayed, 30 eager (20 first, 10 no size); 5 graphs, 1 failed for "
+        "decodes of 1, 8 and prompts of 64 tokens, 96.0 MiB",
+        "CUDA graphs: worker-1 0 steps replayed, 0 eager; 0 graphs, 0 B",
+    ]
+
+
 def test_the_topology_has_a_row_for_each_stage_in_order() -> None:
     rows = [line.split() for line in _render(topology_view(STATUS)) if "worker" in line]
     assert rows == [

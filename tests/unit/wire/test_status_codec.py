@@ -47,6 +47,10 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         gpu=cluster_pb2.Gpu(model="NVIDIA H100", memory_bytes=80 << 30),
         device_memory=cluster_pb2.DeviceMemory(allocated_bytes=20 << 30, free_bytes=50 << 30),
         rates=cluster_pb2.DeviceRates(bytes_per_second=10**12, operations_per_second=10**15),
+        cuda_graphs=cluster_pb2.CudaGraphs(
+            eager=[cluster_pb2.EagerSteps(reason=cluster_pb2.EAGER_REASON_FIRST, num_steps=1)],
+            sizes=[cluster_pb2.GraphSize(num_tokens=8, num_graphs=1)],
+        ),
         fetch=cluster_pb2.WeightsFetch(done_bytes=3 << 30, total_bytes=17 << 30, bytes_per_second=1 << 27),
     )
     return cluster_pb2.GetStatusResponse(

@@ -403,6 +403,7 @@ class Heartbeat(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
+    CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -443,6 +444,10 @@ class Heartbeat(_message.Message):
     def device_memory(self) -> _cluster_pb2.DeviceMemory:
         """Unset for a CPU and a mock."""
 
+    @_builtins.property
+    def cuda_graphs(self) -> _cluster_pb2.CudaGraphs:
+        """Unset for a stage without CUDA graphs."""
+
     def __init__(
         self,
         *,
@@ -464,10 +469,11 @@ class Heartbeat(_message.Message):
         fetch: _cluster_pb2.WeightsFetch | None = ...,
         fetch_detail: _builtins.str = ...,
         device_memory: _cluster_pb2.DeviceMemory | None = ...,
+        cuda_graphs: _cluster_pb2.CudaGraphs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "device_memory", b"device_memory", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

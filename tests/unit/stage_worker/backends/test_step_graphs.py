@@ -22,7 +22,7 @@ from torch import Tensor
 from checkpoint.step_graphs import MAX_GRAPHS, decode_sizes, mixed_sizes
 from stage_worker.assignment import Assignment
 from stage_worker.backends import step_graphs
-from stage_worker.backends.contract import DeviceError, GraphCounts
+from stage_worker.backends.contract import DeviceError, EagerReason, GraphCounts, GraphSize
 from stage_worker.backends.step_graphs import GraphStep, StepGraphs
 from stage_worker.executor import StepExecutor
 from stage_worker.model import attention_work
@@ -202,6 +202,8 @@ def test_most_steps_are_replayed(directory: Path) -> None:
     assert counts.num_replayed + counts.num_eager == len([step for step in steps if step.num_slices])
     assert counts.num_recorded == len(twins.recorder.tapes) < 12
     assert counts.num_replayed >= 5
+    assert counts.eager[EagerReason.FIRST] + counts.eager[EagerReason.NO_SIZE] == counts.num_eager
+    assert {size.num_tokens for size in counts.sizes if not size.has_prompts} <= {1, 2, 4, 8, 12}
     kinds = {bucket.is_decode for bucket in graphs_of(twins)._graphs}
     assert kinds == ({True} if "deepseek" in str(directory) else {True, False})
 
@@ -267,7 +269,8 @@ def test_a_size_that_cannot_be_recorded_runs_eagerly(llama: Path, caplog: pytest
         twins.check(step)
     twins.recorder.failure = None
     counts = twins.recorded.stats.graphs
-    assert counts == GraphCounts(num_replayed=0, num_eager=4, num_recorded=0, num_failed=2)
+    eager = {EagerReason.FIRST: 2, EagerReason.FAILED: 2}
+    assert counts == GraphCounts(eager=dict.fromkeys(EagerReason, 0) | eager, num_failed=2)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == 2  # not one per step
     assert "no CUDA graph for steps of 2 decodes" in lines[1]
@@ -295,6 +298,8 @@ def test_graphs_stay_within_their_limits(
     counts = twins.recorded.stats.graphs
     assert counts is not None
     assert counts.num_recorded == (0 if limit == "bytes" else 1)
+    assert counts.pool_bytes == twins.recorder.num_held_bytes
+    assert counts.eager[EagerReason.LIMIT] == 2
     assert "no CUDA graph for steps of 2 decodes" in caplog.text
 
 
@@ -304,7 +309,19 @@ def test_longer_prompts_run_eagerly(llama: Path) -> None:
     assert steps[0].num_tokens > 64
     for step in steps:
         twins.check(step)
-    assert twins.recorded.stats.graphs == GraphCounts(num_eager=1)
+    eager = {EagerReason.NO_SIZE: 1}
+    assert twins.recorded.stats.graphs == GraphCounts(eager=dict.fromkeys(EagerReason, 0) | eager)
+
+
+def test_sizes_are_told_with_their_graphs(llama: Path) -> None:
+    """Two graphs of one size differ in attention work."""
+    twins = Twins(assignment_of(llama))
+    for step in twins.steps([(0, 3, 10), (0, 12, 3)]):
+        twins.check(step)
+    counts = twins.recorded.stats.graphs
+    assert counts is not None and counts.num_recorded == len(twins.recorder.tapes)
+    assert counts.sizes[0] == GraphSize(num_tokens=1, has_prompts=False, num_graphs=2)
+    assert counts.sizes[-1] == GraphSize(num_tokens=64, has_prompts=True, num_graphs=1)
 
 
 def test_closing_a_stage_drops_its_graphs(llama: Path) -> None:
