@@ -107,6 +107,9 @@ def fake_cuda() -> Iterator[Copies]:
 
 
 class _Ended(Event):
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         pass
 

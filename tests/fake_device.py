@@ -28,12 +28,19 @@ class _Download(Event):
     content: HostArray
     ended: threading.Event = field(default_factory=threading.Event)
 
+    def query(self) -> bool:
+        self.queue.check()
+        return self.ended.is_set()
+
     def synchronize(self) -> None:
         self.ended.wait()
         self.queue.check()
 
 
 class _Ended(Event):
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         pass
 

@@ -270,7 +270,7 @@ class LocalPipeline:
         pages = new_pages(assignment, config, device)
         transfers = None
         if self._queue is not None:
-            transfers = StagingRing(self._queue, assignment.staging_sizes(config.boundary))
+            transfers = StagingRing(self._queue, assignment.staging_sizes(config.boundary), timeout_s=60.0)
         return StepExecutor(assignment, ModelCompute(model, pages, transfers=transfers))
 
 

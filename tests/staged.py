@@ -27,8 +27,12 @@ def staged_executor(
     *,
     recorder: GraphRecorder | None = None,
     budget_bytes: int = 1 << 30,
+    timeout_s: float = 60.0,
 ) -> StepExecutor:
-    """The stage on `device`, where `queue` copies; it begins with epoch 0. With `recorder`, it has graphs."""
+    """The stage on `device`, where `queue` copies; it begins with epoch 0. With `recorder`, it has graphs.
+
+    A step waits up to `timeout_s` for memory.
+    """
     checkpoint = Checkpoint.open(Path(assignment.model_directory)).with_weights(assignment.weights)
     checkpoint = checkpoint.with_stored(holds_stored=assignment.holds_stored)
     model = DecoderStage(
@@ -48,5 +52,5 @@ def staged_executor(
         buckets = StepBuckets.of(model, assignment)
         graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
         sizes = sizes.with_input(graphs.packed_bytes)
-    ring = StagingRing(queue, sizes)
+    ring = StagingRing(queue, sizes, timeout_s=timeout_s)
     return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring, graphs=graphs))

@@ -21,7 +21,10 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, all_ended: "asyncio.Future[Any]") -> None:
-        """Watch a future for all current steps; the timeout counts from the oldest unfinished."""
+        """Watch a future for all current steps; the timeout counts from the oldest unfinished.
+
+        An error of the future is reported at once.
+        """
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._timeout_s, self._report)
@@ -32,10 +35,12 @@ class StepWatchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _ended(self, _: "asyncio.Future[Any]") -> None:
+    def _ended(self, future: "asyncio.Future[Any]") -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._on_hung(str(error))
 
     def _report(self) -> None:
         self._on_hung(f"a step still computes {self._timeout_s:g} s after it was given up (--step-timeout)")
@@ -108,11 +113,11 @@ class ComputeThread:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.submit(function, *args, **kwargs)
 
-    def join(self) -> None:
-        """Wait, on another thread, until everything submitted before has run."""
+    def join(self, *, timeout_s: float) -> bool:
+        """Wait, on another thread, until everything submitted before has run; False after `timeout_s`."""
         has_run = threading.Event()
         self.post(has_run.set)
-        has_run.wait()
+        return has_run.wait(timeout_s)
 
     def stop(self, *, timeout_s: float) -> bool:
         """Stop the thread after its current job; returns False if it is still busy after `timeout_s`."""

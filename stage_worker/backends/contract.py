@@ -19,6 +19,10 @@ class DeviceError(Exception):
     """The device can no longer compute in this process; the text has the reason."""
 
 
+class DeviceHung(DeviceError):
+    """The device has not ended its work in time."""
+
+
 class KernelChoice(Enum):
     """Which functions compute a stage.
 

@@ -91,13 +91,19 @@ class TorchBackend(StageBackend):
             model_directory=config.model_directory,
             kernels=config.kernels,
             cuda_graphs=config.cuda_graphs,
+            step_timeout_s=config.step_timeout_s,
             remote=self._remote,
         )
         self._cache = StageCache()
         self._pinned_bytes = 0
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
-        self._steps = StepPipeline(self._thread, self._fail, on_start=lambda: prepare_thread(device))
+        self._steps = StepPipeline(
+            self._thread,
+            self._fail,
+            on_start=lambda: prepare_thread(device),
+            step_timeout_s=config.step_timeout_s,
+        )
         self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._prefetches = ComputeThread(on_start=yield_to_others)
 
@@ -132,7 +138,9 @@ class TorchBackend(StageBackend):
         self._watch_steps()
         self._pinned_bytes = 0
         try:
-            loaded = await self._after_steps(load_stage, assignment, self._resources, progress, self._cache)
+            loaded = await self._load_after_steps(
+                load_stage, assignment, self._resources, progress, self._cache
+            )
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
@@ -151,11 +159,7 @@ class TorchBackend(StageBackend):
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         self._watch_steps()
-        try:
-            await self._after_steps(executor.begin_epoch, number, stage=stage)
-        except DeviceError as error:
-            self._fail(str(error))
-            raise
+        await self._after_steps(executor.begin_epoch, number, stage=stage)
 
     def prepare(self, executor: StepExecutor, step: Step) -> None:
         self._thread.post(executor.prepare, step)
@@ -170,7 +174,7 @@ class TorchBackend(StageBackend):
         if order.model is not None and self._resources.fetches(order.model):
             await self._prefetches.run(self._remote.prefetch, order, order.model, progress)
         if self._warm_bytes is not None:
-            await self._after_steps(
+            await self._load_after_steps(
                 keep_warm, order, self._resources, progress, self._cache, limit_bytes=self._warm_bytes
             )
 
@@ -179,7 +183,7 @@ class TorchBackend(StageBackend):
         return self._warm_bytes is not None
 
     async def drop_warm(self) -> None:
-        await self._after_steps(drop_warm, self._resources, self._cache)
+        await self._load_after_steps(drop_warm, self._resources, self._cache)
 
     def checkpoint_directory(self, coordinators: str) -> Path:
         return self._resources.directory(coordinators)
@@ -211,10 +215,25 @@ class TorchBackend(StageBackend):
             self._remote.close()
         return is_stopped
 
+    async def _load_after_steps(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Like `_after_steps`, for loads. Raises DeviceFailedInLoad."""
+        try:
+            return await self._after_steps(function, *args, **kwargs)
+        except DeviceError as error:
+            raise DeviceFailedInLoad(str(error)) from error
+
     async def _after_steps(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` on the compute thread once all steps are finished."""
-        self._thread.post(self._steps.drain)
-        return await self._thread.run(function, *args, **kwargs)
+        """Run `function` on the compute thread behind all steps. Reports and raises DeviceError."""
+
+        def drained() -> T:
+            self._steps.drain()
+            return function(*args, **kwargs)
+
+        try:
+            return await self._thread.run(drained)
+        except DeviceError as error:
+            self._fail(str(error))
+            raise
 
     def _watch_steps(self) -> None:
         """Watch the steps that the coordinator gave up until they end."""

@@ -7,20 +7,24 @@ output: neither the step itself, nor a connection that sends it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stage_worker.backends.contract import DeviceHung
 from stage_worker.model.attention_views import HostArray, Place
+from wire.errors import StepFault, StepFaultKind
 from wire.staging import NUM_SLOTS, StagingSizes, aligned
 
+_POLL_S = 0.001
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -66,7 +70,10 @@ class StepTransfers(ABC):
 
     @abstractmethod
     def begin(self) -> StepTransfer:
-        """The transfer of the next step; waits while all memory is in use."""
+        """The transfer of the next step; waits while all memory is in use.
+
+        Raises DeviceHung or StepFault if the wait is too long.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -110,6 +117,9 @@ class HostTransfers(StepTransfers):
 
 class Event(Protocol):
     """The end of a copy."""
+
+    def query(self) -> bool:
+        """Whether it has come. Raises an error of the device."""
 
     def synchronize(self) -> None:
         """Wait for it, without the interpreter's lock. Raises an error of the device."""
@@ -193,28 +203,49 @@ class StagingRing(StepTransfers):
     depth = NUM_SLOTS - 1
     is_host = False
 
-    def __init__(self, queue: DeviceQueue, sizes: StagingSizes) -> None:
-        self._queue = queue
+    def __init__(self, queue: DeviceQueue, sizes: StagingSizes, *, timeout_s: float) -> None:
+        """A step waits up to `timeout_s` for a slot."""
+        self._queue, self._timeout_s = queue, timeout_s
         # The only queue whose `put` may be called by a finalizer at any moment.
         self._free: SimpleQueue[_Slot] = SimpleQueue()
-        for _ in range(NUM_SLOTS):
-            self._free.put(
-                _Slot(
-                    queue.host_memory(sizes.input_bytes),
-                    queue.device_memory(sizes.input_bytes),
-                    queue.device_memory(sizes.output_bytes),
-                    queue.host_memory(sizes.output_bytes),
-                )
+        self._slots = [
+            _Slot(
+                queue.host_memory(sizes.input_bytes),
+                queue.device_memory(sizes.input_bytes),
+                queue.device_memory(sizes.output_bytes),
+                queue.host_memory(sizes.output_bytes),
             )
+            for _ in range(NUM_SLOTS)
+        ]
+        for slot in self._slots:
+            self._free.put(slot)
 
     def begin(self) -> StepTransfer:
-        slot = self._free.get()
-        if slot.last is not None:
-            slot.last.synchronize()  # nobody waited for a step that was refused
+        end_s = time.monotonic() + self._timeout_s
+        try:
+            slot = self._free.get(timeout=self._timeout_s)
+        except Empty:
+            raise self._overdue() from None
+        # Nobody waited for a step that was refused.
+        while slot.last is not None and not slot.last.query():
+            if time.monotonic() > end_s:
+                self._free.put(slot)
+                raise self._overdue()
+            time.sleep(_POLL_S)
         return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot))
 
     def synchronize(self) -> None:
         self._queue.synchronize()
+
+    def _overdue(self) -> Exception:
+        """Why no slot is free: the device, or the next stage, which has not taken what was computed."""
+        num_running = sum(slot.last is not None and not slot.last.query() for slot in self._slots)
+        if num_running:
+            return DeviceHung(f"the device has not ended {num_running} steps after {self._timeout_s:g} s")
+        return StepFault(
+            StepFaultKind.NEIGHBOUR,
+            f"the next hop has not taken the output of {NUM_SLOTS} steps after {self._timeout_s:g} s",
+        )
 
 
 class _StagedTransfer(StepTransfer):

@@ -146,6 +146,7 @@ class WorkerResources:
     model_directory: Path | None
     kernels: KernelChoice = KernelChoice.AUTO
     cuda_graphs: CudaGraphs = CudaGraphs.AUTO
+    step_timeout_s: float = 30.0
     remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
     meter: DeviceMeter | None = None
 
@@ -344,7 +345,7 @@ def _new_compute(
     if budget_bytes:
         buckets, recorder = StepBuckets.of(model, assignment), CudaRecorder(model.device)
         graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
-    transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs)
+    transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs, resources.step_timeout_s)
     return cache.begin_stage(
         model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers, graphs=graphs
     )
@@ -491,14 +492,18 @@ def _graph_bytes(
 
 
 def _new_transfers(
-    assignment: Assignment, config: Blueprint, device: torch.device, graphs: StepGraphs | None
+    assignment: Assignment,
+    config: Blueprint,
+    device: torch.device,
+    graphs: StepGraphs | None,
+    step_timeout_s: float,
 ) -> StepTransfers:
     if device.type == "cpu":
         return HostTransfers()
     sizes = assignment.staging_sizes(config.boundary)
     if graphs is not None:
         sizes = sizes.with_input(graphs.packed_bytes)
-    return StagingRing(CudaQueue(device), sizes)
+    return StagingRing(CudaQueue(device), sizes, timeout_s=step_timeout_s)
 
 
 def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:

@@ -83,7 +83,7 @@ def _transfers(device: torch.device, num_bytes: int) -> StepTransfers:
     if device.type == "cpu":
         return HostTransfers()
     room = num_bytes + (1 << 16)
-    return StagingRing(CudaQueue(device), StagingSizes(input_bytes=room, output_bytes=room))
+    return StagingRing(CudaQueue(device), StagingSizes(input_bytes=room, output_bytes=room), timeout_s=60.0)
 
 
 def _record(recorder: Recorder, copies: _Copies, size: str, name: str, dtype: WireDType) -> None:

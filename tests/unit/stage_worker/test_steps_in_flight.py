@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stage_worker.backends.backend import RanStep
 from stage_worker.backends.compute_thread import ComputeThread
-from stage_worker.backends.contract import DeviceError, HandedOn, StageOutput
+from stage_worker.backends.contract import DeviceError, DeviceHung, HandedOn, StageOutput
 from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.transfers import NUM_SLOTS
 from stage_worker.executor import BegunStep, StepExecutor
@@ -40,8 +40,8 @@ class StagedStage(Stage):
         self.frames = [self.frame(step) for step in scripted_steps(self)]
         self.expected = [comparable(self.executor.run(frame)) for frame in self.frames]
 
-    def staged(self, queue: FakeQueue) -> StepExecutor:
-        executor = staged_executor(self.assignment, queue, CPU)
+    def staged(self, queue: FakeQueue, *, timeout_s: float = 60.0) -> StepExecutor:
+        executor = staged_executor(self.assignment, queue, CPU, timeout_s=timeout_s)
         executor.begin_epoch(1, stage=self.assignment.stage)
         return executor
 
@@ -146,10 +146,10 @@ def test_a_step_that_fails_at_its_begin_does_not_refuse_those_before(
 class Threads:
     """A pipeline on its two threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, step_timeout_s: float = 60.0) -> None:
         self.failures: list[str] = []
         self.compute = ComputeThread()
-        self.pipeline = StepPipeline(self.compute, self.failures.append)
+        self.pipeline = StepPipeline(self.compute, self.failures.append, step_timeout_s=step_timeout_s)
 
     def submit(self, executor: StepExecutor, frames: Sequence[Frame]) -> list[asyncio.Future[RanStep]]:
         for frame in frames:
@@ -204,3 +204,59 @@ async def test_an_epoch_begins_when_cancelled_steps_have_left_the_device(staged:
             await asyncio.to_thread(queue.end_oldest)
         await begun
         assert executor.stats.blocks_active == 0
+
+
+async def test_a_device_that_ends_nothing_fails_the_step_that_finds_no_slot(staged: StagedStage) -> None:
+    queue = FakeQueue(is_manual=True)
+    with closing(Threads()) as threads:
+        executor = staged.staged(queue, timeout_s=0.05)
+        running = threads.submit(executor, staged.frames[: NUM_SLOTS + 1])
+        await threads.compute.run(int)
+        reason = f"DeviceHung: the device has not ended {NUM_SLOTS} steps after 0.05 s"
+        assert threads.failures == [reason]  # though no step before it is finished
+        for _ in range(NUM_SLOTS):
+            await asyncio.to_thread(queue.end_oldest)
+        await asyncio.gather(*running[:NUM_SLOTS])
+        with pytest.raises(StepFault) as hung:
+            await running[NUM_SLOTS]
+        assert hung.value.kind is StepFaultKind.DEVICE
+        with pytest.raises(DeviceError, match="DeviceHung"):
+            executor.begin_epoch(2, stage=staged.assignment.stage)
+
+
+def test_outputs_that_the_next_stage_does_not_take_are_no_fault_of_the_device(staged: StagedStage) -> None:
+    if staged.assignment.role.has_head:
+        pytest.skip("results keep no memory")
+    executor = staged.staged(FakeQueue(), timeout_s=0.05)
+    prepared(executor, staged.frames)
+    held = [executor.compute(frame) for frame in staged.frames[:NUM_SLOTS]]
+    with pytest.raises(StepFault, match="has not taken the output of 4 steps after") as fault:
+        executor.compute(staged.frames[NUM_SLOTS])
+    assert fault.value.kind is StepFaultKind.NEIGHBOUR
+    assert len(held) == NUM_SLOTS
+    executor.begin_epoch(2, stage=staged.assignment.stage)
+
+
+def test_a_slot_of_a_refused_step_is_waited_for_within_the_deadline(staged: StagedStage) -> None:
+    queue = FakeQueue(is_manual=True)
+    executor = staged.staged(queue, timeout_s=0.05)
+    ring = executor._compute._transfers  # type: ignore[attr-defined]
+    for _ in range(NUM_SLOTS):
+        ring.begin().download()
+    with pytest.raises(DeviceHung, match=f"has not ended {NUM_SLOTS} steps after 0"):
+        ring.begin()
+    for _ in range(NUM_SLOTS):
+        queue.end_oldest()
+    ring.begin()
+
+
+async def test_steps_that_are_never_finished_are_reported_as_hung(staged: StagedStage) -> None:
+    queue = FakeQueue(is_manual=True)
+    with closing(Threads(step_timeout_s=0.05)) as threads:
+        running = threads.submit(staged.staged(queue), staged.frames[:2])
+        with pytest.raises(DeviceHung, match=r"begun steps still compute after 0\.05 s"):
+            await threads.compute.run(threads.pipeline.drain)
+        for _ in running:
+            await asyncio.to_thread(queue.end_oldest)
+        await asyncio.gather(*running)
+        await threads.compute.run(threads.pipeline.drain)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
+from stage_worker.backends.contract import DeviceHung
 
 
 def a_future() -> asyncio.Future[None]:
@@ -40,6 +41,16 @@ async def test_a_step_in_time_is_not_reported_and_the_next_has_a_full_timeout() 
     assert watchdog._timer is not None and watchdog._timer is not timer
     watchdog.close()
     assert hung.empty()
+
+
+async def test_a_wait_that_fails_is_reported_at_once() -> None:
+    hung: asyncio.Queue[str] = asyncio.Queue()
+    watchdog, ended = StepWatchdog(3600, hung.put_nowait), a_future()
+    watchdog.expect(ended)
+    ended.set_exception(DeviceHung("begun steps still compute"))
+    async with asyncio.timeout(10):
+        assert await hung.get() == "begun steps still compute"
+    assert watchdog._timer is None
 
 
 @pytest.fixture
