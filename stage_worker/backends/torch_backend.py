@@ -66,14 +66,7 @@ class TorchBackend(StageBackend):
         `sharing` is how weights are exchanged with other processes.
         """
         self._claims = _claims(config)
-        device = _device(config, self._claims)
-        if config.memory_bytes is not None:
-            check_memory(config.memory_bytes, device)
-        check_choice(config.kernels, device)
-        if config.cpu_set is None:
-            move_near(device)
-        prepare_process(device)
-        prepare_thread(device)
+        device = _prepared_device(config, self._claims)
         self.device = str(device)
         self._rates = _measured_rates(config, device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
@@ -294,6 +287,19 @@ def _begin_thread(device: torch.device, num_threads: int | None) -> None:
 
 def _claims(config: WorkerConfig) -> GpuClaims | None:
     return None if config.state_directory is None else GpuClaims(config.state_directory / CLAIMS_FOLDER)
+
+
+def _prepared_device(config: WorkerConfig, claims: GpuClaims | None) -> torch.device:
+    """The device of this process, checked against the options, with the process and this thread set to it."""
+    device = _device(config, claims)
+    if config.memory_bytes is not None:
+        check_memory(config.memory_bytes, device)
+    check_choice(config.kernels, device)
+    if config.cpu_set is None:
+        move_near(device)
+    prepare_process(device)
+    prepare_thread(device)
+    return device
 
 
 def _device(config: WorkerConfig, claims: GpuClaims | None) -> torch.device:
