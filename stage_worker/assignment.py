@@ -176,6 +176,7 @@ class Prefetch:
     weights: WeightFormat | None = None
     has_long_rope: bool = False
     implementation: Implementation = Implementation.NATIVE
+    holds_stored: bool = False
 
     @property
     def has_head(self) -> bool:
@@ -358,6 +359,7 @@ def decode_prefetch(message: join_pb2.PrefetchWeights, *, coordinator: str) -> P
         weights=_assigned_weights(message.weights),
         has_long_rope=message.has_long_rope,
         implementation=_assigned_implementation(message.implementation),
+        holds_stored=message.holds_stored,
         layers=tuple(
             PrefetchedLayers(
                 layer_begin=layers.layer_begin,

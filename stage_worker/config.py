@@ -238,8 +238,8 @@ class WorkerConfig:
         _compute(
             "--warm-spare",
             "SIZE",
-            "Part of --memory, on a CPU, in which a worker without a stage keeps the layers that it would "
-            "get if another worker were lost",
+            "Memory of the host, on a CPU a part of --memory, in which a worker without a stage keeps the "
+            "layers that it would get if another worker were lost",
             unset="none is kept",
             min=1,
             parse=parse_size,

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from checkpoint import DType, stage_tensor_names
+from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
 from coordinator.planner.links import Link
-from coordinator.planner.plan import StagePlan
+from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -108,9 +108,9 @@ def encode_assign(
 
 
 def encode_prefetch(
-    model: ServedModel, dtype: DType, stages: Sequence[StagePlan], sources: join_pb2.WeightSources
+    model: ServedModel, plan: Plan, stages: Sequence[StagePlan], sources: join_pb2.WeightSources
 ) -> join_pb2.JoinResponse:
-    """Encode the order to prefetch the layers of `stages`, the first one first, for a plan of `dtype`."""
+    """Encode the order to prefetch the layers of `stages`, the first one first, in the form of `plan`."""
     layers = [
         join_pb2.PrefetchedLayers(
             layer_begin=stage.layer_begin,
@@ -125,10 +125,11 @@ def encode_prefetch(
         layers=layers,
         manifest=_encode_manifest(model, stages),
         sources=sources,
-        dtype=DTYPE_TO_MESSAGE[dtype],
+        dtype=DTYPE_TO_MESSAGE[plan.dtype],
         weights=WEIGHT_FORMAT_TO_MESSAGE[model.weight_format],
         has_long_rope=model.has_long_rope,
         implementation=IMPLEMENTATION_TO_MESSAGE[model.implementation],
+        holds_stored=plan.holds_stored,
     )
     return join_pb2.JoinResponse(prefetch_weights=prefetch)
 

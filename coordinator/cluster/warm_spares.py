@@ -62,7 +62,7 @@ class WarmSpares:
         for name, connection in self._connections.items():
             stages = self._wanted.get(name, []) if self._is_asked(connection) else []
             sources = self._weights.sources(name, stages)
-            message = encode_prefetch(self._model, plan.dtype, stages, sources)
+            message = encode_prefetch(self._model, plan, stages, sources)
             text = message.SerializeToString(deterministic=True) if stages else b""
             if text != connection.prefetch:
                 connection.prefetch = text

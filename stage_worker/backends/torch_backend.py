@@ -86,9 +86,9 @@ class TorchBackend(StageBackend):
             cuda_graphs=config.cuda_graphs,
             step_timeout_s=config.step_timeout_s,
             remote=self._remote,
+            pinned_limit_bytes=0 if self._warm_bytes is None else default_memory_bytes(CPU),
         )
-        self._cache = StageCache()
-        self._pinned_bytes = 0
+        self._cache, self._pinned_bytes = StageCache(), 0
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._steps = StepPipeline(
@@ -166,16 +166,22 @@ class TorchBackend(StageBackend):
     async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
         if order.model is not None and self._resources.fetches(order.model):
             await self._prefetches.run(self._remote.prefetch, order, order.model, progress)
-        if self._warm_bytes is not None:
-            await self._load_after_steps(
+        if self._warm_bytes is None:
+            return
+        try:
+            self._pinned_bytes = await self._load_after_steps(
                 keep_warm, order, self._resources, progress, self._cache, limit_bytes=self._warm_bytes
             )
+        except DeviceFailedInLoad as error:
+            self._fail(str(error))
+            raise
 
     @property
     def keeps_warm(self) -> bool:
         return self._warm_bytes is not None
 
     async def drop_warm(self) -> None:
+        self._pinned_bytes = 0
         await self._load_after_steps(drop_warm, self._resources, self._cache)
 
     def checkpoint_directory(self, coordinators: str) -> Path:

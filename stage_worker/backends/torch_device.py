@@ -212,6 +212,7 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned memory; it has no other name before torch 2.13
 
 
 def _is_failed_allocation(error: Exception) -> bool:

@@ -44,7 +44,13 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.step_graphs import CudaRecorder, StepGraphs
 from stage_worker.backends.tensor_views import ELEMENTS
 from stage_worker.backends.torch_device import DeviceMeter, fault_kind_of, free_memory
-from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
+from stage_worker.backends.transfers import (
+    CudaQueue,
+    DeviceQueue,
+    HostTransfers,
+    StagingRing,
+    StepTransfers,
+)
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
 from stage_worker.loading.warmup import run_largest_step, warm_up
@@ -134,11 +140,18 @@ class StageCache:
         return self._grammars
 
 
+def new_queue(device: torch.device) -> DeviceQueue | None:
+    """The copies to a GPU; None for a CPU, which computes in memory of the host."""
+    return None if device.type == "cpu" else CudaQueue(device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
     """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path.
 
     `remote` has the cache of remote models. `meter` reads the memory of a GPU; a host has none of its own.
+    Weights are copied to the device by what `new_copies` returns. A spare on a GPU keeps up to
+    `pinned_limit_bytes` of its weights in pinned memory.
     """
 
     device: torch.device
@@ -149,6 +162,8 @@ class WorkerResources:
     step_timeout_s: float = 30.0
     remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
     meter: DeviceMeter | None = None
+    new_copies: Callable[[torch.device], DeviceQueue | None] = new_queue
+    pinned_limit_bytes: int = 0
 
     def directory(self, coordinators: str) -> Path:
         """The local model directory; `coordinators` is the coordinator's path, "" for the built-in model."""
@@ -259,7 +274,7 @@ def _load(
     _check_memory(assignment, resources, model, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
-    _read(model, checkpoint, files, progress, cache)
+    _read(model, checkpoint, files, progress, cache, resources)
     compute = _new_compute(assignment, checkpoint, model, cache, resources, kv_bytes=kv_bytes)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
@@ -289,9 +304,10 @@ def _read(
     files: StageFiles,
     progress: LoadProgress,
     cache: StageCache,
+    resources: WorkerResources,
 ) -> None:
     """Read what the stage needs and `cache` lacks."""
-    copies = None if model.device.type == "cpu" else CudaQueue(model.device)
+    copies = resources.new_copies(model.device)
     read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare, copies=copies)
     free_memory(model.device)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)

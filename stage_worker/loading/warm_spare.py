@@ -1,4 +1,10 @@
-"""Layers in memory of a worker without a stage, for the stages that it would get if a worker were lost."""
+"""Layers in memory of a worker without a stage, for the stages that it would get if a worker were lost.
+
+On a CPU they are what a stage computes with. For a GPU they are in memory of the host, beside `--memory`, in
+the form that the GPU computes with, so that a takeover only copies them. At most half of the host's available
+memory is pinned for them, since the system cannot page it out or use it otherwise. What exceeds that is
+copied by the readers, through the pinned windows of a load.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
-from checkpoint import Blueprint, DType
+from checkpoint import Blueprint, DType, layer_sizes
 from checkpoint.blueprint import Implementation
-from checkpoint.held import layer_weight_bytes
 from checkpoint.tensors import final_norm_tensors, head_tensor
 from stage_worker.assignment import Prefetch, PrefetchedLayers
 from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherCheckpoint, StageLoadError
@@ -31,8 +37,12 @@ log = logging.getLogger(__name__)
 def check_warm_spare(limit_bytes: int, memory_bytes: int, device: torch.device) -> None:
     """Raise ValueError unless a worker on `device` with this budget can keep so much."""
     if device.type != "cpu":
-        raise ValueError(f"--warm-spare is for workers on a CPU, not on {device}")
-    if limit_bytes > memory_bytes:
+        host_bytes = int(psutil.virtual_memory().total)
+        if limit_bytes > host_bytes:
+            raise ValueError(
+                f"--warm-spare is {limit_bytes} bytes of memory of the host, which has {host_bytes}: lower it"
+            )
+    elif limit_bytes > memory_bytes:
         raise ValueError(
             f"--warm-spare is {limit_bytes} bytes, of a budget of {memory_bytes}: lower it or raise --memory"
         )
@@ -90,8 +100,8 @@ def _num_bytes(config: Blueprint, dtype: DType, parts: NeededParts) -> int:
         matrices.add(head_tensor(config))
         rows = len(final_norm_tensors(config))
     outside = (len(matrices) * config.vocab_size + rows) * config.hidden_size * dtype.size_bytes
-    layers = (config.layers[layer] for layer in parts.layers)
-    return outside + sum(layer_weight_bytes(config.hidden_size, layer, dtype) for layer in layers)
+    sizes = layer_sizes(config, dtype)
+    return outside + sum(sizes[layer] for layer in parts.layers)
 
 
 def keep_warm(
@@ -101,11 +111,11 @@ def keep_warm(
     cache: StageCache,
     *,
     limit_bytes: int,
-) -> None:
+) -> int:
     """Read the parts that `order` wants and `cache` lacks, on the compute thread; drop all others.
 
     Ends the loaded stage, unless it was cancelled before it began. A later load takes its parts from `cache`,
-    if they are of the same files, dtype and weight format.
+    if they are of the same files, dtype and weight format. Returns the bytes of pinned memory.
 
     Raises:
         LoadCancelled: `cache` has the complete parts.
@@ -124,6 +134,7 @@ def keep_warm(
         raise
     progress.fetch_detail = "; ".join(filter(None, (fetched, text)))
     log.info("spare layers are warm: %s", text)
+    return cache.parts.pinned_bytes
 
 
 def drop_warm(resources: WorkerResources, cache: StageCache) -> None:
@@ -147,14 +158,35 @@ def _read(
     stored = files.checkpoint
     if stored.fingerprint != order.fingerprint:
         raise OtherCheckpoint(str(fingerprint_mismatch(stored, expected=order.fingerprint)))
-    checkpoint = stored.with_weights(order.weights).with_long_rope(is_long=order.has_long_rope)
+    held = stored.with_weights(order.weights).with_stored(holds_stored=order.holds_stored)
+    checkpoint = held.with_long_rope(is_long=order.has_long_rope)
     warm = choose_parts(checkpoint.config, order.dtype, order.layers, limit_bytes=limit_bytes)
     if warm is None:
         cache.clear()
         return f"no layer is kept in memory: --warm-spare is {format_size(limit_bytes)}"
+    stage = _first_stage(order, resources, checkpoint.config)
+    if (copies := resources.new_copies(resources.device)) is None:
+        stage.load_parts(checkpoint, cache.parts, warm.needed, progress=progress, prepare=files.prepare)
+    else:
+        stage.keep_on_host(
+            *(checkpoint, cache.parts, warm.needed, copies),
+            pinned_limit_bytes=resources.pinned_limit_bytes,
+            progress=progress,
+            prepare=files.prepare,
+        )
+    free_memory(resources.device)
+    pinned = "" if copies is None else f" of the host ({format_size(cache.parts.pinned_bytes)} pinned)"
+    return (
+        f"keeps {format_size(warm.num_bytes)} in memory{pinned}, all layers of {warm.num_complete} of "
+        f"{len(order.layers)} possible re-plans"
+    )
+
+
+def _first_stage(order: Prefetch, resources: WorkerResources, config: Blueprint) -> DecoderStage:
+    """The most needed stage, in whose form all parts are kept."""
     first = order.layers[0]
-    stage = DecoderStage(
-        checkpoint.config,
+    return DecoderStage(
+        config,
         layer_begin=first.layer_begin,
         layer_end=first.layer_end,
         has_embeddings=first.has_embeddings,
@@ -162,10 +194,4 @@ def _read(
         dtype=order.dtype,
         device=resources.device,
         choice=resources.kernels,
-    )
-    stage.load_parts(checkpoint, cache.parts, warm.needed, progress=progress, prepare=files.prepare)
-    free_memory(resources.device)
-    return (
-        f"keeps {format_size(warm.num_bytes)} in memory, all layers of {warm.num_complete} of "
-        f"{len(order.layers)} possible re-plans"
     )

@@ -23,6 +23,7 @@ from torch.nn.functional import embedding
 from checkpoint import Blueprint, Checkpoint, DType
 from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
+from stage_worker.model.host_weights import HostCopies
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import limited, operations
@@ -30,10 +31,12 @@ from stage_worker.model.parts import (
     LoadedParts,
     LoadedWeights,
     NeededParts,
+    PartKeeper,
     PartLoader,
     PartsRead,
     Prepare,
     nothing_to_prepare,
+    parts_of,
 )
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
@@ -108,6 +111,7 @@ class DecoderStage(PipelineStage):
         parts = LoadedParts() if parts is None else parts
         needed = self._needed()
         read = self.load_parts(checkpoint, parts, needed, progress=progress, prepare=prepare, copies=copies)
+        parts.on_host.clear()
         self._weights = parts.weights(needed)
         log.info(
             "layers [%d, %d) in %s on %s: %s",
@@ -146,6 +150,29 @@ class DecoderStage(PipelineStage):
                 checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor, reads=reads
             )
             return loader.load(progress, prepare)
+
+    @torch.inference_mode()
+    def keep_on_host(
+        self,
+        checkpoint: Checkpoint,
+        parts: LoadedParts,
+        needed: NeededParts,
+        copies: HostCopies,
+        *,
+        pinned_limit_bytes: int,
+        progress: ReadProgress = NO_PROGRESS,
+        prepare: Prepare = nothing_to_prepare,
+    ) -> None:
+        """Make `parts` exactly those in `needed`, in memory of the host, as the stage's device has them.
+
+        The device has one of them at a time. Raises like `load`.
+        """
+        self._check_config(checkpoint)
+        wanted = parts_of(self.config, needed)
+        parts.retain_on_host(wanted, self._origin(checkpoint))
+        with WeightReads(copies) as reads:
+            keeper = PartKeeper(checkpoint, parts, kernels=self.kernels, new=self._new_tensor, reads=reads)
+            keeper.keep(wanted, copies, progress, prepare, pinned_limit_bytes=pinned_limit_bytes)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:

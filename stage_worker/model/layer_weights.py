@@ -281,12 +281,15 @@ def _held_product(matrix: HeldMatrix) -> Callable[..., Tensor]:
     return load_triton("byte_products").byte_product  # type: ignore[no-any-return]
 
 
-def _held_int8(weight: Tensor, bias: Tensor | None) -> Projection:
-    return HeldProjection(ByteMatrix.quantized(weight), bias)
+ROUNDED: dict[ProductMethod, Callable[[Tensor], HeldMatrix]] = {
+    ProductMethod.TRITON_INT8: ByteMatrix.quantized,
+    ProductMethod.TRITON_INT4: NibbleMatrix.quantized,
+}
+"""Matrices that products of a GPU read instead of plain ones."""
 
 
-def _held_int4(weight: Tensor, bias: Tensor | None) -> Projection:
-    return HeldProjection(NibbleMatrix.quantized(weight), bias)
+def _rounded_projection(products: ProductMethod) -> Callable[[Tensor, Tensor | None], Projection]:
+    return lambda weight, bias: HeldProjection(ROUNDED[products](weight), bias)
 
 
 _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
@@ -297,8 +300,7 @@ _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]]
     ProductMethod.INT8: Int8Projection,
     ProductMethod.INT4: Int4Projection,
     ProductMethod.COMPILED_INT4: functools.partial(CompiledProjection, products=ProductMethod.COMPILED_INT4),
-    ProductMethod.TRITON_INT8: _held_int8,
-    ProductMethod.TRITON_INT4: _held_int4,
+    **{products: _rounded_projection(products) for products in ROUNDED},
 }
 
 Destinations = dict[str, Tensor | HeldRows]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint
+from checkpoint import Blueprint, Checkpoint
 from checkpoint.blueprint import Implementation
 from checkpoint.files import FileIdentity
 from checkpoint.tensors import final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
-from stage_worker.model.kernels import Kernels
+from stage_worker.model.host_weights import HostCopies, HostWeights
+from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
+    ROUNDED,
+    AttentionWeights,
+    DenseWeights,
+    LayerWeights,
     NewTensor,
     PlainProjection,
     Projection,
+    Weight,
     allocate_layer,
     arrange_stacks,
     project,
@@ -62,10 +68,46 @@ class LoadedWeights:
     head: Projection | None
 
 
+PartWeights = LayerWeights | NormWeights | Tensor
+"""What is read of a part: a layer, the final norm, or a matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A layer by its number, or another part by its name, and its tensors in the checkpoint.
+
+    Embeddings and a tied head have the same tensor.
+    """
+
+    name: int | str
+    tensors: tuple[str, ...]
+
+
+EMBEDDINGS = "embeddings"
+FINAL_NORM = "final norm"
+HEAD = "head"
+
+
+def parts_of(config: Blueprint, needed: NeededParts) -> list[ModelPart]:
+    """The parts in `needed`; a tied head beside the embeddings is none."""
+    found = [ModelPart(EMBEDDINGS, (config.names.embeddings,))] * needed.has_embeddings
+    for layer in needed.layers:
+        found.append(ModelPart(layer, tuple(tensor.name for tensor in layer_tensors(config, layer))))
+    if needed.has_head:
+        found.append(ModelPart(FINAL_NORM, final_norm_tensors(config)))
+        if not (needed.is_tied and needed.has_embeddings):
+            found.append(ModelPart(HEAD, (head_tensor(config),)))
+    return found
+
+
 class LoadedParts:
-    """Complete parts with one origin, for one thread. A tied head beside its embeddings is not packed."""
+    """Complete parts with one origin, for one thread. A tied head beside its embeddings is not packed.
+
+    `on_host` are parts in memory of the host that a device may still need, by their tensors.
+    """
 
     def __init__(self) -> None:
+        self.on_host: dict[tuple[str, ...], HostWeights[PartWeights]] = {}
         self.origin: PartsOrigin | None = None
         self.layers: dict[int, DecoderLayer] = {}
         self.embeddings: Tensor | None = None
@@ -73,7 +115,26 @@ class LoadedParts:
         self.head: Projection | None = None
 
     def clear(self) -> None:
-        self.origin = self.embeddings = self.final_norm = self.head = None
+        self.on_host.clear()
+        self._clear_device()
+        self.origin = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory of the parts on the host."""
+        return sum(weights.pinned_bytes for weights in self.on_host.values())
+
+    def retain_on_host(self, wanted: Collection[ModelPart], origin: PartsOrigin) -> None:
+        """Drop all but the `wanted` parts from `origin` on the host."""
+        if origin != self.origin:
+            self.clear()
+        self._clear_device()
+        self.origin = origin
+        kept = {part.tensors for part in wanted}
+        self.on_host = {tensors: one for tensors, one in self.on_host.items() if tensors in kept}
+
+    def _clear_device(self) -> None:
+        self.embeddings = self.final_norm = self.head = None
         self._drop_layers(range(0))
 
     def retain(self, needed: NeededParts, origin: PartsOrigin) -> None:
@@ -121,20 +182,27 @@ class LoadedParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsRead:
-    """Names of the parts read and of those reused; `num_bytes` counts bytes read from the checkpoint."""
+    """Names of the parts read, of those reused, and of those copied from memory of the host.
+
+    `num_bytes` counts bytes read from the checkpoint.
+    """
 
     read_layers: tuple[int, ...]
     kept_layers: tuple[int, ...]
     read_others: tuple[str, ...]
     kept_others: tuple[str, ...]
     num_bytes: int
+    host_layers: tuple[int, ...] = ()
+    host_others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For example "layers 6-7 loaded, 0-5 kept; embeddings kept"."""
         layers = f"layers {_runs(self.read_layers)} loaded, {_runs(self.kept_layers)} kept"
-        others = [f"{name} loaded" for name in self.read_others] + [
-            f"{name} kept" for name in self.kept_others
-        ]
+        if self.host_layers:
+            layers += f", {_runs(self.host_layers)} copied from the host"
+        others = [f"{name} loaded" for name in self.read_others]
+        others += [f"{name} kept" for name in self.kept_others]
+        others += [f"{name} copied from the host" for name in self.host_others]
         return layers + "".join(f"; {other}" for other in others)
 
 
@@ -146,8 +214,50 @@ def nothing_to_prepare(names: Sequence[str]) -> None:
     """All files are on this host."""
 
 
+class PartReader:
+    """Reads the weights of one part at a time, in the run dtype, or as they are stored."""
+
+    def __init__(self, checkpoint: Checkpoint, *, new: NewTensor, reads: WeightReads) -> None:
+        """`new` allocates for `reads`."""
+        self._checkpoint, self._config = checkpoint, checkpoint.config
+        self._new, self._reads = new, reads
+
+    def begin(self, parts: Sequence[ModelPart], progress: ReadProgress, prepare: Prepare) -> int:
+        """`parts` are going to be read: `prepare` gets their stored tensors. Returns their bytes in files."""
+        checkpoint, names = self._checkpoint, [name for part in parts for name in part.tensors]
+        prepare([stored for name in names for stored in checkpoint.stored_names(name)])
+        num_bytes = sum(entry.num_bytes for name in names for entry in checkpoint.parts_of(name))
+        progress.expect(num_bytes)
+        return num_bytes
+
+    def read(self, part: ModelPart, progress: ReadProgress) -> PartWeights:
+        """Raises like `load_tensors` and `progress`."""
+        if isinstance(part.name, int):
+            return self._layer(part.name, progress)
+        if part.name == FINAL_NORM:
+            weight, *bias = (self._tensor(name, progress, self._config.hidden_size) for name in part.tensors)
+            return NormWeights(weight, bias[0] if bias else None)
+        (name,) = part.tensors
+        return self._tensor(name, progress, self._config.vocab_size, self._config.hidden_size)
+
+    def _layer(self, layer: int, progress: ReadProgress) -> LayerWeights:
+        weights, destinations = allocate_layer(self._config, layer, self._new)
+        load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
+        arrange_stacks(self._config, layer, destinations)
+        reorder_heads(self._config.layers[layer].mixer, weights)
+        return weights
+
+    def _tensor(self, name: str, progress: ReadProgress, *shape: int) -> Tensor:
+        tensor = self._new(*shape)
+        load_tensors(self._checkpoint, {name: tensor}, reads=self._reads, progress=progress)
+        return tensor
+
+
 class PartLoader:
-    """Loads the missing parts one at a time: at most one incomplete one is in memory, at most twice."""
+    """Loads the missing parts one at a time: at most one incomplete one is in memory, at most twice.
+
+    Parts on the host are copied to the device; others are read.
+    """
 
     def __init__(
         self,
@@ -160,98 +270,135 @@ class PartLoader:
         reads: WeightReads,
     ) -> None:
         """`parts` are reusable ones of `needed`, see `LoadedParts.retain`; `new` allocates for `reads`."""
-        self._checkpoint, self._config = checkpoint, checkpoint.config
-        self._names = checkpoint.config.names
+        self._config = checkpoint.config
         self._parts, self._needed = parts, needed
-        self._kernels, self._new, self._reads = kernels, new, reads
+        self._kernels, self._reads = kernels, reads
+        self._device = new(0).device
+        self._reader = PartReader(checkpoint, new=new, reads=reads)
 
     def load(self, progress: ReadProgress, prepare: Prepare = nothing_to_prepare) -> PartsRead:
         """Read the missing parts, of which `prepare` gets the stored tensors before.
 
         Raises like `load_tensors`, `prepare` and `progress`, keeping the complete parts.
         """
-        missing = list(self._missing())
-        names = [name for part in missing for name in part.tensors]
-        checkpoint = self._checkpoint
-        prepare([stored for name in names for stored in checkpoint.stored_names(name)])
-        num_bytes = sum(entry.num_bytes for name in names for entry in checkpoint.parts_of(name))
-        report = self._report(missing, num_bytes)
-        progress.expect(num_bytes)
+        missing = [part for part in parts_of(self._config, self._needed) if not self._is_loaded(part)]
+        on_host = self._parts.on_host
+        read = [part for part in missing if part.tensors not in on_host]
+        report = self._report(missing, read, self._reader.begin(read, progress, prepare))
         for part in missing:
-            part.read(progress)
+            self._place(part, self._weights(part, progress))
         if self._needed.is_tied and self._needed.has_head and self._parts.embeddings is not None:
             self._parts.head = PlainProjection(self._parts.embeddings, None)
         return report
 
-    def _missing(self) -> Iterator[_Missing]:
-        parts, needed = self._parts, self._needed
-        if needed.has_embeddings and parts.embeddings is None:
-            yield _Missing("embeddings", (self._names.embeddings,), self._read_embeddings)
-        for layer in needed.layers:
-            if layer not in parts.layers:
-                names = tuple(tensor.name for tensor in layer_tensors(self._config, layer))
-                yield _Missing(layer, names, self._layer_reader(layer))
-        if needed.has_head and parts.final_norm is None:
-            yield _Missing("final norm", final_norm_tensors(self._config), self._read_final_norm)
-        if needed.has_head and parts.head is None and not (needed.is_tied and needed.has_embeddings):
-            yield _Missing("head", (head_tensor(self._config),), self._read_head)
+    def _is_loaded(self, part: ModelPart) -> bool:
+        parts = self._parts
+        if isinstance(part.name, int):
+            return part.name in parts.layers
+        others = {EMBEDDINGS: parts.embeddings, FINAL_NORM: parts.final_norm, HEAD: parts.head}
+        return others[part.name] is not None
 
-    def _layer_reader(self, layer: int) -> Callable[[ReadProgress], None]:
-        def read(progress: ReadProgress) -> None:
-            self._parts.layers[layer] = self._read_layer(layer, progress)
+    def _weights(self, part: ModelPart, progress: ReadProgress) -> PartWeights:
+        on_host = self._parts.on_host
+        if part.tensors not in on_host:
+            return self._reader.read(part, progress)
+        return on_host[part.tensors].restored(self._device, self._reads, lambda: progress.advance(0))
 
-        return read
+    def _place(self, part: ModelPart, weights: PartWeights) -> None:
+        parts, config = self._parts, self._config
+        match weights:
+            case LayerWeights():
+                assert isinstance(part.name, int), "a layer has a number"
+                parts.layers[part.name] = DecoderLayer(config.layers[part.name], weights, self._kernels)
+            case NormWeights():
+                parts.final_norm = operations(self._kernels).norm(config.final_norm, weights)
+            case _ if part.name == EMBEDDINGS:
+                parts.embeddings = weights
+            case _:
+                parts.head = project(weights, None, self._kernels.products)
 
-    def _read_layer(self, layer: int, progress: ReadProgress) -> DecoderLayer:
-        plan = self._config.layers[layer]
-        weights, destinations = allocate_layer(self._config, layer, self._new)
-        load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
-        arrange_stacks(self._config, layer, destinations)
-        reorder_heads(plan.mixer, weights)
-        return DecoderLayer(plan, weights, self._kernels)
-
-    def _read_embeddings(self, progress: ReadProgress) -> None:
-        self._parts.embeddings = self._read_matrix(self._names.embeddings, progress)
-
-    def _read_final_norm(self, progress: ReadProgress) -> None:
-        names, width = final_norm_tensors(self._config), self._config.hidden_size
-        weight, *bias = (self._read_tensor(name, progress, width) for name in names)
-        weights = NormWeights(weight, bias[0] if bias else None)
-        self._parts.final_norm = operations(self._kernels).norm(self._config.final_norm, weights)
-
-    def _read_head(self, progress: ReadProgress) -> None:
-        matrix = self._read_matrix(head_tensor(self._config), progress)
-        self._parts.head = project(matrix, None, self._kernels.products)
-
-    def _read_matrix(self, name: str, progress: ReadProgress) -> Tensor:
-        return self._read_tensor(name, progress, self._config.vocab_size, self._config.hidden_size)
-
-    def _read_tensor(self, name: str, progress: ReadProgress, *shape: int) -> Tensor:
-        tensor = self._new(*shape)
-        load_tensors(self._checkpoint, {name: tensor}, reads=self._reads, progress=progress)
-        return tensor
-
-    def _report(self, missing: list[_Missing], num_bytes: int) -> PartsRead:
-        read = {part.name for part in missing}
-        others = ["embeddings"] * self._needed.has_embeddings + ["final norm", "head"] * self._needed.has_head
-        if self._needed.is_tied and self._needed.has_embeddings and self._needed.has_head:
-            others.remove("head")  # tied: the embeddings
+    def _report(self, missing: list[ModelPart], read: list[ModelPart], num_bytes: int) -> PartsRead:
+        of_host = {part.name for part in missing} - {part.name for part in read}
+        loaded = {part.name for part in read}
+        names = [part.name for part in parts_of(self._config, self._needed)]
+        layers = [name for name in names if isinstance(name, int)]
+        others = [name for name in names if isinstance(name, str)]
         return PartsRead(
-            read_layers=tuple(layer for layer in self._needed.layers if layer in read),
-            kept_layers=tuple(layer for layer in self._needed.layers if layer not in read),
-            read_others=tuple(name for name in others if name in read),
-            kept_others=tuple(name for name in others if name not in read),
+            read_layers=tuple(layer for layer in layers if layer in loaded),
+            kept_layers=tuple(layer for layer in layers if layer not in loaded | of_host),
+            read_others=tuple(name for name in others if name in loaded),
+            kept_others=tuple(name for name in others if name not in loaded | of_host),
+            host_layers=tuple(layer for layer in layers if layer in of_host),
+            host_others=tuple(name for name in others if name in of_host),
             num_bytes=num_bytes,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """A layer by its number, or another part by its name; `read` loads and stores it."""
+def held_for(products: ProductMethod, weights: LayerWeights) -> LayerWeights:
+    """`weights` with the matrices of projections as `products` read them on a GPU: `project` is done with
+    them, and copies none.
+    """
+    if (rounded := ROUNDED.get(products)) is None:
+        return weights
 
-    name: int | str
-    tensors: tuple[str, ...]
-    read: Callable[[ReadProgress], None]
+    def held(weight: Weight) -> Weight:
+        return rounded(weight) if isinstance(weight, Tensor) else weight
+
+    def held_dense(dense: DenseWeights) -> DenseWeights:
+        return replace(dense, up=held(dense.up), down=held(dense.down))
+
+    mixer, inner = weights.mixer, weights.feed_forward
+    if isinstance(mixer, AttentionWeights):
+        mixer = replace(mixer, qkv=held(mixer.qkv))
+    else:
+        query_down = None if mixer.query_down is None else held(mixer.query_down)
+        mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))
+    if isinstance(inner, DenseWeights):
+        inner = held_dense(inner)
+    elif inner.shared is not None:
+        inner = replace(inner, shared=held_dense(inner.shared))
+    return replace(weights, mixer=mixer, o=held(weights.o), feed_forward=inner)
+
+
+class PartKeeper:
+    """Reads parts one at a time on a device, and keeps them in memory of the host."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parts: LoadedParts,
+        *,
+        kernels: Kernels,
+        new: NewTensor,
+        reads: WeightReads,
+    ) -> None:
+        """`new` allocates for `reads`, and for the products of `kernels`."""
+        self._parts, self._products = parts, kernels.layer_products
+        self._reader = PartReader(checkpoint, new=new, reads=reads)
+
+    def keep(
+        self,
+        wanted: Sequence[ModelPart],
+        copies: HostCopies,
+        progress: ReadProgress,
+        prepare: Prepare,
+        *,
+        pinned_limit_bytes: int,
+    ) -> None:
+        """Read those of `wanted` that are not on the host; the first ones are pinned, within the limit.
+
+        Raises like `load_tensors`, `prepare` and `progress`, keeping the complete parts.
+        """
+        parts = self._parts
+        missing = [part for part in wanted if part.tensors not in parts.on_host]
+        self._reader.begin(missing, progress, prepare)
+        for part in missing:
+            weights = self._reader.read(part, progress)
+            if isinstance(weights, LayerWeights):
+                weights = held_for(self._products, weights)
+            parts.on_host[part.tensors] = HostWeights.copied(
+                weights, copies, pinned_limit_bytes=pinned_limit_bytes - parts.pinned_bytes
+            )
 
 
 def _runs(layers: tuple[int, ...]) -> str:

@@ -45,13 +45,15 @@ class WeightPiece:
     """A part of a tensor in memory, and `num_bytes` of the checkpoint that it is read from.
 
     `fill` writes the values into host memory of the shape and dtype of `target`: on a reader, or on the
-    thread of the load if `is_unpacked`, since what a thread allocates stays with its arena.
+    thread of the load if `is_unpacked`, since what a thread allocates stays with its arena. It is not called
+    for a piece whose bytes are `pinned` memory already.
     """
 
     target: Tensor
     fill: Callable[[Tensor], None]
     num_bytes: int
     is_unpacked: bool = False
+    pinned: HostBytes | None = None
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A piece that a reader fills: in its place, or in `source`, the memory of `window`."""
+    """A piece that a reader fills: in its place, or in `source`, the memory of `window` or of the piece."""
 
     piece: WeightPiece
     filled: Future[None]
@@ -105,6 +107,8 @@ class WeightReads:
         self._most = NUM_WINDOWS if copies is not None else 2 * num_readers
         """Pieces that are read or copied at a time."""
         self._free: deque[_Window] = deque()
+        self._direct: deque[CopyEvent] = deque()
+        """Copies from pinned memory of pieces that may not have ended, the oldest first."""
         self._num_windows = 0
         self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="weight-reader")
 
@@ -134,11 +138,15 @@ class WeightReads:
         for window in self._free:
             if window.copied is not None:
                 window.copied.synchronize()
+        while self._direct:
+            self._direct.popleft().synchronize()
 
     def _begin(self, piece: WeightPiece) -> _Read:
         if self._copies is None:
             assert piece.target.device.type == "cpu", "weights reach a device by copies"
             return _Read(piece, self._run(piece, _fill, piece))
+        if piece.pinned is not None:
+            return _Read(piece, _ended(), source=piece.pinned)
         window = self._window(self._copies)
         source = window.bytes_for(piece.target, self._copies)
         return _Read(piece, self._run(piece, _fill_window, piece, source), window, source)
@@ -153,9 +161,8 @@ class WeightReads:
             fill(*args, **kwargs)
         except Exception as error:
             ended.set_exception(error)
-        else:
-            ended.set_result(None)
-        return ended
+            return ended
+        return _ended()
 
     def _window(self, copies: DeviceCopies) -> _Window:
         """The window whose copy began first, or a new one; there are as many as pieces at a time."""
@@ -168,10 +175,16 @@ class WeightReads:
         """End the oldest read. Raises its error."""
         read = reads[0]
         read.filled.result()
-        if read.window is not None:
-            assert self._copies is not None and read.source is not None, "windows are for a device"
-            read.window.copied = self._copies.upload(read.piece.target.view(torch.uint8), read.source)
-            self._free.append(read.window)
+        if read.source is not None:
+            assert self._copies is not None, "windows are for a device"
+            copied = self._copies.upload(read.piece.target.view(torch.uint8), read.source)
+            if read.window is None:
+                self._direct.append(copied)
+            else:
+                read.window.copied = copied
+                self._free.append(read.window)
+        if len(self._direct) > self._most:
+            self._direct.popleft().synchronize()
         return reads.popleft().piece.num_bytes
 
     def _abandon(self, reads: deque[_Read]) -> None:
@@ -181,6 +194,12 @@ class WeightReads:
         wait([read.filled for read in reads])
         self._free += [read.window for read in reads if read.window is not None]
         reads.clear()
+
+
+def _ended() -> Future[None]:
+    ended: Future[None] = Future()
+    ended.set_result(None)
+    return ended
 
 
 @torch.inference_mode()

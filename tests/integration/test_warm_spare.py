@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stage_worker.loading.stage_loader import WorkerResources
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
+from tests.fake_device import FakeQueue
 from tests.integration.cluster import Cluster
 from tests.integration.test_remote_weights import LAYERS, SHAPE, remote_cluster, tokens_of
 from tests.range_server import range_server
@@ -35,8 +38,10 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def is_warm(status: cluster_pb2.GetStatusResponse) -> bool:
-    text = f"in memory, all layers of {len(LAYERS)} of {len(LAYERS)} possible re-plans"
-    return any(text in worker.fetch_detail for worker in status.workers)
+    text = f", all layers of {len(LAYERS)} of {len(LAYERS)} possible re-plans"
+    return any(
+        "in memory" in worker.fetch_detail and text in worker.fetch_detail for worker in status.workers
+    )
 
 
 def stages(status: cluster_pb2.GetStatusResponse) -> dict[int, str]:
@@ -78,6 +83,25 @@ async def test_a_takeover_by_a_warm_spare_reads_nothing(
         layers = range(loaded.assignment.layer_begin, loaded.assignment.layer_end)
         assert sorted(parts_of(cluster, spare).layers) == [*layers], "other layers are freed"
         assert not is_warm(await cluster.client.status()), "a stage is no spare"
+
+
+async def test_a_takeover_of_a_device_copies_from_the_host_and_reads_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of a CPU to which weights are copied like to a GPU."""
+    resources = partial(WorkerResources, new_copies=lambda _: FakeQueue())
+    monkeypatch.setattr("stage_worker.backends.torch_backend.WorkerResources", resources)
+    async with Cluster(model, layers=LAYERS, **SPARE) as cluster:
+        expected = await tokens_of(cluster)
+        status = await cluster.wait_status(is_warm)
+        assert any("in memory of the host (" in worker.fetch_detail for worker in status.workers)
+        reads = count_reads(monkeypatch)
+        _, spare = await lose_a_stage(cluster)
+        assert await tokens_of(cluster) == expected
+        loaded = cluster.workers[spare].worker._stage.loaded
+        assert loaded is not None and loaded.read_bytes == 0
+        assert not reads, "no worker reads a weight"
+        assert not parts_of(cluster, spare).on_host, "memory of the host is free again"
 
 
 async def test_a_warm_spare_of_a_remote_model_fetches_and_reads_nothing(

@@ -596,11 +596,13 @@ class PrefetchWeights(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     HAS_LONG_ROPE_FIELD_NUMBER: _builtins.int
     IMPLEMENTATION_FIELD_NUMBER: _builtins.int
+    HOLDS_STORED_FIELD_NUMBER: _builtins.int
     dtype: _cluster_pb2.Dtype.ValueType
     """Form in memory, as in `AssignStage`."""
     weights: _cluster_pb2.WeightFormat.ValueType
     has_long_rope: _builtins.bool
     implementation: _cluster_pb2.Implementation.ValueType
+    holds_stored: _builtins.bool
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     @_builtins.property
@@ -624,10 +626,11 @@ class PrefetchWeights(_message.Message):
         weights: _cluster_pb2.WeightFormat.ValueType = ...,
         has_long_rope: _builtins.bool = ...,
         implementation: _cluster_pb2.Implementation.ValueType = ...,
+        holds_stored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_long_rope", b"has_long_rope", "implementation", b"implementation", "layers", b"layers", "manifest", b"manifest", "model", b"model", "sources", b"sources", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_long_rope", b"has_long_rope", "holds_stored", b"holds_stored", "implementation", b"implementation", "layers", b"layers", "manifest", b"manifest", "model", b"model", "sources", b"sources", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,12 +10,12 @@ import pytest
 from checkpoint import WeightFormat
 from checkpoint.blueprint import Implementation
 from coordinator.cluster.actions import AssignStage
-from coordinator.cluster.messages import encode_assign
+from coordinator.cluster.messages import encode_assign, encode_prefetch
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.planner.plan import DeviceKind, Plan, WorkerCapacity
 from coordinator.planner.planner import plan_for
-from stage_worker.assignment import decode_assignment
+from stage_worker.assignment import decode_assignment, decode_prefetch
 from stageline_rpc.internal.v1 import join_pb2
 from tests.quantized import FORMATS, write_quantized
 
@@ -82,3 +82,6 @@ def test_workers_are_told(device: DeviceKind, config: CoordinatorConfig) -> None
         join_pb2.WeightSources(),
     ).assign
     assert decode_assignment(assign, coordinator="host:1").holds_stored is (device is IN_PLACE)
+    prefetch = encode_prefetch(model, plan, plan.stages, join_pb2.WeightSources()).prefetch_weights
+    wanted = decode_prefetch(prefetch, coordinator="host:1")
+    assert wanted is not None and wanted.holds_stored is (device is IN_PLACE), "spares keep the same form"

@@ -18,10 +18,14 @@ from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherChec
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.loading.warm_spare import check_warm_spare, choose_parts, drop_warm, keep_warm
 from tests.checkpoints import make_checkpoint
+from tests.fake_device import FakeQueue
 from tests.unit.stage_worker.test_reload import LAYERS, assigned
 
 CPU = torch.device("cpu")
 RESOURCES = WorkerResources(device=CPU, memory_bytes=1 << 30, model_directory=None)
+PINNED_LIMIT = 100 * 1024 * 1024
+ON_HOST = replace(RESOURCES, new_copies=lambda _: FakeQueue(), pinned_limit_bytes=PINNED_LIMIT)
+"""A device that is a CPU, to which weights are copied like to a GPU."""
 FIRST = PrefetchedLayers(layer_begin=0, layer_end=4, has_embeddings=True, has_head=False)
 LAST = PrefetchedLayers(layer_begin=4, layer_end=LAYERS, has_embeddings=False, has_head=True)
 MUCH = 1 << 30
@@ -59,9 +63,11 @@ def order(directory: Path, *layers: PrefetchedLayers, **changes: Any) -> Prefetc
     return replace(made, **changes)
 
 
-def warmed(wanted: Prefetch, limit_bytes: int = MUCH) -> tuple[StageCache, LoadProgress]:
+def warmed(
+    wanted: Prefetch, limit_bytes: int = MUCH, resources: WorkerResources = RESOURCES
+) -> tuple[StageCache, LoadProgress]:
     cache, progress = StageCache(), LoadProgress()
-    keep_warm(wanted, RESOURCES, progress, cache, limit_bytes=limit_bytes)
+    keep_warm(wanted, resources, progress, cache, limit_bytes=limit_bytes)
     return cache, progress
 
 
@@ -83,10 +89,79 @@ def test_a_takeover_reads_no_weight_again(
     assert sum(read_bytes) > 0, "the count notices a read"
 
 
-@pytest.mark.matrix(1)
-def test_layers_that_are_not_warm_are_read(directory: Path) -> None:
-    cache, _ = warmed(order(directory, LAST))
-    taken_over = load_stage(assigned(directory, 2, LAYERS), RESOURCES, LoadProgress(), cache)
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (4, LAYERS), (0, LAYERS), (2, 6)])
+def test_a_takeover_of_a_device_copies_from_the_host_and_reads_no_weight(
+    directory: Path, begin: int, end: int, read_bytes: list[int]
+) -> None:
+    cache, progress = warmed(order(directory, LAST, FIRST), resources=ON_HOST)
+    assert sum(read_bytes) == progress.read_bytes > 0
+    assert "of the host (" in progress.fetch_detail
+    assert "pinned), all layers of 2 of 2 possible re-plans" in progress.fetch_detail
+    assert not cache.parts.layers and cache.parts.embeddings is None, "the device has none of them"
+    read_bytes.clear()
+    taken_over = load_stage(assigned(directory, begin, end), ON_HOST, LoadProgress(), cache)
+    assert taken_over.read_bytes == sum(read_bytes) == 0
+    assert set(cache.parts.layers) == set(range(begin, end))
+    assert not cache.parts.on_host, "memory of the host is free again"
+    load_stage(assigned(directory, begin, end), ON_HOST, LoadProgress(), StageCache())
+    assert sum(read_bytes) > 0, "the count notices a read"
+
+
+def test_what_is_on_the_host_is_counted_and_kept_while_it_is_wanted(
+    directory: Path, read_bytes: list[int]
+) -> None:
+    cache, _ = warmed(order(directory, LAST, FIRST), resources=ON_HOST)
+    held = cache.parts.on_host
+    whole = sum(weights.num_bytes for weights in held.values())
+    assert (
+        whole
+        == cache.parts.pinned_bytes
+        == load_stage(assigned(directory, 0, LAYERS), RESOURCES).weight_bytes
+    )
+    read_bytes.clear()
+    for wanted, num_layers in ((FIRST, 4), (LAST, LAYERS - 4)):
+        keep_warm(order(directory, wanted), ON_HOST, LoadProgress(), cache, limit_bytes=MUCH)
+        assert sum(name[0].startswith("model.layers") for name in cache.parts.on_host) == num_layers
+        assert bool(read_bytes) is (wanted is LAST), "what was dropped is read again, nothing else"
+    drop_warm(ON_HOST, cache)
+    assert not cache.parts.on_host and cache.parts.origin is None
+
+
+def test_layers_on_the_host_in_another_form_are_read_again(directory: Path, read_bytes: list[int]) -> None:
+    cache, _ = warmed(order(directory, FIRST), resources=ON_HOST)
+    read_bytes.clear()
+    wanted = order(directory, FIRST, dtype=DType.BF16)
+    keep_warm(wanted, ON_HOST, LoadProgress(), cache, limit_bytes=MUCH)
+    assert sum(read_bytes) > 0
+    assignment = replace(assigned(directory, 0, 4), dtype=DType.BF16)
+    assert load_stage(assignment, ON_HOST, LoadProgress(), cache).read_bytes == 0
+
+
+def test_a_stage_that_became_a_spare_leaves_its_device(directory: Path, read_bytes: list[int]) -> None:
+    cache = StageCache()
+    load_stage(assigned(directory, 0, 4), ON_HOST, LoadProgress(), cache)
+    keep_warm(order(directory, FIRST), ON_HOST, LoadProgress(), cache, limit_bytes=MUCH)
+    assert not cache.parts.layers and len(cache.parts.on_host) >= 4
+    read_bytes.clear()
+    assert load_stage(assigned(directory, 0, 4), ON_HOST, LoadProgress(), cache).read_bytes == 0
+
+
+def test_a_takeover_is_cancelled_between_two_copies(directory: Path) -> None:
+    cache, _ = warmed(order(directory, LAST), resources=ON_HOST)
+    num_parts, progress = len(cache.parts.on_host), LoadProgress()
+    progress.expect = lambda _: progress.cancel()  # type: ignore[method-assign]
+    with pytest.raises(LoadCancelled):
+        load_stage(assigned(directory, 4, LAYERS), ON_HOST, progress, cache)
+    assert len(cache.parts.on_host) == num_parts and not cache.parts.layers
+    assert load_stage(assigned(directory, 4, LAYERS), ON_HOST, LoadProgress(), cache).read_bytes == 0
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("resources", [RESOURCES, ON_HOST], ids=["in place", "on the host"])
+def test_layers_that_are_not_warm_are_read(directory: Path, resources: WorkerResources) -> None:
+    cache, _ = warmed(order(directory, LAST), resources=resources)
+    taken_over = load_stage(assigned(directory, 2, LAYERS), resources, LoadProgress(), cache)
     alone = load_stage(assigned(directory, 2, 4), RESOURCES, LoadProgress(), StageCache())
     assert taken_over.read_bytes == alone.read_bytes > 0
 
@@ -97,12 +172,15 @@ def test_layers_that_are_not_warm_are_read(directory: Path) -> None:
     [{"dtype": DType.BF16}, {"weights": WeightFormat.INT8}],
     ids=["dtype", "weight format"],
 )
-def test_layers_in_another_form_are_not_used(directory: Path, changes: dict[str, Any]) -> None:
-    cache, _ = warmed(order(directory, FIRST))
+@pytest.mark.parametrize("resources", [RESOURCES, ON_HOST], ids=["in place", "on the host"])
+def test_layers_in_another_form_are_not_used(
+    directory: Path, changes: dict[str, Any], resources: WorkerResources
+) -> None:
+    cache, _ = warmed(order(directory, FIRST), resources=resources)
     assignment = replace(assigned(directory, 0, 4), **changes)
-    assert load_stage(assignment, RESOURCES, LoadProgress(), cache).read_bytes > 0
-    cache, _ = warmed(order(directory, FIRST, **changes))
-    assert load_stage(assignment, RESOURCES, LoadProgress(), cache).read_bytes == 0
+    assert load_stage(assignment, resources, LoadProgress(), cache).read_bytes > 0
+    cache, _ = warmed(order(directory, FIRST, **changes), resources=resources)
+    assert load_stage(assignment, resources, LoadProgress(), cache).read_bytes == 0
 
 
 def test_layers_of_changed_files_are_not_used(tmp_path: Path) -> None:
@@ -198,9 +276,11 @@ def test_layers_of_transformers_are_not_kept(directory: Path) -> None:
         warmed(wanted)
 
 
-def test_a_limit_above_the_budget_and_a_gpu_are_refused() -> None:
+def test_a_limit_above_the_budget_or_above_the_host_of_a_gpu_is_refused() -> None:
     check_warm_spare(10, 10, CPU)
     with pytest.raises(ValueError, match="--warm-spare is 11 bytes, of a budget of 10: lower it"):
         check_warm_spare(11, 10, CPU)
-    with pytest.raises(ValueError, match="is for workers on a CPU, not on cuda:1"):
-        check_warm_spare(1, 10, torch.device("cuda:1"))
+    gpu = torch.device("cuda:1")
+    check_warm_spare(11, 10, gpu)
+    with pytest.raises(ValueError, match=r"of memory of the host, which has \d+: lower it"):
+        check_warm_spare(1 << 60, 10, gpu)
