@@ -127,7 +127,7 @@ class CoordinatorClient:
         log.info("joined the coordinator at %s", self._coordinator)
         self._readiness.observe(join_pb2.JoinResponse(welcome=welcome))
         connection = self._connection = _Connection(call, self._readiness)
-        self._stage.connected(connection.send, welcome)
+        self._stage.connected(connection.send, welcome, rejoin=connection.end)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:
@@ -219,16 +219,21 @@ class _Connection:
 
     def __init__(self, call: Call, readiness: Readiness) -> None:
         self._call, self._readiness = call, readiness
-        self._outbox: asyncio.Queue[join_pb2.JoinRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[join_pb2.JoinRequest | None] = asyncio.Queue()
 
     def send(self, message: join_pb2.JoinRequest) -> None:
         self._readiness.observe(message)
         self._outbox.put_nowait(message)
 
+    def end(self) -> None:
+        """End the stream after the messages so far: the coordinator closes it, and the worker joins again."""
+        self._outbox.put_nowait(None)
+
     async def write(self) -> None:
-        """Write until the stream breaks, which the reader notices too."""
-        while True:
-            await _write(self._call, await self._outbox.get())
+        """Write until the stream ends or breaks, which the reader notices too."""
+        while (message := await self._outbox.get()) is not None:
+            await _write(self._call, message)
+        await self._call.done_writing()
 
 
 async def _write(call: Call, message: join_pb2.JoinRequest) -> None:

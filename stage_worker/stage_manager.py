@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from certificates.identity import Identity
 from stage_worker.assignment import (
@@ -21,6 +21,7 @@ from stage_worker.backends.backend import (
     LoadedStage,
     LoadProgress,
     OtherCheckpoint,
+    SourceOutage,
     StageBackend,
     StageLoadError,
 )
@@ -29,7 +30,7 @@ from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.links import LinkMeasurement
-from stage_worker.loading.weights_check import WeightsVerifier
+from stage_worker.loading.weights_check import Repair, WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
 from stage_worker.weights_port import WeightsPort
@@ -156,12 +157,12 @@ class StageManager:
         self._coordinator, self._incarnation = coordinator, new_incarnation()
         self._backend = backend
         self._on_serving, self._wire_dtype = on_serving, wire_dtype
-        self._clock = clock or ClusterClock()
-        self._observers = observers
+        self._clock, self._observers = clock or ClusterClock(), observers
         self._weights, self._weights_port = weights or WeightsVerifier(), weights_port
         self._prefetch = WeightsPrefetch(backend, self._describe_weights)
         self._orders: asyncio.Queue[tuple[Order | _Connected | _Disconnected, Reply]] = asyncio.Queue()
         self._reply: Reply = _drop
+        self._rejoin: Callable[[], None] = _stay
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
         self._load_progress: LoadProgress | None = None
@@ -209,15 +210,15 @@ class StageManager:
             self._prefetch.cancel()
         self._orders.put_nowait((order, reply))
 
-    def connected(self, reply: Reply, welcome: join_pb2.Welcome) -> None:
-        """Record that the worker joined a coordinator; `reply` sends to it."""
+    def connected(self, reply: Reply, welcome: join_pb2.Welcome, *, rejoin: Callable[[], None]) -> None:
+        """Record that the worker joined a coordinator; `reply` sends to it, `rejoin` joins it again."""
         self._reference_access.grant(welcome)
-        self._reply = reply
+        self._reply, self._rejoin = reply, rejoin
         self._orders.put_nowait((_Connected(welcome.model.fingerprint), reply))
 
     def disconnected(self) -> None:
         """End the epoch; the loaded stage stays."""
-        self._reply = _drop
+        self._reply, self._rejoin = _drop, _stay
         self._orders.put_nowait((_Disconnected(), _drop))
 
     async def run(self) -> None:
@@ -356,7 +357,8 @@ class StageManager:
         if not order.plan_id and directory is not None:
             self._weights.verify_checkpoint(order, directory, reply=reply)
         elif (loaded := self._loaded) is not None and loaded.assignment.plan_id == order.plan_id:
-            self._weights.verify(order, activity=self._activity, reply=reply)
+            repair = Repair(self._backend.refetch, lambda: self._rejoin())
+            self._weights.verify(order, activity=self._activity, reply=reply, repair=repair)
 
     async def _check_states(self, epoch: int) -> join_pb2.JoinRequest:
         """Return the hidden states handed on in this epoch, empty if it is over."""
@@ -371,6 +373,8 @@ class StageManager:
             assignment = decode_assignment(
                 message, wire_dtype=self._wire_dtype, coordinator=self._coordinator
             )
+            if self._weights.must_reload:
+                assignment = replace(assignment, force_reload=True)
             if not assignment.force_reload and await self._holds(assignment):
                 assert self._loaded is not None
                 self._loaded = self._loaded.placed(assignment)
@@ -380,6 +384,8 @@ class StageManager:
             log.error(
                 "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
+            if isinstance(error, SourceOutage):
+                asyncio.get_running_loop().call_later(WORKER_POLICY.source_retry_s, self._rejoin_unless_used)
             return join_pb2.JoinRequest(
                 load_failed=join_pb2.LoadFailed(
                     plan_id=message.plan_id, reason=str(error), is_final=isinstance(error, OtherCheckpoint)
@@ -392,6 +398,11 @@ class StageManager:
             differ = join_pb2.WeightsDiffer(plan_id=message.plan_id, reason=problem)
             return join_pb2.JoinRequest(weights_differ=differ)
         return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded, self._weights.level))
+
+    def _rejoin_unless_used(self) -> None:
+        """Join again after an outage: the coordinator excludes a worker after several failed loads."""
+        if self._loaded is None and self._loading is None:
+            self._rejoin()
 
     async def _describe_weights(self, reply: Reply) -> None:
         """Tell the coordinator which weights this worker serves, if it does."""
@@ -565,3 +576,7 @@ def _loaded_message(loaded: LoadedStage, level: cluster_pb2.WeightsCheck.ValueTy
 
 def _drop(message: join_pb2.JoinRequest) -> None:
     """Reply without a connection."""
+
+
+def _stay() -> None:
+    """Rejoin without a connection, which the worker is about to do."""

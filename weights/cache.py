@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checkpoint.errors import BadHeader, CheckpointError
+from checkpoint.errors import BadHeader, CheckpointError, CheckpointNotFound
 from checkpoint.files import read_json_object, replace_file
 from checkpoint.pins import PinnedFile, Pins
-from weights.cached_model import CachedModel, disk_bytes, free_bytes
+from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
-from weights.metadata import fetch_metadata
+from weights.metadata import fetch_metadata, free_bytes
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import WeightSource
 from wire.sizes import format_size
@@ -25,14 +25,18 @@ log = logging.getLogger(__name__)
 
 MODELS_FOLDER = "models"
 PINS_FILE = "pins.json"
+SERVED_FILE = "served.json"
+"""Names the tensors that the worker's last stage was loaded from."""
 _LOCK_FILE = "lock"
 _MAX_PINS_BYTES = 8 * 1024 * 1024
+_MAX_SERVED_BYTES = 64 * 1024 * 1024
 DISK_RESERVE_BYTES = 64 * 1024 * 1024
 """Left free on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
+    key: str
     model: CachedModel
     name: str
     tensors: tuple[str, ...]
@@ -67,15 +71,33 @@ class TensorCache:
             self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
         return self._models[pins.key]
 
-    def make_room(self, num_bytes: int, model: CachedModel, tensors: Collection[str]) -> None:
+    def opened(self, pins: Pins) -> CachedModel | None:
+        """The model at this version if this process has used it."""
+        return self._models.get(pins.key)
+
+    def record_served(self, pins: Pins, tensors: Collection[str]) -> None:
+        """Remember the tensors that a stage is loaded from, also for the next process. Raises OSError."""
+        served = json.dumps({"key": pins.key, "tensors": sorted(tensors)})
+        path = self.directory / SERVED_FILE
+        if not path.exists() or path.read_text() != served:
+            replace_file(path, served)
+
+    def make_room(
+        self, num_bytes: int, model: CachedModel, tensors: Collection[str], *, keeps_served: bool = False
+    ) -> None:
         """Evict units, the least recently used first, until `num_bytes` more fit; `tensors` of `model` stay.
 
-        Raises CacheFull with the numbers, before it evicts anything, if they cannot fit.
+        With `keeps_served` the tensors of the last stage stay, too. Raises CacheFull with the numbers, before
+        it evicts anything, if they cannot fit.
         """
         used = disk_bytes(self.directory)
         limit = self._limit(used)
+        kept_of = {model.directory.parent.name: set(tensors)}
+        if keeps_served:
+            key, served = self._served()
+            kept_of[key] = kept_of.get(key, set()) | served
         evictable = [
-            unit for unit in self._units() if unit.model is not model or not set(unit.tensors) & set(tensors)
+            unit for unit in self._units() if not kept_of.get(unit.key, set()).intersection(unit.tensors)
         ]
         sizes = {id(unit): sum(map(unit.model.num_bytes, unit.tensors)) for unit in evictable}
         if used + num_bytes - sum(sizes.values()) > limit.num_bytes:
@@ -88,14 +110,15 @@ class TensorCache:
             if used + num_bytes <= limit.num_bytes:
                 return
             used -= unit.model.drop(unit.tensors)
-            log.info("evicted %s of %s from the cache", unit.name, unit.model.directory.parent.name)
+            log.info("evicted %s of %s from the cache", unit.name, unit.key)
 
     def _limit(self, used: int) -> _Limit:
         """The tighter one of --cache-size and the disk."""
         free = free_bytes(self.directory)
         disk = _Limit(
             used + max(0, free - DISK_RESERVE_BYTES),
-            f"{format_size(free)} of the disk are free: free some, or choose another --cache-dir",
+            f"{format_size(free)} of the disk are free, and {format_size(DISK_RESERVE_BYTES)} stay so: free "
+            "some, or choose another --cache-dir",
         )
         if self._limit_bytes is None or disk.num_bytes < self._limit_bytes:
             return disk
@@ -107,7 +130,19 @@ class TensorCache:
             model = self._models.get(key) or self._reopened(key)
             if model is not None:
                 for name, tensors in model.units().items():
-                    yield _Unit(model, name, tuple(tensors))
+                    yield _Unit(key, model, name, tuple(tensors))
+
+    def _served(self) -> tuple[str, set[str]]:
+        """Model and tensors of the last stage; empty without one."""
+        try:
+            found = read_json_object(self.directory / SERVED_FILE, max_bytes=_MAX_SERVED_BYTES)
+        except CheckpointNotFound:
+            return "", set()
+        except CheckpointError as error:
+            log.warning("the layers of the last stage are not known: %s", error)
+            return "", set()
+        tensors = found.get("tensors")
+        return str(found.get("key", "")), set(map(str, tensors)) if isinstance(tensors, list) else set()
 
     def _reopened(self, key: str) -> CachedModel | None:
         """A model of earlier processes; None, and without its files, if it is incomplete."""

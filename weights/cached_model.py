@@ -18,8 +18,8 @@ from pathlib import Path
 import xxhash
 
 from checkpoint.headers import Headers, TensorEntry, read_headers
-from weights.errors import CacheFull, PieceDamaged
-from weights.metadata import FILES_FOLDER
+from weights.errors import PieceDamaged
+from weights.metadata import FILES_FOLDER, full_disk_named
 from weights.piece_log import PieceLog
 from weights.pieces import TensorPiece, pieces_of
 
@@ -120,18 +120,11 @@ class CachedModel:
     def write(self, piece: TensorPiece, data: memoryview) -> None:
         """Write the bytes of a piece, then record them. Raises CacheFull when the disk is."""
         descriptor = self._descriptor(piece.file)
-        try:
+        with full_disk_named(self.directory, piece.tensor, piece.num_bytes):
             done = 0
             while done < len(data):
                 done += os.pwrite(descriptor, data[done:], piece.begin + done)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise CacheFull(
-                f"the disk of {self.directory} is full: {piece.num_bytes} bytes of {piece.tensor} could not "
-                f"be written, {free_bytes(self.directory)} are free"
-            ) from error
-        self._log.add(piece, xxhash.xxh3_128_digest(data))
+            self._log.add(piece, xxhash.xxh3_128_digest(data))
 
     def sync(self, file: str) -> None:
         """Write the data and the records of a file to the device."""
@@ -228,12 +221,6 @@ def _by_position(tensors: Mapping[str, TensorEntry]) -> tuple[Sequence[int], Seq
 
 def _end(tensors: Mapping[str, TensorEntry]) -> int:
     return max((entry.end for entry in tensors.values()), default=0)
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes of the disk, for this user."""
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
 
 
 def disk_bytes(folder: Path) -> int:

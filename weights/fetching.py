@@ -39,11 +39,16 @@ class TensorFetcher:
         progress: FetchProgress,
         check: Callable[[], None],
         policy: TransferPolicy = DEFAULT_TRANSFER,
+        keeps_served: bool = False,
     ) -> None:
-        """`sha256s` are those of the manifest, for all tensors to be fetched; without them none is proven."""
+        """`sha256s` are those of the manifest, for all tensors to be fetched; without them none is proven.
+
+        With `keeps_served` no tensor of the worker's last stage is evicted.
+        """
         self._cache, self._source, self._pins = cache, source, pins
         self._sha256s = sha256s
         self._progress, self._check, self._policy = progress, check, policy
+        self._keeps_served = keeps_served
         self._done_bytes = 0
         self._logged_s = monotonic()
         self.received_bytes = 0
@@ -68,7 +73,8 @@ class TensorFetcher:
         if damaged := model.damaged(names, lambda _: self._check()):
             log.warning("%s in %s: fetched again", _damaged(damaged, "the recorded hash"), model.directory)
             model.drop(damaged)
-        self._cache.make_room(sum(piece.num_bytes for piece in model.missing(names)), model, keep or names)
+        num_bytes = sum(piece.num_bytes for piece in model.missing(names))
+        self._cache.make_room(num_bytes, model, keep or names, keeps_served=self._keeps_served)
         model.mark_used(names)
         wrong, num_damaged = names, 0
         while num_damaged < self._policy.max_damaged:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
@@ -20,7 +22,7 @@ from checkpoint.headers import (
     parse_weight_map,
 )
 from checkpoint.pins import PinnedFile, Pins
-from weights.errors import SourceUnavailable
+from weights.errors import CacheFull, SourceUnavailable
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import CONFIG_FILES, WeightSource
 
@@ -133,10 +135,13 @@ def _patiently(read: Callable[[], bytes], policy: TransferPolicy = DEFAULT_TRANS
 
 
 def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
-    """Write a file of `size_bytes`, with a hole after `content`. It has its name when it is on the device."""
+    """Write a file of `size_bytes`, with a hole after `content`. It has its name when it is on the device.
+
+    Raises CacheFull when the disk is.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:60]}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with full_disk_named(path.parent, path.name, len(content)), os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.truncate(size_bytes)
             file.flush()
@@ -145,3 +150,28 @@ def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+@contextmanager
+def full_disk_named(directory: Path, what: str, num_bytes: int) -> Iterator[None]:
+    """Turn the errors of a full disk, a quota and a limit of file sizes into CacheFull with the numbers."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CacheFull(
+                f"{what} in {directory} is larger than files may be: raise `ulimit -f`, or choose a disk "
+                "with large files"
+            ) from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CacheFull(
+            f"the disk of {directory} is full: {num_bytes} bytes of {what} could not be written, "
+            f"{free_bytes(directory)} are free"
+        ) from error
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes of the disk, for this user."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize

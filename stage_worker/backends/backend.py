@@ -27,6 +27,10 @@ class OtherCheckpoint(StageLoadError):
     """This worker's checkpoint is not the coordinator's: another try cannot succeed."""
 
 
+class SourceOutage(StageLoadError):
+    """The source of the weights did not respond for long; a later try may succeed."""
+
+
 class LoadCancelled(StageLoadError):
     """Another assignment replaced this load."""
 
@@ -205,6 +209,13 @@ class StageBackend(ABC):
         Raises StageLoadError, LoadCancelled, CheckpointError and OSError.
         """
         raise StageLoadError("a mock stage has no weights to prefetch")
+
+    async def refetch(self, source: LoadedFrom, tensors: Sequence[str]) -> bool:
+        """Drop tensors with wrong bytes from the cache, so that the next load fetches them from their origin.
+
+        Returns False if they do not come from a cache, or were fetched again too often.
+        """
+        return False
 
     def checkpoint_directory(self, coordinators: str) -> Path | None:
         """The local checkpoint, None for a mock; `coordinators` is the coordinator's path, as in ModelRef."""

@@ -36,6 +36,7 @@ from stage_worker.loading.reference import compute_reference
 from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.loading.warm_spare import check_warm_spare, drop_warm, keep_warm
+from stage_worker.loading.weights_check import LoadedFrom
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
 from wire.device_rates import DeviceRates, RateSource
@@ -175,6 +176,10 @@ class TorchBackend(StageBackend):
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
+
+    async def refetch(self, source: LoadedFrom, tensors: Sequence[str]) -> bool:
+        pins = source.checkpoint.pins
+        return pins is not None and await asyncio.to_thread(self._remote.refetch, pins, tensors)
 
     @property
     def keeps_warm(self) -> bool:

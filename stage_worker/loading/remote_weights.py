@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from checkpoint import Checkpoint, stage_tensor_names
 from checkpoint.files import TOKENIZER_FILE
 from checkpoint.gguf.files import is_gguf
+from checkpoint.pins import Pins
 from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
 from weights.cache import TensorCache
@@ -70,6 +72,8 @@ class RemoteWeights:
         self._sharing = sharing or Sharing()
         self._registry = self._sharing.registry
         self._cache: TensorCache | None = None
+        self._refetched: dict[str, Counter[str]] = {}
+        """By model: tensors that had wrong bytes, and how often."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -112,6 +116,25 @@ class RemoteWeights:
         progress.fetch_detail = "; ".join(filter(None, (text, progress.fetch_detail)))
         log.info("prefetched: %s", progress.fetch_detail)
 
+    def refetch(self, pins: Pins, tensors: Collection[str]) -> bool:
+        """Drop tensors whose bytes are wrong; the next load fetches them from their origin, no other worker.
+
+        Returns False if that has not helped DEFAULT_TRANSFER.max_damaged times.
+        """
+        with self._lock:
+            cached = None if self._cache is None else self._cache.opened(pins)
+            counts = self._refetched.setdefault(pins.key, Counter())
+            if cached is None or max(counts[name] for name in tensors) >= DEFAULT_TRANSFER.max_damaged:
+                return False
+            counts.update(tensors)
+            num_bytes = cached.drop(tensors)
+        log.warning(
+            "dropped %d tensors with wrong bytes from the cache, the first is %s: they are fetched again "
+            "from their origin, num_bytes=%d",
+            *(len(tensors), next(iter(tensors)), num_bytes),
+        )
+        return True
+
     def _open(self, model: WantedModel, progress: LoadProgress, *, has_head: bool) -> _RemoteFiles:
         cache, pins = self._opened(), model.pins
         connections = PeerConnections(model.fingerprint, self._sharing.context())
@@ -124,8 +147,12 @@ class RemoteWeights:
         if checkpoint.fingerprint == model.fingerprint:
             held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))
             self._registry.put(held)
-        source = _source(model, origin, connections, cached)
-        return _RemoteFiles(checkpoint, model, source, cache, cached, progress, self._lock)
+        sources = _Sources(
+            origin=origin,
+            shared=_source(model, origin, connections, cached),
+            from_origin=frozenset(self._refetched.get(pins.key, ())),
+        )
+        return _RemoteFiles(checkpoint, model, sources, cache, cached, progress, self._lock)
 
     def _opened(self) -> TensorCache:
         if self._directory is None:
@@ -167,29 +194,38 @@ def _tracked(trackers: Sequence[str], connections: PeerConnections) -> Iterator[
             log.warning("no workers of the coordinator with weights at %s are asked: %s", address, error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sources:
+    """The origin of a model, others that are asked before it, and tensors that others sent wrong bytes of."""
+
+    origin: WeightSource
+    shared: WeightSource
+    from_origin: frozenset[str]
+
+
 class _RemoteFiles(StageFiles):
     def __init__(
         self,
         checkpoint: Checkpoint,
         model: WantedModel,
-        source: WeightSource,
+        sources: _Sources,
         cache: TensorCache,
         cached: CachedModel,
         progress: LoadProgress,
         lock: threading.Lock,
     ) -> None:
         super().__init__(checkpoint)
-        self._model, self._source, self._cache, self._cached = model, source, cache, cached
+        self._model, self._sources, self._cache, self._cached = model, sources, cache, cached
         self._progress, self._lock = progress, lock
         progress.fetch = FetchProgress()
 
     def prepare(self, tensors: Sequence[str]) -> None:
         with self._lock, _change_is_final():
-            fetcher = self._fetcher()
-            try:
-                fetcher.fetch(self._cached, tensors)
-            finally:
-                self._note(fetcher)
+            distrusted = self._sources.from_origin & frozenset(tensors)
+            if distrusted:
+                self._fetch(self._fetcher(self._sources.origin), distrusted, keep=tensors)
+            self._fetch(self._fetcher(self._sources.shared), tensors, keep=tensors)
+            self._cache.record_served(self._model.pins, tensors)
         log.info("weights are present: num_tensors=%d, fetched_bytes=%d", len(tensors), self.fetched_bytes)
 
     def prefetch(self, wanted: Sequence[Sequence[str]]) -> int:
@@ -197,34 +233,37 @@ class _RemoteFiles(StageFiles):
 
         The caller has the lock.
         """
-        fetcher = self._fetcher(is_prefetch=True)
+        fetcher = self._fetcher(self._sources.shared, is_prefetch=True)
         keep = {tensor for tensors in wanted for tensor in tensors}
         for number, tensors in enumerate(wanted):
             try:
-                fetcher.fetch(self._cached, tensors, keep=keep)
+                self._fetch(fetcher, tensors, keep=keep)
             except CacheFull as error:
                 log.info("layers of %d possible re-plans are not prefetched: %s", len(wanted) - number, error)
                 return number
-            finally:
-                self._note(fetcher)
         return len(wanted)
 
-    def _fetcher(self, *, is_prefetch: bool = False) -> TensorFetcher:
+    def _fetch(self, fetcher: TensorFetcher, tensors: Iterable[str], *, keep: Collection[str]) -> None:
+        before = fetcher.received_bytes
+        try:
+            fetcher.fetch(self._cached, tensors, keep=keep)
+        finally:
+            self.fetched_bytes += fetcher.received_bytes - before
+            self._progress.fetch_detail = _detail(self.fetched_bytes, self._sources.shared)
+
+    def _fetcher(self, source: WeightSource, *, is_prefetch: bool = False) -> TensorFetcher:
         progress = self._progress
         assert progress.fetch is not None
         return TensorFetcher(
             self._cache,
-            self._source,
+            source,
             self._model.pins,
             sha256s=self._model.manifest,
             progress=progress.fetch,
             check=lambda: progress.advance(0),
             policy=PREFETCH_TRANSFER if is_prefetch else DEFAULT_TRANSFER,
+            keeps_served=is_prefetch,
         )
-
-    def _note(self, fetcher: TensorFetcher) -> None:
-        self.fetched_bytes = fetcher.received_bytes
-        self._progress.fetch_detail = _detail(fetcher.received_bytes, self._source)
 
 
 def _detail(received_bytes: int, source: WeightSource) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,23 @@ class LoadedFrom:
     tensors: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How wrong weights of a cache are replaced.
+
+    `refetch` drops tensors from the cache; False if it cannot. `rejoin` joins the coordinator again, which
+    excludes this worker until then.
+    """
+
+    refetch: Callable[[LoadedFrom, Sequence[str]], Awaitable[bool]]
+    rejoin: Callable[[], None]
+
+
 class WeightsVerifier:
     """Verification level of the loaded weights, which a background task compares.
 
-    Files that differ are remembered while unchanged, so that rejoining does not serve them again.
+    Files that differ are remembered while unchanged, so that rejoining does not serve them again. Tensors of
+    a cache are fetched again instead, and the worker rejoins.
     """
 
     def __init__(self, cache: HashCache | None = None) -> None:
@@ -38,6 +51,8 @@ class WeightsVerifier:
         self._checkpoint_task: asyncio.Task[None] | None = None
         self._problems: dict[tuple[FileIdentity, ...], dict[str, str]] = {}
         self._finding: _Finding | None = None
+        self.must_reload = False
+        """The loaded weights are wrong and came from a cache: no part in memory may be used again."""
 
     @property
     def level(self) -> cluster_pb2.WeightsCheck.ValueType:
@@ -56,6 +71,7 @@ class WeightsVerifier:
         self.cancel()
         self._source = source
         self._level = _level_when_loaded(source)
+        self.must_reload = self.must_reload and source is None
         if source is not None and source.files not in self._problems:
             self._finding = None
 
@@ -65,11 +81,12 @@ class WeightsVerifier:
         *,
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
+        repair: Repair,
     ) -> None:
-        """Start to compare the stage's weights; `reply` is called if they differ."""
+        """Start to compare the stage's weights; if they differ, `reply` is called, then `repair`."""
         self.cancel()
         if self._source is not None:
-            check = self._check_stage(self._source, order, activity, reply)
+            check = self._check_stage(self._source, order, activity, reply, repair)
             self._task = asyncio.create_task(check, name="weights-check")
 
     def verify_checkpoint(
@@ -110,8 +127,9 @@ class WeightsVerifier:
         order: join_pb2.VerifyWeights,
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
+        repair: Repair,
     ) -> None:
-        if await self._check(source, order, activity, reply):
+        if await self._check(source, order, activity, reply, repair):
             self._level = cluster_pb2.WEIGHTS_CHECK_FULL
 
     async def _check_checkpoint(
@@ -133,6 +151,7 @@ class WeightsVerifier:
         order: join_pb2.VerifyWeights,
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
+        repair: Repair | None = None,
     ) -> bool:
         """Return whether all weights are equal. An order without idle time does not wait for `activity`."""
         expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
@@ -147,12 +166,20 @@ class WeightsVerifier:
         if not problems:
             log.info("weights are equal: %d tensors, read_bytes=%d", len(hashes), hasher.read_bytes)
             return True
-        self._problems[source.files] = self._problems.get(source.files, {}) | problems
         reason = next(iter(problems.values()))
         log.error("%s", reason)
-        differ = join_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
-        self._finding = _Finding(source, join_pb2.JoinRequest(weights_differ=differ))
-        reply(self._finding.message)
+        differ = join_pb2.JoinRequest(
+            weights_differ=join_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
+        )
+        if repair is not None and source.checkpoint.pins is not None:
+            self.must_reload = True
+            if await repair.refetch(source, list(problems)):
+                reply(differ)
+                repair.rejoin()
+                return False
+        self._problems[source.files] = self._problems.get(source.files, {}) | problems
+        self._finding = _Finding(source, differ)
+        reply(differ)
         return False
 
     def _hasher(self, source: LoadedFrom) -> TensorHasher:

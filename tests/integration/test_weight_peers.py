@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ import pytest
 from stage_worker.loading.stage_loader import WorkerResources
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import TEST_POLICY, Cluster
 from tests.integration.test_remote_weights import LAYERS, NOT_VERIFIED, SHAPE, remote_cluster, tokens_of
 from tests.issued import Certificates
 from tests.range_server import RangeServer, range_server
+from weights.cached_model import CachedModel
+from weights.pieces import DEFAULT_TRANSFER, TensorPiece
 
 WEIGHTS_LISTEN = "127.0.0.1:0"
+WRONG_TENSOR = "model.layers.1.mlp.gate_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,52 @@ async def test_hosts_without_the_path_fetch_from_the_coordinator(
         )
     held = {path.name for path in (tmp_path / "workers" / "w1" / "models").iterdir()}
     assert len(held) == 1 and held.pop().startswith("llama-")
+
+
+@pytest.mark.parametrize("num_wrong", [1, 100], ids=["once", "always"])
+async def test_wrong_bytes_in_a_cache_are_fetched_again_without_a_restart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_wrong: int
+) -> None:
+    """The worker recorded the wrong bytes with their hash, so only the comparison finds them."""
+    async with Cluster(model, layers=LAYERS, self_check=False) as cluster:
+        expected = await tokens_of(cluster)
+    monkeypatch.setattr(WorkerResources, "fetches", lambda self, model: True)
+    write, left = CachedModel.write, [num_wrong]
+
+    def write_wrong(cached: CachedModel, piece: TensorPiece, data: memoryview) -> None:
+        if piece.tensor == WRONG_TENSOR and left[0] and "w1" in str(cached.directory):
+            left[0] -= 1
+            changed = bytearray(data)
+            changed[1000] ^= 1
+            data = memoryview(changed)
+        write(cached, piece, data)
+
+    monkeypatch.setattr(CachedModel, "write", write_wrong)
+    cluster = Cluster(
+        shutil.copytree(model, tmp_path / "llama"),
+        layers=LAYERS,
+        self_check=False,
+        policy=replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05),
+        cache_directory=tmp_path / "coordinator",
+        weights_directory=tmp_path / "workers",
+        waits=False,
+    )
+    async with cluster:
+        if num_wrong == 1:
+            await cluster.wait_status(_is_compared)
+            assert await tokens_of(cluster) == expected
+        else:
+            num_left = num_wrong - 1 - DEFAULT_TRANSFER.max_damaged
+            text = f"tensor {WRONG_TENSOR} has the XXH3-128"
+            await cluster.wait_status(
+                lambda status: left[0] == num_left and any(text in w.detail for w in status.workers)
+            )
+
+
+def _is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
+    levels = {worker.weights for worker in status.workers}
+    is_serving = status.state == cluster_pb2.CLUSTER_STATE_SERVING
+    return is_serving and levels == {cluster_pb2.WEIGHTS_CHECK_FULL}
 
 
 async def test_a_loss_with_warm_spares_fetches_nothing(model: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Fetch:
         self.cache.close()
         self.source.close()
 
-    def run(self, tensors: list[str]) -> int:
+    def run(self, tensors: list[str], *, keeps_served: bool = False) -> int:
         """Fetch tensors; return the number of bytes of weights that the server sent for them."""
         before = self.server.sent_bytes
         fetcher = TensorFetcher(
@@ -89,6 +89,7 @@ class Fetch:
             progress=self.progress,
             check=lambda: None,
             policy=self.policy,
+            keeps_served=keeps_served,
         )
         fetcher.fetch(self.model, tensors)
         return self.server.sent_bytes - before

@@ -19,7 +19,7 @@ import pytest
 from tests.range_server import Handler, RangeServer, Request, range_server
 from tests.repository import REPOSITORY
 from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
-from weights.cache import TensorCache
+from weights.cache import SERVED_FILE, TensorCache
 from weights.cached_model import disk_bytes
 from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
 
@@ -78,6 +78,32 @@ def test_layers_that_were_not_used_for_longest_are_evicted(
         assert not fetch.wrong(layer_names(0, 2, 3)), "neighbours of the hole are whole"
         assert fetch.run(layer_names(0)) == 0
         assert fetch.run(layer_names(1)) == LAYER_BYTES
+
+
+def test_a_prefetch_evicts_no_layer_of_the_last_stage(server: RangeServer, tmp_path: Path) -> None:
+    limit = 3 * LAYER_BYTES + 128 * 1024
+    with Fetch(server, tmp_path / "cache", limit_bytes=limit) as fetch:
+        fetch.run(layer_names(0, 1))
+        fetch.cache.record_served(fetch.pins, layer_names(0, 1))
+    with Fetch(server, tmp_path / "cache", limit_bytes=limit) as again:
+        assert again.run(layer_names(2), keeps_served=True) == LAYER_BYTES
+        assert again.run(layer_names(3), keeps_served=True) == LAYER_BYTES, "another prefetched layer goes"
+        assert set(again.model.units()) == {f"model.layers.{layer}" for layer in (0, 1, 3)}
+        with pytest.raises(CacheFull, match=r"beside .* that stay in"):
+            again.run(layer_names(4, 5), keeps_served=True)
+        assert again.run(layer_names(0, 1)) == 0, "its own rejoin reads the disk"
+        again.run(layer_names(2, 3, 4))  # a load has the whole cache
+        assert set(again.model.units()) == {f"model.layers.{layer}" for layer in (2, 3, 4)}
+
+
+def test_an_unreadable_record_of_the_last_stage_is_a_warning(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.cache.record_served(fetch.pins, layer_names(0))
+        (tmp_path / "cache" / SERVED_FILE).write_text("{")
+        assert fetch.run(layer_names(1), keeps_served=True) == LAYER_BYTES
+    assert "the layers of the last stage are not known" in caplog.text
 
 
 def test_a_cache_that_is_too_small_says_how_much_is_needed(server: RangeServer, tmp_path: Path) -> None:
