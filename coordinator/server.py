@@ -197,6 +197,7 @@ class CoordinatorServer:
                 cache_directory=config.cache_directory,
                 weights_peers=config.weights_peers or (),
                 prefetch=config.prefetch,
+                host=parse_address(config.listen).host,
             ),
             on_serving=self._health.set_serving,
             self_check=self._new_self_check() if config.wants_self_check else None,

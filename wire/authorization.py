@@ -49,7 +49,7 @@ ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
     "/stageline.internal.v1.StepResultsService/Deliver": _WORKERS,
     "/stageline.internal.v1.StageService/Forward": frozenset({Role.COORDINATOR, Role.WORKER}),
     "/stageline.internal.v1.StageService/ComputeReference": frozenset({Role.COORDINATOR}),
-    "/stageline.internal.v1.StageService/ProbeLink": _WORKERS,
+    "/stageline.internal.v1.StageService/ProbeLink": _WORKERS | {Role.COORDINATOR},
     "/stageline.internal.v1.DoctorService/GetFacts": _OPERATORS,
     "/stageline.internal.v1.DoctorService/Measure": _OPERATORS,
     "/stageline.internal.v1.DoctorService/Ping": _PROCESSES,

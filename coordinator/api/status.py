@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
@@ -11,7 +10,7 @@ from coordinator.cluster.messages import ROLE_TO_MESSAGE
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
-from coordinator.planner.links import wire_dtype_advice
+from coordinator.planner.links import hops_of, wire_dtype_advice
 from coordinator.planner.plan import Plan
 from coordinator.recovery.self_check_verdict import CheckOutcome
 from stageline_rpc.internal.v1 import join_pb2
@@ -128,7 +127,7 @@ class StatusReporter:
         )
 
     def _links(self) -> list[cluster_pb2.LinkStatus]:
-        """Of hops between hosts."""
+        """Of hops between hosts. Tokens and results, from and to the coordinator, are small."""
         plan, links, model = self._state.plan, self._state.links, self._model
         if plan is None:
             return []
@@ -140,9 +139,9 @@ class StatusReporter:
                 to_worker=other,
                 round_trip=duration(link.round_trip_s),
                 bytes_per_second=round(link.bytes_per_s),
-                advice=wire_dtype_advice(link, *shape, used),
+                advice=wire_dtype_advice(link, *shape, used) if one and other else "",
             )
-            for one, other in pairwise(stage.worker for stage in plan.stages)
+            for one, other in hops_of(plan)
             if (link := links.find(one, other)) is not None
         ]
 

@@ -25,7 +25,7 @@ from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.checks import LedgerCheck, PlanChecks, WeightsCheck
 from coordinator.cluster.connections import Connections, WorkerConnection, stage_kernels
 from coordinator.cluster.event_log import EventLog
-from coordinator.cluster.link_checks import LinkChecks
+from coordinator.cluster.link_checks import LinkChecks, OwnLinks
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
     decode_links,
@@ -35,13 +35,14 @@ from coordinator.cluster.messages import (
 )
 from coordinator.cluster.pipeline import LinkBroken, Pipeline
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import MemoryLimits, ServingSettings, scheduler_limits
+from coordinator.cluster.step_limits import MemoryLimits, ServingSettings, scheduler_limits, token_transfer_us
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.cluster.warm_spares import WarmSpares
 from coordinator.cluster.weight_tracker import WeightTracker
 from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EndCause
 from coordinator.model import ServedModel
+from coordinator.planner.links import COORDINATOR, Link
 from coordinator.planner.plan import Plan
 from coordinator.recovery.attribution import FailureAttribution
 from coordinator.recovery.failure_detector import FailureDetector, StageProgress, overdue_fault
@@ -97,7 +98,8 @@ class Controller:
         self._spares = WarmSpares(
             *(state, self.connections, self.weights, model), is_enabled=settings.prefetch
         )
-        self.link_checks = LinkChecks(state, self.connections, lambda: engine.has_live_requests)
+        own = OwnLinks(settings.host, transport, self._way_measured, self._spawn)
+        self.link_checks = LinkChecks(state, self.connections, lambda: engine.has_live_requests, own)
         self._pipeline = self._new_pipeline(refused or RefusedPeers(time.monotonic), transport)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()
@@ -250,6 +252,9 @@ class Controller:
             self.checks.weights_differ(name)
         self._carry_out(self.state.weights_differ(name, reason))
 
+    def _way_measured(self, worker: WorkerIdentity, link: Link) -> None:
+        self._carry_out(self.state.links_measured(COORDINATOR, {worker.name: link}))
+
     def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
         """Handle a fault report of a worker; ignored unless the worker runs the reported stage."""
         stages = [record.identity for record in self.state.stage_workers]
@@ -312,9 +317,9 @@ class Controller:
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
-        return scheduler_limits(
-            plan, self._settings.batching, boundary_bytes=self._config.boundary_bytes(plan.dtype)
-        )
+        boundary_bytes, links = self._config.boundary_bytes(plan.dtype), self.state.links
+        hop_us = token_transfer_us(plan, links, boundary_bytes, wire_dtype=self._model.wire_dtype)
+        return scheduler_limits(plan, self._settings.batching, boundary_bytes=boundary_bytes, hop_us=hop_us)
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))

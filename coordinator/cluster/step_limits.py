@@ -1,11 +1,14 @@
 """Settings of serving, and limits of steps, reduced after a stage ran out of memory. Pure."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
+from coordinator.planner.links import LinkTable
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
 from wire.ids import Incarnation
+from wire.tensors import WireDType, payload_bytes
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Maximum bytes of hidden states of all steps in flight, which may all wait at one slow stage."""
@@ -28,7 +31,8 @@ class ServingSettings:
     """Settings of serving epochs. `cache_directory` caches hashes of weights.
 
     `weights_peers` are the weights addresses of other coordinators of the model. With `prefetch`, workers
-    without a stage fetch the layers that they would get by the loss of another worker.
+    without a stage fetch the layers that they would get by the loss of another worker. `host` is the one that
+    the coordinator listens on: ways to workers there are not measured.
     """
 
     batching: BatchingOptions = DEFAULT_BATCHING
@@ -36,10 +40,30 @@ class ServingSettings:
     cache_directory: Path | None = None
     weights_peers: tuple[str, ...] = ()
     prefetch: bool = True
+    host: str = ""
 
 
-def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_bytes: int) -> SchedulerLimits:
-    """Limits of the scheduler while this plan serves a model with `Blueprint.boundary_bytes`."""
+def token_transfer_us(
+    plan: Plan, links: LinkTable, boundary_bytes: int, *, wire_dtype: WireDType | None
+) -> tuple[float, ...]:
+    """Time in microseconds that a token takes on each hop between stages with a measured rate.
+
+    `boundary_bytes` are those of a token in the run dtype; it is sent in `wire_dtype` if that is not None.
+    """
+    width = boundary_bytes // plan.dtype.size_bytes
+    sent_bytes = payload_bytes(wire_dtype or plan.dtype, (1, width))
+    workers = [stage.worker for stage in plan.stages]
+    hops = [links.find(one, other) for one, other in pairwise(workers)]
+    return tuple(sent_bytes / hop.bytes_per_s * 1e6 for hop in hops if hop is not None and hop.bytes_per_s)
+
+
+def scheduler_limits(
+    plan: Plan, options: BatchingOptions, *, boundary_bytes: int, hop_us: tuple[float, ...] = ()
+) -> SchedulerLimits:
+    """Limits of the scheduler while this plan serves a model with `Blueprint.boundary_bytes`.
+
+    `hop_us`: see `SchedulerLimits`.
+    """
     num_stages = len(plan.stages)
     frame_bytes = plan.limits.max_step_tokens * boundary_bytes
     max_depth = min(4 * num_stages + 4, IN_FLIGHT_BYTES // frame_bytes)
@@ -50,6 +74,7 @@ def scheduler_limits(plan: Plan, options: BatchingOptions, *, boundary_bytes: in
         min_steps_in_flight=options.steps_in_flight or num_stages,
         itl_target_s=options.itl_target_s,
         max_decode_slowdown=options.max_decode_slowdown,
+        hop_us=hop_us,
     )
 
 

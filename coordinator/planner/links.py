@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 from statistics import median
 
 from checkpoint.dtypes import ScaledDType
+from coordinator.planner.plan import Plan
 from wire.addresses import parse_address
 from wire.tensors import WireDType, payload_bytes, wire_dtype_name
 
@@ -93,14 +94,27 @@ class LinkTable:
         return self._measured.get((one, other)) or self._measured.get((other, one))
 
     def between(self, addresses: Mapping[str, str]) -> Links:
-        """Links between workers with these addresses; nothing was measured within a host."""
+        """Links between workers with these addresses, and from the coordinator to them.
+
+        Nothing was measured within a host.
+        """
         found: dict[tuple[str, str], Link] = {}
         for one, other in combinations(addresses, 2):
             is_near = parse_address(addresses[one]).host == parse_address(addresses[other]).host
             link = SAME_HOST if is_near else self.find(one, other)
             if link is not None:
                 found[one, other] = link
+        for name in addresses:
+            if (way := self.find(COORDINATOR, name)) is not None:
+                found[COORDINATOR, name] = way
         return Links(found if any(link is not SAME_HOST for link in found.values()) else {})
+
+
+def hops_of(plan: Plan) -> list[tuple[str, str]]:
+    """Both ends of each hop of a step; the way back from a single stage is the way to it."""
+    workers = [stage.worker for stage in plan.stages]
+    back = [COORDINATOR] if len(workers) > 1 else []
+    return [*pairwise([COORDINATOR, *workers, *back])]
 
 
 def wire_dtype_advice(link: Link, num_tokens: int, width: int, used: WireDType) -> str:

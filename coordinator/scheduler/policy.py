@@ -52,6 +52,7 @@ class SchedulerLimits:
         itl_target_s: maximum time between two tokens of a sequence while prompts are computed.
         max_decode_slowdown: maximum mean slowdown of decode steps by prefill chunks, above 1; replaces
             `itl_target_s`.
+        hop_us: time of a token's hidden state on each hop between hosts, as measured.
     """
 
     max_step_tokens: int
@@ -60,6 +61,7 @@ class SchedulerLimits:
     min_steps_in_flight: int | None = None
     itl_target_s: float = DEFAULT_ITL_TARGET_S
     max_decode_slowdown: float | None = None
+    hop_us: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_step_sequences", "max_steps_in_flight"):
@@ -370,7 +372,9 @@ class BatchingPolicy:
 
         R tokens in steps of x leave the last of S stages after (R / x + S - 1) * (base + x * rate), which is
         minimal for x = sqrt(R * base / (rate * (S - 1))): small steps fill and drain the pipeline faster,
-        large steps pay their fixed cost less often.
+        large steps pay their fixed cost less often. The last step also passes each hop, which takes x * hop:
+        the sum of hops adds to the rate of the other stages. No hop takes longer than a stage computes,
+        x * hop <= base + x * rate: a longer transfer is not hidden, and larger steps do not shorten it.
         """
         max_tokens, slowest = self._limits.max_step_tokens, self._slowest
         if not slowest.knows_chunks:
@@ -379,7 +383,10 @@ class BatchingPolicy:
         base_us, token_us = slowest.decode_us(0), slowest.chunk_us(1, 0)
         if num_stages == 1 or base_us <= 0 or token_us <= 0:
             return max_tokens
-        best = math.sqrt(num_tokens * base_us / (token_us * (num_stages - 1)))
+        hops = self._limits.hop_us
+        best = math.sqrt(num_tokens * base_us / (token_us * (num_stages - 1) + sum(hops)))
+        if (slower_us := max(hops, default=0.0) - token_us) > 0:
+            best = min(best, base_us / slower_us)
         num_steps = max(1, round(num_tokens / best))
         return min(max_tokens, max(MIN_STEP_TOKENS, math.ceil(num_tokens / num_steps)))
 

@@ -14,6 +14,7 @@ from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 _NOTHING = "-"
+_COORDINATOR = "the coordinator"
 
 
 def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
@@ -139,7 +140,7 @@ def _fetches(status: cluster_pb2.GetStatusResponse) -> list[str]:
 
 def _links(status: cluster_pb2.GetStatusResponse) -> list[str]:
     return [
-        f"Link {link.from_worker} to {link.to_worker}: "
+        f"Link {link.from_worker or _COORDINATOR} to {link.to_worker or _COORDINATOR}: "
         f"round trip {link.round_trip.ToTimedelta().total_seconds() * 1e3:.1f} ms, "
         + (f"{format_size(link.bytes_per_second)}/s" if link.bytes_per_second else "rate not measured yet")
         + (f"; {link.advice}" if link.advice else "")

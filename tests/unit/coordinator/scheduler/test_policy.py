@@ -15,6 +15,7 @@ from coordinator.scheduler.cost_model import CostModel, StepCost, decodes_cost
 from coordinator.scheduler.policy import (
     MAX_LAP_OF_DECODES,
     MAX_PREFILL_SHARE,
+    MIN_STEP_TOKENS,
     PLANNED_SHARE,
     UNMEASURED_STEP_TOKENS,
     WAITING_LAPS,
@@ -158,6 +159,21 @@ def test_chunks_are_small_until_one_was_measured() -> None:
     assert chunk_of(policy, ONE_PROMPT) == UNMEASURED_STEP_TOKENS
     plan = plan_of(policy, load_of(4), prompts(10**9))
     assert plan.chunk_tokens(StepCost(decode_cost=4096), start=512, end=10**9) == UNMEASURED_STEP_TOKENS
+
+
+def test_no_hop_takes_longer_than_a_stage_computes() -> None:
+    stages = Stages(slowness=(1.0, 1.0, 1.0))
+    sizes = []
+    for hop_us in (0.0, 0.5, 1.5, 2.0, 5.0):
+        factor = hop_us * stages.per_token_us
+        policy = policy_of(stages, hop_us=(factor / 2, factor), max_step_tokens=4096)
+        sizes.append(policy._prefill_step_tokens(100_000))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1], "the hops fill like stages"
+    slowest = policy._slowest
+    for hop_us, size in zip((1.5, 2.0), sizes[2:4], strict=True):
+        transfer_us = size * hop_us * stages.per_token_us
+        assert transfer_us <= 1.05 * (slowest.decode_us(0) + slowest.chunk_us(size, 0))
+    assert sizes[4] == MIN_STEP_TOKENS
 
 
 def test_prefill_alone_has_one_step_more_than_stages() -> None:
