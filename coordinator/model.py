@@ -16,6 +16,7 @@ from coordinator.config import CoordinatorConfig
 from text.grammars import GrammarCompiler
 from text.tokenizer import TextCodec
 from weights.location import RemoteModel
+from wire.reference import Reference
 from wire.sizes import format_size
 from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
 
@@ -53,6 +54,7 @@ class ServedModel:
         pins: The version of a remote checkpoint; None for a directory.
         shared: The version of a directory that workers without it fetch; None if it is not served to them.
         manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
+        references: Of the self-check, by `reference_key`, from the manifest.
         quantized: Set if the weights are quantised in files.
         text: Tokenizer; None for a model that serves token ids only.
         grammars: Compiler of structured output; reports why a checkpoint has none.
@@ -71,6 +73,7 @@ class ServedModel:
     pins: Pins | None = None
     shared: Pins | None = None
     manifest: Mapping[str, bytes] = field(default_factory=dict)
+    references: Mapping[str, Reference] = field(default_factory=dict)
     quantized: QuantizedFiles | None = None
     text: TextCodec | None = None
     grammars: GrammarCompiler | None = None
@@ -162,7 +165,8 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     if remote is not None:
         assert isinstance(config.model, RemoteModel)
         model.name = config.model.name
-        model.manifest = {} if remote.manifest is None else remote.manifest.sha256s
+        if remote.manifest is not None:
+            model.manifest, model.references = remote.manifest.sha256s, remote.manifest.references
     model.implementation = _implementation(config, checkpoint)
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
     model.grammars = GrammarCompiler(
@@ -201,7 +205,10 @@ def _open_remote(config: CoordinatorConfig) -> "RemoteCheckpoint | None":
     """None for a model in a directory."""
     if not isinstance(config.model, RemoteModel):
         if config.weights_manifest is not None:
-            raise ValueError("--weights-manifest is for a remote model: it needs --model with an address")
+            raise ValueError(
+                "--weights-manifest is for a remote model: it needs --model with an address; "
+                "`stageline weights verify DIR` compares a directory with its manifest"
+            )
         return None
     if config.cache_directory is None:
         raise ValueError(f"{config.model} needs a cache directory for its config and headers")

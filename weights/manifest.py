@@ -1,12 +1,13 @@
-"""SHA-256 of every tensor of a checkpoint: made once, then every worker proves what it fetched."""
+"""SHA-256 of every tensor of a checkpoint, and references of self-checks: made once, used by all clusters."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,24 +17,32 @@ from checkpoint.pins import Pins
 from weights.errors import BadManifest, SourceUnavailable
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import WeightSource
+from wire.reference import Reference, decode_references, encode_references
+
+log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "stageline.manifest.json"
 """Beside the weights at a source."""
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 NUM_READERS = 8
 _FORMAT = 1
+_SELF_CHECK = "self_check"
 _READ_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """SHA-256 (32 bytes) of the bytes of each tensor in its file, by name."""
+    """SHA-256 (32 bytes) of the bytes of each tensor in its file, by name.
+
+    `references` are outputs of the self-check's texts with these tensors, by `reference_key`.
+    """
 
     sha256s: Mapping[str, bytes]
+    references: Mapping[str, Reference] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """SHA-256 in hex of the canonical manifest: names in order, each with its hash."""
+        """SHA-256 in hex of the names in order, each with its hash. References do not count."""
         return sha256("".join(_lines(self.sha256s)).encode()).hexdigest()
 
     def check(self, headers: Headers, source: str) -> None:
@@ -51,7 +60,8 @@ class Manifest:
     def text(self) -> str:
         """As a file."""
         hashes = {name: digest.hex() for name, digest in sorted(self.sha256s.items())}
-        return json.dumps({"format": _FORMAT, "sha256": hashes}, indent=0)
+        check = {_SELF_CHECK: encode_references(self.references)} if self.references else {}
+        return json.dumps({"format": _FORMAT, "sha256": hashes, **check}, indent=0)
 
 
 def _lines(sha256s: Mapping[str, bytes]) -> Iterator[str]:
@@ -71,7 +81,24 @@ def parse_manifest(text: bytes, source: str) -> Manifest:
         raise BadManifest(f"{source} has hashes that are not hexadecimal") from None
     if any(len(digest) != 32 for digest in sha256s.values()):
         raise BadManifest(f"{source} has hashes that are not SHA-256")
-    return Manifest(sha256s)
+    return Manifest(sha256s, _references(found.get(_SELF_CHECK), source))
+
+
+def _references(found: object, source: str) -> dict[str, Reference]:
+    if found is None:
+        return {}
+    try:
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON {type(found).__name__}")
+        references = decode_references(found)
+    except ValueError as error:
+        raise BadManifest(f"{source} has invalid references of the self-check: {error}") from error
+    if not references:
+        log.warning(
+            "%s has no reference for this version's self-check: make it again with `stageline weights index`",
+            source,
+        )
+    return references
 
 
 def read_manifest(path: Path) -> Manifest:

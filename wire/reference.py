@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -19,6 +20,8 @@ from wire.steps import TokenLogprobs
 from wire.tensors import WireDType
 
 NUM_TEXTS = 2
+MAX_TEXT_TOKENS = 264
+"""Enough to cross a block of 260 tokens; references of longer texts would take too much memory."""
 NUM_TOP = 20
 CHECK_VERSION = 3
 """Version of texts and references; stored references of other versions are ignored."""
@@ -126,30 +129,47 @@ def reference_key(dtype: DType, wire_dtype: WireDType) -> str:
     return dtype.value if wire_dtype is dtype else f"{dtype.value} over {wire_dtype.value}"
 
 
-def read_references(path: Path, fingerprint: str) -> dict[str, Reference]:
-    """Read references by `reference_key`; empty for another fingerprint or version.
+def encode_references(references: Mapping[str, Reference]) -> dict[str, object]:
+    """As a JSON object, with the version of their texts."""
+    entries = {key: _encoded(reference) for key, reference in references.items()}
+    return {"version": CHECK_VERSION, "references": entries}
 
-    Raises OSError, and ValueError for a corrupt file.
-    """
+
+def decode_references(content: Mapping[str, Any]) -> dict[str, Reference]:
+    """Inverse of `encode_references`; empty for another version. Raises ValueError."""
     try:
-        content = json.loads(path.read_text())
-        if (content["version"], content["fingerprint"]) != (CHECK_VERSION, fingerprint):
+        if content["version"] != CHECK_VERSION:
             return {}
         return {key: _decoded(entry) for key, entry in content["references"].items()}
     except (KeyError, TypeError, AttributeError, DecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def read_references(path: Path, fingerprint: str) -> dict[str, Reference]:
+    """Read references by `reference_key`; empty for another fingerprint or version.
+
+    Raises OSError, and ValueError for a corrupt file.
+    """
+    content = json.loads(path.read_text())
+    try:
+        is_other = (content["version"], content["fingerprint"]) != (CHECK_VERSION, fingerprint)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return {} if is_other else decode_references(content)
+
+
 def write_references(path: Path, fingerprint: str, references: Mapping[str, Reference]) -> None:
     """Replace the file as `replace_file` does."""
-    entries = ",\n".join(f"{json.dumps(key)}: {_encoded(value)}" for key, value in references.items())
+    entries = ",\n".join(
+        f"{json.dumps(key)}: {json.dumps(_encoded(value))}" for key, value in references.items()
+    )
     head = f'"version": {CHECK_VERSION},\n"fingerprint": {json.dumps(fingerprint)}'
     replace_file(path, f'{{{head},\n"references": {{\n{entries}\n}}}}\n')
 
 
-def _encoded(reference: Reference) -> str:
+def _encoded(reference: Reference) -> dict[str, str]:
     data = encode_reference(reference).SerializeToString(deterministic=True)
-    return json.dumps({"checksum": xxhash.xxh3_64_hexdigest(data), "data": base64.b64encode(data).decode()})
+    return {"checksum": xxhash.xxh3_64_hexdigest(data), "data": base64.b64encode(data).decode()}
 
 
 def _decoded(entry: Mapping[str, str]) -> Reference:

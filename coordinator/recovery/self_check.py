@@ -88,6 +88,7 @@ class References:
         self._policy, self._transport = policy, transport
         is_exact = model.weight_format is None and model.kv_dtype is None
         self._recorded = recorded if model.is_builtin and is_exact else None
+        self._of_manifest = model.references if is_exact and not model.has_long_rope else {}
         self._kept = None if cache_directory is None else _kept_file(cache_directory, model)
         self._known: dict[str, KnownReference] = {}
         self._has_read = False
@@ -196,7 +197,7 @@ class References:
         return known if known is not None and known.reference.covers(question.texts) else None
 
     def _read(self) -> dict[str, KnownReference]:
-        """Read recorded and kept references; a kept one replaces a recorded one."""
+        """Read references: a kept one replaces a recorded one, the manifest's replaces both."""
         found: dict[str, KnownReference] = {}
         for path, origin in ((self._recorded, "the recorded reference"), (self._kept, "the kept reference")):
             if path is None:
@@ -212,6 +213,18 @@ class References:
                 key: KnownReference(reference, origin, is_confirmed=True)
                 for key, reference in references.items()
             }
+        return found | self._read_manifest()
+
+    def _read_manifest(self) -> dict[str, KnownReference]:
+        found: dict[str, KnownReference] = {}
+        for key, reference in self._of_manifest.items():
+            if len(reference.layers) == self._num_layers:
+                found[key] = KnownReference(reference, "the reference of the manifest", is_confirmed=True)
+            else:
+                log.warning(
+                    "the manifest's reference in %s is not used: it has %d layers, the model %d",
+                    *(key, len(reference.layers), self._num_layers),
+                )
         return found
 
     def _keep(self, path: Path, changes: Mapping[str, Reference | None]) -> None:
@@ -238,7 +251,11 @@ class References:
 
     async def _ask(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
         if self._model.pins is not None:
-            raise NoReference("no worker has all weights of a remote model")
+            known = f"a reference in {', '.join(self._of_manifest)}" if self._of_manifest else "none"
+            raise NoReference(
+                f"no worker has all weights of a remote model, and the manifest has {known}, not in "
+                f"{question.key}"
+            )
         refusals: list[str] = []
         for source in sorted(sources, key=self._rank):
             try:

@@ -11,12 +11,10 @@ from coordinator.planner.plan import Plan
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import ActiveSequence, OutOfBlocks, salt_of
 from wire.ids import CHECK_REQUEST, SequenceKey
-from wire.reference import NUM_TEXTS, NUM_TOP, Text, check_text
+from wire.reference import MAX_TEXT_TOKENS, NUM_TEXTS, NUM_TOP, Text, check_text
 from wire.sampling import StepSampling
 from wire.steps import Decode, EndRecord, Prefill, StartRecord, Step, StepSlice
 
-MAX_TEXT_TOKENS = 264
-"""Enough to cross a block of 260 tokens; references of longer texts would take too much memory."""
 _SAMPLING = StepSampling(logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
 
 

@@ -7,28 +7,37 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from checkpoint import Checkpoint, CheckpointError, stage_tensor_names
+from checkpoint import Checkpoint, CheckpointError, DType, stage_tensor_names
 from checkpoint.headers import read_headers
 from stageline.cli.options import CommandFailed, Json, build_config, option_parser
 from weights.cache import MODELS_FOLDER, PINS_FILE, TensorCache, read_pins, stored_keys
 from weights.cached_model import CachedModel, disk_bytes
 from weights.fetching import NO_MANIFEST, TensorFetcher
 from weights.location import RemoteModel, model_location, remote_model
-from weights.manifest import MANIFEST_FILE, Manifest, index_directory, index_source, write_manifest
+from weights.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    index_directory,
+    index_source,
+    read_manifest,
+    write_manifest,
+)
 from weights.pieces import DEFAULT_TRANSFER
 from weights.progress import FetchProgress, progress_text
 from weights.remote import RemoteCheckpoint, open_remote
-from wire.errors import reason_of
+from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode
-from wire.flags import directory_path, existing_file, file_path
+from wire.flags import checkpoint_directory, directory_path, existing_file, file_path
+from wire.reference import MAX_TEXT_TOKENS, NUM_TEXTS, NUM_TOP, Reference, check_text
 from wire.sizes import format_size, parse_size
 from wire.user_files import user_cache_directory
 
@@ -59,6 +68,11 @@ _Address: TypeAlias = Annotated[
 ]
 
 
+def _parse_dtypes(text: str) -> tuple[DType, ...]:
+    """Raises ValueError."""
+    return () if text == "none" else tuple(dict.fromkeys(map(DType.from_name, text.split(","))))
+
+
 @weights.command()
 def index(
     model: Annotated[
@@ -78,15 +92,27 @@ def index(
             help=f"Where to write it (default: {MANIFEST_FILE} in DIR; a URL needs this flag).",
         ),
     ] = None,
+    reference: Annotated[
+        Any,
+        typer.Option(
+            metavar="DTYPES",
+            parser=option_parser(_parse_dtypes),
+            help="Dtypes of the self-check's references, as in bf16,f32; `none` for no reference. Each reads "
+            "all weights of DIR once (default: that of the model; none for a URL).",
+        ),
+    ] = None,
 ) -> int:
-    """Write the SHA-256 of every tensor, for the source or `coordinator --weights-manifest`."""
+    """Write SHA-256 of every tensor and self-check references, for the source or `--weights-manifest`."""
     if isinstance(model, RemoteModel) and output is None:
         raise typer.BadParameter("is required for a remote model", param_hint="--output")
+    if isinstance(model, RemoteModel) and reference:
+        raise typer.BadParameter("needs the weights in a directory", param_hint="--reference")
     with _failures():
-        manifest = _index_remote(model) if isinstance(model, RemoteModel) else _index_local(model)
+        manifest = _index_remote(model) if isinstance(model, RemoteModel) else _index_local(model, reference)
         path = output or model / MANIFEST_FILE
         write_manifest(path, manifest)
     print(f"wrote {path}: {len(manifest.sha256s)} tensors, SHA-256 {manifest.digest}")
+    print(f"references of the self-check: {', '.join(manifest.references) or 'none'}")
     return ExitCode.DONE
 
 
@@ -97,10 +123,45 @@ def _index_remote(location: RemoteModel) -> Manifest:
         return index_source(remote.source, remote.pins, remote.headers, _Meter(total).advance)
 
 
-def _index_local(directory: Path) -> Manifest:
+def _index_local(directory: Path, dtypes: Sequence[DType] | None) -> Manifest:
     headers = read_headers(directory)
     total = sum(entry.num_bytes for entry in headers.tensors.values())
-    return index_directory(directory, headers, _Meter(total).advance)
+    manifest = index_directory(directory, headers, _Meter(total).advance)
+    checkpoint = Checkpoint.open(directory)
+    if dtypes is None and not checkpoint.config.has_row:
+        print(f"{checkpoint.config.model_type!r} has no native layers: the self-check has no reference")
+        dtypes = ()
+    wanted = [checkpoint.config.dtype] if dtypes is None else dtypes
+    return replace(manifest, references={dtype.value: _reference(checkpoint, dtype) for dtype in wanted})
+
+
+def _reference(checkpoint: Checkpoint, dtype: DType) -> Reference:
+    from stage_worker.assignment import ReferenceRequest  # late: torch takes seconds
+    from stage_worker.backends.backend import LoadProgress
+    from stage_worker.backends.torch_backend import CPU
+    from stage_worker.backends.torch_device import default_memory_bytes
+    from stage_worker.loading.reference import compute_reference
+
+    print(f"computing the reference of the self-check in {dtype.value}", file=sys.stderr, flush=True)
+    config = checkpoint.config
+    length = min(MAX_TEXT_TOKENS, config.max_position_embeddings)
+    request = ReferenceRequest(
+        directory=str(checkpoint.directory),
+        fingerprint=checkpoint.fingerprint,
+        dtype=dtype,
+        texts=tuple(check_text(number, length, config.vocab_size) for number in range(NUM_TEXTS)),
+        num_top=NUM_TOP,
+        wire_dtype=dtype,
+    )
+    try:
+        return compute_reference(
+            request, checkpoint.directory, free_bytes=default_memory_bytes(CPU), progress=LoadProgress()
+        )
+    except ServingError as error:
+        raise CommandFailed(
+            f"no reference in {dtype.value}: {error}; `--reference none` writes the hashes alone",
+            reason=reason_of(error),
+        ) from error
 
 
 @weights.command()
@@ -212,8 +273,57 @@ def _describe(key: str, folder: Path, model: CachedModel) -> dict[str, Any]:
 
 
 @weights.command()
-def verify(cache_dir: _CacheDirectory) -> int:
-    """Read all weights in a cache; drop the tensors that differ from what was fetched. Exit code 1 if any."""
+def verify(
+    directory: Annotated[
+        Any,
+        typer.Argument(
+            metavar="DIR",
+            parser=option_parser(checkpoint_directory),
+            help="Checkpoint to compare with its manifest.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_dir: Annotated[
+        Any,
+        typer.Option(
+            metavar="DIR",
+            parser=option_parser(directory_path),
+            help="Cache of one worker, which must not run; damaged tensors are dropped from it.",
+        ),
+    ] = None,
+    weights_manifest: Annotated[
+        Any,
+        typer.Option(
+            metavar="FILE",
+            parser=option_parser(existing_file),
+            help=f"Manifest of the checkpoint (default: {MANIFEST_FILE} in DIR).",
+        ),
+    ] = None,
+) -> int:
+    """Read all weights of a checkpoint or a cache and compare them. Exit code 1 if a tensor differs."""
+    if (directory is None) == (cache_dir is None):
+        raise typer.BadParameter("give a checkpoint, or --cache-dir", param_hint="DIR")
+    if cache_dir is not None and weights_manifest is not None:
+        raise typer.BadParameter("is for a checkpoint", param_hint="--weights-manifest")
+    if cache_dir is not None:
+        return _verify_cache(cache_dir)
+    return _verify_directory(directory, weights_manifest or directory / MANIFEST_FILE)
+
+
+def _verify_directory(directory: Path, path: Path) -> int:
+    with _failures():
+        expected, headers = read_manifest(path), read_headers(directory)
+        expected.check(headers, str(path))
+        total = sum(entry.num_bytes for entry in headers.tensors.values())
+        found = index_directory(directory, headers, _Meter(total).advance)
+    differing = [name for name in headers.tensors if found.sha256s[name] != expected.sha256s[name]]
+    for name in differing:
+        print(f"{directory / headers.tensors[name].file}: tensor {name} differs from the manifest")
+    print(f"{len(found.sha256s) - len(differing)} of {len(found.sha256s)} tensors equal {path}")
+    return ExitCode.FAILED if differing else ExitCode.DONE
+
+
+def _verify_cache(cache_dir: Path) -> int:
     num_tensors = num_damaged = 0
     with _failures(), closing(_existing(cache_dir)):
         for key, _, model in _models(cache_dir):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 
 from checkpoint import Checkpoint, stage_tensor_names
 from checkpoint.headers import read_headers
+from stage_worker import stage_manager
+from stage_worker.policy import WORKER_POLICY
+from stageline.cli import main
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import Cluster, RequestCase
-from tests.range_server import RangeServer, range_server
+from tests.range_server import Handler, RangeServer, Request, range_server
 from weights.location import remote_model
-from weights.manifest import MANIFEST_FILE, index_directory, write_manifest
+from weights.manifest import MANIFEST_FILE, index_directory, read_manifest, write_manifest
+from weights.pieces import DEFAULT_TRANSFER
 
 LAYERS = (1, 2, 1)
 SHAPE: dict[str, Any] = {
@@ -43,8 +48,7 @@ def remote_cluster(server: RangeServer, directory: Path, **settings: object) -> 
         layers=LAYERS,
         cache_directory=directory / "coordinator",
         weights_directory=directory / "workers",
-        self_check=False,
-        **settings,  # type: ignore[arg-type]
+        **{"self_check": False, **settings},  # type: ignore[arg-type]
     )
 
 
@@ -124,6 +128,55 @@ async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
         # Caches of proven weights serve although the source is damaged by now.
         async with remote_cluster(server, tmp_path / "proven") as cluster:
             assert await tokens_of(cluster) == tokens
+
+
+async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = replace(DEFAULT_TRANSFER, give_up_s=0.5)
+    monkeypatch.setattr("stage_worker.loading.remote_weights.DEFAULT_TRANSFER", policy)
+    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, source_retry_s=3.0))
+
+    def refuse(handler: Handler, request: Request) -> bool:
+        if is_refused := request.path.endswith(".safetensors") and request.begin > 8:
+            handler.answer(503, {})
+        return is_refused
+
+    with range_server(model) as server:
+        server.misbehave = refuse
+        async with remote_cluster(server, tmp_path, waits=False) as cluster:
+
+            def is_out(status: cluster_pb2.GetStatusResponse) -> bool:
+                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+                return any("could not load its stage: no byte from" in detail for detail in out)
+
+            await cluster.wait_status(is_out)
+            server.misbehave = None
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            await tokens_of(cluster)
+
+
+async def test_the_self_check_takes_its_reference_from_the_manifest(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert main(["weights", "index", str(copy), "--reference", "f32"]) == 0
+    assert "references of the self-check: f32" in capsys.readouterr().out
+    right = read_manifest(copy / MANIFEST_FILE)
+    with range_server(copy) as server:
+        async with remote_cluster(server, tmp_path / "right", self_check=True) as cluster:
+            check = (await cluster.client.status()).self_check
+            assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
+            assert "from the reference of the manifest" in check.detail
+
+        other = make_checkpoint(tmp_path / "other", "llama", **SHAPE, seed=3)
+        assert main(["weights", "index", str(other), "--reference", "f32"]) == 0
+        wrong = read_manifest(other / MANIFEST_FILE).references
+        write_manifest(copy / MANIFEST_FILE, replace(right, references=wrong))
+        async with remote_cluster(server, tmp_path / "wrong", self_check=True, waits=False) as cluster:
+            status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+            assert "the reference of the manifest" in status.self_check.detail
+            assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
 
 
 async def test_a_source_that_changes_is_one_clear_error(model: Path, tmp_path: Path) -> None:

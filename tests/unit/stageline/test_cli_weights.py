@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from stageline.cli import main
 from tests.range_server import RangeServer, range_server
+from weights.errors import BadManifest
 from weights.manifest import MANIFEST_FILE, read_manifest
 
 SHARD = "model.safetensors"
@@ -76,13 +77,66 @@ def test_layers_are_pulled_listed_verified_and_removed(
     assert listed(cache, capsys) == []
 
 
+def test_a_directory_is_compared_with_its_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = shutil.copytree(MODEL_DIRECTORY, tmp_path / "model")
+    assert main(["weights", "index", str(directory), "--reference", "none"]) == 0
+    assert read_manifest(directory / MANIFEST_FILE).references == {}
+    capsys.readouterr()
+    assert main(["weights", "verify", str(directory)]) == 0
+    num_tensors = len(Checkpoint.open(directory).tensors)
+    assert (
+        f"{num_tensors} of {num_tensors} tensors equal {directory / MANIFEST_FILE}" in capsys.readouterr().out
+    )
+    entry = Checkpoint.open(directory).tensors["model.layers.1.mlp.up_proj.weight"]
+    with (directory / SHARD).open("r+b") as file:
+        file.seek(entry.begin + 5)
+        file.write(b"\xa5\x5a\xa5")
+    assert main(["weights", "verify", str(directory)]) == 1
+    out = capsys.readouterr().out
+    assert f"{directory / SHARD}: tensor model.layers.1.mlp.up_proj.weight differs from the manifest" in out
+    assert f"{num_tensors - 1} of {num_tensors}" in out
+    assert main(["weights", "verify"]) == 2
+    assert main(["weights", "verify", str(directory), "--cache-dir", str(tmp_path / "cache")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda check: check | {"references": {"f32": {"checksum": "0", "data": ""}}}, "does not match"),
+        (lambda check: "none", "a JSON str"),
+    ],
+)
+def test_a_damaged_reference_in_a_manifest_is_refused(
+    tmp_path: Path, change: Callable[[Any], Any], text: str
+) -> None:
+    directory = shutil.copytree(MODEL_DIRECTORY, tmp_path / "model")
+    assert main(["weights", "index", str(directory), "--reference", "f32,bf16"]) == 0
+    path = directory / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    assert read_manifest(path).references.keys() == {"f32", "bf16"}
+    path.write_text(json.dumps(content | {"self_check": change(content["self_check"])}))
+    with pytest.raises(BadManifest, match=f"invalid references of the self-check: .*{text}"):
+        read_manifest(path)
+    # One of another version is as good as none.
+    path.write_text(json.dumps(content | {"self_check": {"version": 1}}))
+    assert read_manifest(path).references == {}
+
+
+def test_a_reference_needs_a_directory(server: RangeServer, tmp_path: Path) -> None:
+    output = ["--output", str(tmp_path / "m.json")]
+    assert main(["weights", "index", server.url, *output, "--reference", "f32"]) == 2
+    assert main(["weights", "index", str(server.directory), "--reference", "f33"]) == 2
+
+
 def test_a_manifest_beside_the_weights_proves_what_is_pulled(
     server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["weights", "index", server.url, "--output", str(tmp_path / "remote.json")]) == 0
     assert main(["weights", "index", str(server.directory)]) == 0
     beside = server.directory / MANIFEST_FILE
-    assert read_manifest(beside) == read_manifest(tmp_path / "remote.json")
+    assert read_manifest(beside).sha256s == read_manifest(tmp_path / "remote.json").sha256s
     cache = tmp_path / "cache"
     assert main(["weights", "pull", server.url, "--cache-dir", str(cache)]) == 0
     (row,) = listed(cache, capsys)
