@@ -78,7 +78,10 @@ class StoreSource(WeightSource):
             return SourceRefused(f"{where} no longer exists")
         if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
             return SourceRefused(f"{where} refused access: check the credentials in the environment")
-        return SourceUnavailable(f"{where} does not respond: {_kind(error)}")
+        return SourceUnavailable(
+            f"{where} does not respond: {_kind(error)}; endpoint, region and credentials are those of the "
+            "environment (docs/weights.md)"
+        )
 
 
 class _StoreBody(RangeBody):
