@@ -20,6 +20,8 @@ MAX_PARTIAL_BYTES = 128 << 20
 """Partial results of attention in a recorded step; steps with more run eagerly."""
 _GRAPH_BYTES = 1 << 20
 """One graph's kernels and parameters on the GPU; an estimate, not measured."""
+_CANDIDATE_BYTES = 8 * 4096
+"""Of one sampled row."""
 _WORKSPACE_BYTES = 32 << 20
 """Workspace of cuBLAS on Hopper, the largest."""
 
@@ -47,10 +49,12 @@ def graph_bytes(
     *,
     max_step_tokens: int,
     max_step_sequences: int,
+    sampled_tokens: int = 0,
 ) -> int:
     """Memory of all graphs of a stage of a model with `layers`, beside its weights, pages and eager steps.
 
-    Intermediate results share one pool, of the size that the largest step needs.
+    A stage with the head samples from `sampled_tokens`, the vocabulary. Intermediate results share one pool,
+    of the size that the largest step needs.
     """
     if not are_recordable(layers):
         return 0
@@ -60,7 +64,10 @@ def graph_bytes(
     per_token = max(_token_elements(hidden_size, layer) for layer in kinds) * dtype.size_bytes
     most_partial = MAX_ITEMS * PARTIAL_PER_ITEM * max(partial_bytes(layer.mixer) for layer in kinds)
     partial = min(MAX_PARTIAL_BYTES, most_partial)
-    return num_tokens * per_token + partial + _WORKSPACE_BYTES + MAX_GRAPHS * _GRAPH_BYTES
+    # Logits of the head, in float32, and scaled; candidates of the sampler with their ids.
+    per_row = sampled_tokens * (dtype.size_bytes + 8) + _CANDIDATE_BYTES if sampled_tokens else 0
+    states = num_tokens * per_token + sequences * per_row
+    return states + partial + _WORKSPACE_BYTES + MAX_GRAPHS * _GRAPH_BYTES
 
 
 def partial_bytes(mixer: Mixer) -> int:

@@ -50,7 +50,10 @@ def staged_executor(
     graphs, sizes = None, assignment.staging_sizes(checkpoint.config.boundary)
     if recorder is not None:
         buckets = StepBuckets.of(model, assignment)
-        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
+        graphs = StepGraphs(
+            *(model, pages, buckets, recorder), wire_dtype=assignment.sent_dtype, budget_bytes=budget_bytes
+        )
         sizes = sizes.with_input(graphs.packed_bytes)
     ring = StagingRing(queue, sizes, timeout_s=timeout_s)
-    return StepExecutor(assignment, ModelCompute(model, pages, transfers=ring, graphs=graphs))
+    compute = ModelCompute(model, pages, wire_dtype=assignment.sent_dtype, transfers=ring, graphs=graphs)
+    return StepExecutor(assignment, compute)

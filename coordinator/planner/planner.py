@@ -134,7 +134,8 @@ def _stage_need(
     begin, end = _layer_ranges(layers)[stage]
     named = f"layers {begin}-{end - 1} need" if end - begin > 1 else f"layer {begin} needs"
     short = memory.total_bytes(role, begin, end, num_blocks, worker.device) - worker.memory_bytes
-    buffers = memory.buffer_bytes(role, num_blocks, worker.device) + memory.overhead_bytes(worker.device)
+    buffers = memory.buffer_bytes(role, num_blocks, worker.device)
+    buffers += memory.overhead_bytes(role, worker.device)
     return (
         f"stage {stage} on {worker.name}: {named}"
         f" {format_size(memory.weight_bytes(role, begin, end))} weights"
@@ -312,7 +313,7 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
         kv_bytes=memory.kv_bytes(begin, end, split.num_blocks),
         activation_bytes=memory.activation_bytes(role, split.num_blocks, worker.device),
         buffer_bytes=memory.buffer_bytes(role, split.num_blocks, worker.device),
-        overhead_bytes=memory.overhead_bytes(worker.device),
+        overhead_bytes=memory.overhead_bytes(role, worker.device),
         memory_bytes=worker.memory_bytes,
         cost=memory.cost(role, begin, end),
         rates=rates,

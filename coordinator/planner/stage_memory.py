@@ -283,11 +283,11 @@ class StageMemory:
         )
         return sizes.total_bytes
 
-    def overhead_bytes(self, device: DeviceKind) -> int:
+    def overhead_bytes(self, role: StageRole, device: DeviceKind) -> int:
         """Memory of a device beside the tensors of a step: workspaces and CUDA graphs."""
-        return 0 if device is DeviceKind.HOST else GPU_OVERHEAD_BYTES + self.graph_bytes(device)
+        return 0 if device is DeviceKind.HOST else GPU_OVERHEAD_BYTES + self.graph_bytes(role, device)
 
-    def graph_bytes(self, device: DeviceKind) -> int:
+    def graph_bytes(self, role: StageRole, device: DeviceKind) -> int:
         """Memory of CUDA graphs, which stages have whose kernels attend in place."""
         if device is not DeviceKind.GPU_IN_PLACE:
             return 0
@@ -297,11 +297,12 @@ class StageMemory:
             self.dtype,
             max_step_tokens=self.limits.max_step_tokens,
             max_step_sequences=self.limits.max_step_sequences,
+            sampled_tokens=self.config.vocab_size if role.has_head else 0,
         )
 
     def step_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """What a stage holds beside weights and KV pages."""
-        buffers = self.buffer_bytes(role, num_blocks, device) + self.overhead_bytes(device)
+        buffers = self.buffer_bytes(role, num_blocks, device) + self.overhead_bytes(role, device)
         return buffers + self.activation_bytes(role, num_blocks, device)
 
     def total_bytes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -18,11 +18,21 @@ import torch
 from torch import Tensor
 
 from checkpoint import DType, ScaledDType
+from checkpoint.dtypes import SCALE_BYTES
 from kvcache import KvCacheError
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.backends.contract import Computed, Finish, GraphCounts, StageCompute
-from stage_worker.backends.step_graphs import GraphStep, StepGraphs
-from stage_worker.backends.tensor_views import RowScaling, finite_sum, from_frame, payload, to_frame
+from stage_worker.backends.step_graphs import FittedStep, StepGraphs
+from stage_worker.backends.tensor_views import (
+    RowScaling,
+    beside,
+    finite_sum,
+    from_frame,
+    from_wire,
+    payload,
+    sum_of,
+    to_frame,
+)
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
 from stage_worker.model.attention_views import HostArray, Place
@@ -37,17 +47,10 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import SliceError, SliceResult, StartRecord, Step, StepResult, StepSlice
-from wire.tensors import HiddenStates, WireDType
+from wire.tensors import HiddenStates, TensorView, WireDType, payload_bytes
 
-
-def sum_of(carried: Sequence[Tensor]) -> Tensor:
-    """The sum of all values, float32: finite if they are, but for an overflow."""
-    return _columns(carried).sum(dtype=torch.float32)
-
-
-def _columns(carried: Sequence[Tensor]) -> Tensor:
-    """The tensors [tokens, width] of a boundary beside each other, for checks of their values."""
-    return carried[0] if len(carried) == 1 else torch.cat([tensor.float() for tensor in carried], dim=1)
+Carried = Callable[[], Sequence[Tensor]]
+"""Tensors [tokens, width] of a boundary, for checks of their values; some have to be computed again."""
 
 
 class FiniteStates:
@@ -63,26 +66,23 @@ class FiniteStates:
     def end(self, sequences: Iterable[SequenceKey]) -> None:
         self._tainted.difference_update(sequences)
 
-    def check_handed_on(
-        self, step: Step, total: float, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-    ) -> None:
+    def check_handed_on(self, step: Step, total: float, outgoing: Carried, incoming: Carried) -> None:
         """Raises StepFault if this stage produced the non-finite values.
 
-        All tensors are [tokens, width], `total` is `sum_of` those that go out. Others are only looked at if
-        it is not finite.
+        `total` is `sum_of` the tensors that go out; these are only looked at if it is not finite.
         """
         if not math.isfinite(total):
             # The begin of a prompt may be finite.
-            good = [bool(rows.any()) for rows in _finite_rows(step, _columns(outgoing))]
-            self._check(step.slices, good, step, _columns(incoming))
+            good = [bool(rows.any()) for rows in _finite_rows(step, beside(outgoing()))]
+            self._check(step.slices, good, step, beside(incoming()))
 
-    def check_answered(self, step: Step, result: StepResult, incoming: Sequence[Tensor]) -> None:
+    def check_answered(self, step: Step, result: StepResult, incoming: Carried) -> None:
         """Like `check_handed_on`, for a result with non-finite logits."""
         if not any(_is_not_finite(detail.outcome) for detail in result.details):
             return
         answered = [step_slice for step_slice in step.slices if step_slice.is_answered]
         good = [not _is_not_finite(entry.outcome) for entry in result.results]
-        self._check(answered, good, step, _columns(incoming))
+        self._check(answered, good, step, beside(incoming()))
 
     def _check(self, parts: Sequence[StepSlice], good: list[bool], step: Step, incoming: Tensor) -> None:
         came_good = self._came_good(step, incoming)
@@ -133,14 +133,13 @@ class _Prepared:
 
     arrays: list[StepArrays]
     layout: StepLayout | None
-    in_bucket: GraphStep | None
+    in_bucket: FittedStep | None
     rows: Column | None
 
     @property
     def placed(self) -> Iterator[HostArray]:
-        """What the layout needs on the device."""
+        """What the layout needs on the device, unless a graph has it."""
         if self.in_bucket is not None:
-            yield self.in_bucket.packed
             return
         for part in self.arrays:
             yield from part.arrays
@@ -244,34 +243,94 @@ class ModelCompute(StageCompute):
     @torch.inference_mode()
     def begin(self, frame: Frame, prepared: object) -> Finish:
         assert isinstance(prepared, _Prepared)
-        model, transfer = self._model, self._transfers.begin()
-        sampled = None if self._sampler is None else self._sampler.prepare(frame.step, device=model.device)
-        inputs = _inputs(frame)
+        transfer, sampler = self._transfers.begin(), self._sampler
+        sampled = None if sampler is None else sampler.prepare(frame.step, device=self._model.device)
+        if prepared.in_bucket is not None:
+            return self._begin_recorded(frame, prepared, prepared.in_bucket, sampled, transfer)
+        return self._begin_eagerly(frame, prepared, sampled, transfer)
+
+    def _begin_eagerly(
+        self, frame: Frame, prepared: _Prepared, sampled: SampledStep | None, transfer: StepTransfer
+    ) -> Finish:
+        model, inputs = self._model, _inputs(frame)
         place = transfer.upload(_arrays_of(inputs, prepared, sampled))
         entered = self._entered(frame, [place(array) for array in inputs])
-        carried = self._advance(entered, prepared, place)
+        layout = prepared.layout or model.layout(prepared.arrays, place)
+        carried = model.advance(entered, layout, self._pages)
         if self._sampler is None or sampled is None:
-            return self._hand_on(frame.step, entered, carried, transfer)
-        hidden = model.leave(carried)
+            hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch, self._scaling)
+            pairs = zip(carried, hidden, strict=True)
+            unscaled = [one for one, view in pairs if isinstance(view.dtype, DType)]
+            total = transfer.fetch(sum_of(unscaled)) if unscaled else None
+            return self._hand_on(frame.step, lambda: entered, lambda: carried, hidden, total, transfer)
         rows = None if prepared.rows is None else place(prepared.rows)
         answer = _Answer(frame.step, self._sampler, sampled, model)
-        answer.begin(hidden, rows, place, transfer)
-        return self._answer(frame.step, entered, answer, transfer)
+        answer.begin(model.leave(carried), rows, place, transfer)
+        return self._answer(frame.step, lambda: entered, answer, transfer)
 
-    def _advance(self, entered: tuple[Tensor, ...], prepared: _Prepared, place: Place) -> tuple[Tensor, ...]:
-        """The tensors of the boundary after the layers."""
-        if prepared.in_bucket is not None and self._graphs is not None:
-            (hidden,) = entered
-            return (self._graphs.advance(hidden, prepared.in_bucket, place(prepared.in_bucket.packed)),)
-        layout = prepared.layout or self._model.layout(prepared.arrays, place)
-        return self._model.advance(entered, layout, self._pages)
+    def _begin_recorded(
+        self,
+        frame: Frame,
+        prepared: _Prepared,
+        fitted: FittedStep,
+        sampled: SampledStep | None,
+        transfer: StepTransfer,
+    ) -> Finish:
+        """Like `begin`, as one launch: of all that the step is on its device, or but for its sampling."""
+        graphs = self._graphs
+        assert graphs is not None, "a bucket of no graphs"
+        (given,), received = _inputs(frame), frame.hidden[0].dtype if frame.hidden else None
+        columns = None
+        if sampled is not None and prepared.rows is None and fitted.bucket.is_decode:
+            columns = sampled.columns(fitted.bucket.num_tokens)
+        step = graphs.step(fitted, given, received, columns=columns)
+        others = () if columns is not None else _arrays_of((), prepared, sampled)
+        packed, place = transfer.upload_fields(step.fields, others)
+        results = graphs.run(step, packed)
+        if self._sampler is None or sampled is None:
+            return self._hand_on_recorded(frame, results, transfer)
+        # The next step may come before this one's end, and its results replace these.
+        hidden, answer = results[-1].clone(), _Answer(frame.step, self._sampler, sampled, self._model)
+        if columns is not None:
+            answer.take(results[0][: frame.step.num_tokens], hidden, transfer)
+        else:
+            rows = None if prepared.rows is None else place(prepared.rows)
+            answer.begin(hidden[: frame.step.num_tokens], rows, place, transfer)
+        return self._answer(frame.step, lambda: self._entered_again(frame), answer, transfer)
+
+    def _hand_on_recorded(self, frame: Frame, results: Sequence[Tensor], transfer: StepTransfer) -> Finish:
+        (one,), num_tokens = self.boundary, frame.step.num_tokens
+        wire_dtype, sent = self._wire_dtype, results[0]
+        if isinstance(wire_dtype, ScaledDType):
+            # Behind the elements of all rows are their scales.
+            num_rows = len(sent) // payload_bytes(wire_dtype, (1, one.width))
+            scales = sent[num_rows * one.width :][: SCALE_BYTES * num_tokens]
+            data = transfer.fetch(torch.cat((sent[: num_tokens * one.width], scales)))
+            total = None
+        else:
+            data = transfer.fetch(sent[: payload_bytes(wire_dtype, (num_tokens, one.width))])
+            total = transfer.fetch(results[1])
+        hidden = (TensorView(wire_dtype, (num_tokens, one.width), data, one.name),)
+        on_host = torch.device("cpu")
+        return self._hand_on(
+            frame.step,
+            lambda: self._entered_again(frame),
+            lambda: [from_wire(view, device=on_host, dtype=self._model.torch_dtype) for view in hidden],
+            hidden,
+            total,
+            transfer,
+        )
 
     def _hand_on(
-        self, step: Step, entered: Sequence[Tensor], carried: Sequence[Tensor], transfer: StepTransfer
+        self,
+        step: Step,
+        entered: Carried,
+        carried: Carried,
+        hidden: HiddenStates,
+        total: memoryview | None,
+        transfer: StepTransfer,
     ) -> Finish:
-        hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch, self._scaling)
-        unscaled = [one for one, view in zip(carried, hidden, strict=True) if isinstance(view.dtype, DType)]
-        total = transfer.fetch(sum_of(unscaled)) if unscaled else None
+        """Download `hidden`, and the sum `total` of tensors without scales."""
         transfer.download()
         ended = self._take_ended()
 
@@ -284,9 +343,7 @@ class ModelCompute(StageCompute):
 
         return finish
 
-    def _answer(
-        self, step: Step, entered: Sequence[Tensor], answer: _Answer, transfer: StepTransfer
-    ) -> Finish:
+    def _answer(self, step: Step, entered: Carried, answer: _Answer, transfer: StepTransfer) -> Finish:
         transfer.download()
         ended = self._take_ended()
 
@@ -326,6 +383,11 @@ class ModelCompute(StageCompute):
         if frame.hidden:
             return from_frame(frame.hidden, inputs, self.boundary, self._model.torch_dtype, self._scaling)
         return self._model.enter(inputs[0])
+
+    def _entered_again(self, frame: Frame) -> tuple[Tensor, ...]:
+        """Like `_entered`, once more, for a look at values."""
+        inputs = [torch.from_numpy(array).to(self._model.device) for array in _inputs(frame)]
+        return self._entered(frame, inputs)
 
     def _check_writes(self, arrays: Sequence[StepArrays]) -> None:
         """Check before the first layer, since all layers write the same slots."""
@@ -393,6 +455,7 @@ class _Answer:
         self._model = model
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
+        self._padded: Tensor | None = None
         self._tokens: memoryview | None = None
         self._result: StepResult | None = None
 
@@ -412,6 +475,13 @@ class _Answer:
         elif tokens is not None:
             self._tokens = transfer.fetch(tokens)
 
+    def take(self, tokens: Tensor, padded: Tensor, transfer: StepTransfer) -> None:
+        """Take `tokens` int64 [n] of a graph, and the hidden states of all its rows.
+
+        If a row needs a look, its logits are computed again, beside the same rows, so that they are the same.
+        """
+        self._tokens, self._padded = transfer.fetch(tokens), padded
+
     def finish(self) -> StepResult:
         """The result, once the download has ended."""
         if self._result is None:
@@ -421,6 +491,8 @@ class _Answer:
 
     def _settled(self, tokens: Sequence[int]) -> StepResult:
         step, num_decodes = self._step, len(self._step.decodes)
+        if self._padded is not None and min(tokens) < 0:
+            self._logits = self._model.picked_logits(self._padded, None)[0][: len(tokens)]
         settled = self._sampler.settle(self._sampled, self._logits, tokens)
         decoded = [token for token in settled[:num_decodes] if isinstance(token, int)]
         chunks = self._chunk_results(settled[num_decodes:])

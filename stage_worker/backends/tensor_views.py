@@ -89,18 +89,11 @@ class RowScaling:
 
 BY_TORCH = RowScaling(scale_rows, unscale_rows)
 
-_DTYPES: dict[torch.dtype, DType] = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-
 with warnings.catch_warnings():
     # torch warns once per process and function about tensors over read-only bytes, which are never written.
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
     torch.frombuffer(bytes(1), dtype=torch.uint8)
-
-
-def to_view(tensor: Tensor, *, name: str = HIDDEN_STATES, fetch: Fetch = host_bytes) -> TensorView:
-    """View of the tensor's bytes, without a copy on a CPU; keeps them alive."""
-    return TensorView(_DTYPES[tensor.dtype], tuple(tensor.shape), fetch(tensor), name)
 
 
 def to_wire(
@@ -112,10 +105,14 @@ def to_wire(
     scaling: RowScaling = BY_TORCH,
 ) -> TensorView:
     """Encode hidden states [n, width] for sending, on their device where possible; `fetch` has the bytes."""
+    return TensorView(wire_dtype, tuple(hidden.shape), fetch(encoded(hidden, wire_dtype, scaling)), name)
+
+
+def encoded(hidden: Tensor, wire_dtype: WireDType, scaling: RowScaling = BY_TORCH) -> Tensor:
+    """Hidden states [n, width] as sent: in a dtype of torch, or uint8 with the scales of rows behind them."""
     if isinstance(wire_dtype, DType):
-        return to_view(hidden.to(TORCH_DTYPES[wire_dtype]), name=name, fetch=fetch)
-    payload = scaling.scale(hidden.detach(), wire_dtype)
-    return TensorView(wire_dtype, tuple(hidden.shape), fetch(payload), name)
+        return hidden.to(TORCH_DTYPES[wire_dtype])
+    return scaling.scale(hidden.detach(), wire_dtype)
 
 
 def finite_sum(view: TensorView) -> float:
@@ -124,6 +121,16 @@ def finite_sum(view: TensorView) -> float:
     num_rows, width = view.shape
     scales = np.frombuffer(view.data, np.uint8)[num_rows * width :].copy().view("<f4")
     return float(scales.sum(dtype=np.float64))
+
+
+def beside(carried: Sequence[Tensor]) -> Tensor:
+    """The tensors [tokens, width] of a boundary beside each other, for checks of their values."""
+    return carried[0] if len(carried) == 1 else torch.cat([tensor.float() for tensor in carried], dim=1)
+
+
+def sum_of(carried: Sequence[Tensor]) -> Tensor:
+    """The sum of all values, float32: finite if they are, but for an overflow."""
+    return beside(carried).sum(dtype=torch.float32)
 
 
 def to_frame(
@@ -166,9 +173,20 @@ def payload(view: TensorView) -> NDArray[np.uint8]:
 
 def decoded(payload: Tensor, view: TensorView, dtype: torch.dtype, scaling: RowScaling = BY_TORCH) -> Tensor:
     """Decode hidden states [n, width] from uint8 `payload` with the bytes of `view`; must not be modified."""
-    if isinstance(view.dtype, ScaledDType):
-        num_rows, width = view.shape
-        return scaling.unscale(payload, view.dtype, (num_rows, width), dtype)
-    if payload.device.type == "cpu" and payload.data_ptr() % view.dtype.size_bytes:
+    num_rows, width = view.shape
+    return decoded_rows(payload, view.dtype, (num_rows, width), dtype, scaling)
+
+
+def decoded_rows(
+    payload: Tensor,
+    wire_dtype: WireDType,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    scaling: RowScaling = BY_TORCH,
+) -> Tensor:
+    """Decode hidden states [n, width] of `shape` from uint8 `payload`; must not be modified."""
+    if isinstance(wire_dtype, ScaledDType):
+        return scaling.unscale(payload, wire_dtype, shape, dtype)
+    if payload.device.type == "cpu" and payload.data_ptr() % wire_dtype.size_bytes:
         payload = payload.clone()
-    return payload.view(TORCH_DTYPES[view.dtype]).view(view.shape).to(dtype)
+    return payload.view(TORCH_DTYPES[wire_dtype]).view(shape).to(dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -39,12 +39,47 @@ def torch_dtype(array: HostArray) -> torch.dtype:
     return _DTYPES[array.dtype]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """`num_bytes` of a step: `parts` at their offsets, in order, and zeros elsewhere."""
+
+    num_bytes: int
+    parts: Sequence[tuple[int, HostArray]]
+
+    @classmethod
+    def of(cls, array: HostArray) -> Field:
+        return cls(array.nbytes, ((0, array),))
+
+    def write(self, target: HostArray) -> None:
+        """Write all bytes of `target` uint8 [num_bytes]."""
+        end = 0
+        for begin, array in self.parts:
+            target[end:begin] = 0
+            end = begin + array.nbytes
+            target[begin:end] = array.reshape(-1).view(np.uint8)
+        target[end:] = 0
+
+
+def field_places(fields: Iterable[Field]) -> list[tuple[int, int]]:
+    """Begin and end of each field, one after the other, aligned."""
+    places, end = [], 0
+    for field in fields:
+        begin = aligned(end)
+        end = begin + field.num_bytes
+        places.append((begin, end))
+    return places
+
+
 class StepTransfer(ABC):
     """The copies of one step."""
 
-    @abstractmethod
     def upload(self, arrays: Iterable[HostArray]) -> Place:
         """Copy `arrays` to the device, once per step; what is computed afterwards may use them."""
+        return self.upload_fields((), arrays)[1]
+
+    @abstractmethod
+    def upload_fields(self, fields: Sequence[Field], arrays: Iterable[HostArray]) -> tuple[Tensor, Place]:
+        """Like `upload`, with `fields` in the same copy: their bytes, uint8, at their `field_places`."""
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> memoryview:
@@ -89,8 +124,12 @@ def host_bytes(tensor: Tensor) -> memoryview:
 class HostTransfer(StepTransfer):
     """A CPU computes in the memory of the host: nothing is copied, and all is done when it returns."""
 
-    def upload(self, arrays: Iterable[HostArray]) -> Place:
-        return torch.from_numpy
+    def upload_fields(self, fields: Sequence[Field], arrays: Iterable[HostArray]) -> tuple[Tensor, Place]:
+        places = field_places(fields)
+        packed = np.zeros(places[-1][1] if places else 0, np.uint8)
+        for field, (begin, end) in zip(fields, places, strict=True):
+            field.write(packed[begin:end])
+        return torch.from_numpy(packed), torch.from_numpy
 
     def fetch(self, tensor: Tensor) -> memoryview:
         return host_bytes(tensor)
@@ -260,8 +299,12 @@ class _StagedTransfer(StepTransfer):
         self._output = output.data
         self._end = 0
 
-    def upload(self, arrays: Iterable[HostArray]) -> Place:
-        slot, end = self._slot, 0
+    def upload_fields(self, fields: Sequence[Field], arrays: Iterable[HostArray]) -> tuple[Tensor, Place]:
+        slot, end, places = self._slot, 0, field_places(fields)
+        for field, (begin, end) in zip(fields, places, strict=True):
+            _check_room(end, len(slot.host_arrays))
+            field.write(slot.host_arrays[begin:end])
+        packed = slot.arrays.narrow(0, 0, end)
         placed: dict[int, tuple[HostArray, Tensor]] = {}
         for array in arrays:
             begin, end = aligned(end), aligned(end) + array.nbytes
@@ -270,7 +313,7 @@ class _StagedTransfer(StepTransfer):
             twin = slot.arrays.narrow(0, begin, array.nbytes).view(torch_dtype(array)).view(array.shape)
             placed[id(array)] = array, twin
         slot.last = self._queue.upload(slot.arrays.narrow(0, 0, end), slot.host_arrays[:end])
-        return lambda array: placed[id(array)][1]
+        return packed, lambda array: placed[id(array)][1]
 
     def fetch(self, tensor: Tensor) -> memoryview:
         begin, num_bytes = aligned(self._end), tensor.numel() * tensor.element_size()

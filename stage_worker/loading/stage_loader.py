@@ -364,7 +364,9 @@ def _new_compute(
     graphs = None
     if budget_bytes:
         buckets, recorder = StepBuckets.of(model, assignment), CudaRecorder(model.device)
-        graphs = StepGraphs(model, pages, buckets, recorder, budget_bytes=budget_bytes)
+        graphs = StepGraphs(
+            *(model, pages, buckets, recorder), wire_dtype=assignment.sent_dtype, budget_bytes=budget_bytes
+        )
     transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs, resources.step_timeout_s)
     return cache.begin_stage(
         model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers, graphs=graphs
@@ -498,6 +500,7 @@ def _graph_bytes(
         model.dtype,
         max_step_tokens=assignment.max_step_tokens,
         max_step_sequences=assignment.max_step_sequences,
+        sampled_tokens=model.config.vocab_size if model.has_head else 0,
     )
     staging_bytes = _staging_bytes(assignment, model.config, resources.device)
     left = resources.memory_bytes - model.weight_bytes - kv_bytes - staging_bytes

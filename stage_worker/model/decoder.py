@@ -177,9 +177,13 @@ class DecoderStage(PipelineStage):
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
+        self._check_ids(token_ids)
+        return self.embed_valid(token_ids)
+
+    @torch.inference_mode()
+    def embed_valid(self, token_ids: Tensor) -> Tensor:
         weight = self._loaded().embeddings
         assert weight is not None, "embed() on a stage without embeddings"
-        self._check_ids(token_ids)
         hidden = embedding(token_ids.to(self.device), weight)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 

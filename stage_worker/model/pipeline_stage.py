@@ -139,7 +139,7 @@ class PipelineStage(ABC):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether `advance` enqueues the same work for all steps of a size."""
+        """Whether a stage enqueues the same work for all steps of a size."""
         return False
 
     @torch.inference_mode()
@@ -186,6 +186,10 @@ class PipelineStage(ABC):
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
+
+    def embed_valid(self, token_ids: Tensor) -> Tensor:
+        """Like `embed`, for ids that are known to be valid: enqueues the same work for all of them."""
+        return self.embed(token_ids)
 
     @abstractmethod
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:

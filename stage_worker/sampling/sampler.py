@@ -14,7 +14,7 @@ from stage_worker.sampling.logits_processors import (
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
-from stage_worker.sampling.step_rows import NOT_FINITE, OPEN, StepRows, rows_per_block
+from stage_worker.sampling.step_rows import NOT_FINITE, OPEN, Columns, StepRows, rows_per_block
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
@@ -231,6 +231,11 @@ class SampledStep:
     rows: StepRows | None
     held: frozenset[int]
     scored: Mapping[SequenceKey, SamplerState]
+
+    def columns(self, num_rows: int) -> Columns | None:
+        """See `StepRows.columns`; None if results need more than tokens."""
+        is_whole = self.are_plain and not self.held and not self.scored and self.rows is not None
+        return self.rows.columns(num_rows) if self.rows is not None and is_whole else None
 
     @property
     def slices(self) -> tuple[StepSlice, ...]:

@@ -61,6 +61,35 @@ class _Block:
         return torch.where(are_settled, tokens, OPEN)
 
 
+Columns = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Parameters of rows: temperature (0: the likeliest token), top_p, min_p and uniform number [4, n], and top_k
+[n], see `triton_kernels.sampling.choose`.
+"""
+
+
+def _columns(num_rows: int, draws: Mapping[int, Draw], vocab_size: int) -> Columns:
+    reals, top_k = np.zeros((4, num_rows)), np.full(num_rows, vocab_size, np.int64)
+    if draws:
+        rows, sampled = list(draws), list(draws.values())
+        parameters = [
+            (draw.sampling.temperature, draw.sampling.top_p, draw.sampling.min_p) for draw in sampled
+        ]
+        reals[:3, rows], reals[3, rows] = np.array(parameters).T, uniform_samples(sampled)
+        top_k[rows] = [min(draw.sampling.top_k or vocab_size, vocab_size) for draw in sampled]
+    return reals, top_k
+
+
+def greedy_columns(num_rows: int, vocab_size: int) -> Columns:
+    """Of rows that all take the likeliest token."""
+    return _columns(num_rows, {}, vocab_size)
+
+
+def choose_by_columns(logits: Tensor, reals: Tensor, top_k: Tensor, flags: Tensor | None) -> Tensor:
+    """Tokens int64 [n] of rows without edits, see `StepRows.choose`; the same work for all parameters."""
+    tokens: Tensor = load_triton("sampling").choose(logits, logits, reals, top_k, flags)
+    return tokens
+
+
 class _KernelRows:
     """All rows of a step, sampled by Triton kernels."""
 
@@ -68,16 +97,7 @@ class _KernelRows:
         self, num_rows: int, draws: Mapping[int, Draw], edits: LogitEdits | None, vocab_size: int
     ) -> None:
         self._edits = edits
-        self._columns: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
-        if draws:
-            rows, sampled = list(draws), list(draws.values())
-            reals, top_k = np.zeros((4, num_rows)), np.full(num_rows, vocab_size, np.int64)
-            parameters = [
-                (draw.sampling.temperature, draw.sampling.top_p, draw.sampling.min_p) for draw in sampled
-            ]
-            reals[:3, rows], reals[3, rows] = np.array(parameters).T, uniform_samples(sampled)
-            top_k[rows] = [min(draw.sampling.top_k or vocab_size, vocab_size) for draw in sampled]
-            self._columns = reals, top_k
+        self._columns = _columns(num_rows, draws, vocab_size) if draws else None
 
     @property
     def arrays(self) -> Iterator[NDArray[Any]]:
@@ -121,6 +141,8 @@ class StepRows:
         Triton kernels sample all rows at once, and know no typical_p.
         """
         self._draws = draws
+        self._vocab_size = vocab_size
+        self._are_columns = by_kernels and not edits
         size = num_rows if by_kernels else rows_per_block(vocab_size, device)
         self._blocks: list[tuple[slice, _Block | _KernelRows]] = []
         for first in range(0, num_rows, size):
@@ -141,6 +163,10 @@ class StepRows:
     def arrays(self) -> Iterator[NDArray[Any]]:
         for _, block in self._blocks:
             yield from block.arrays
+
+    def columns(self, num_rows: int) -> Columns | None:
+        """Parameters of the rows, and of greedy ones after them; None if the rows need more than these."""
+        return _columns(num_rows, self._draws, self._vocab_size) if self._are_columns else None
 
     def choose(self, logits: Tensor, flags: Tensor | None, place: Place) -> Tensor:
         """Tokens int64 [n] of `logits` float32 [n, vocab_size], or OPEN, or NOT_FINITE.

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
+from checkpoint import DType
 from kvcache import Deref, FullBlock
 from stageline_rpc.internal.v1 import forward_pb2
 from tests.frame_messages import encode_frame, step_message
@@ -65,7 +64,7 @@ def _other_width(step: Step, _: HiddenStates) -> Messages:
 
 
 def _other_dtype(step: Step, _: HiddenStates) -> Messages:
-    return _frame(step, hidden_for(step, HIDDEN_SIZE, dtype=torch.bfloat16))
+    return _frame(step, hidden_for(step, HIDDEN_SIZE, dtype=DType.BF16))
 
 
 def _flat(step: Step, hidden: HiddenStates) -> Messages:

@@ -15,7 +15,7 @@ from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from stage_worker.assignment import Assignment
-from stage_worker.backends.tensor_views import to_view
+from stage_worker.backends.tensor_views import to_wire
 from stage_worker.config import WorkerConfig
 from stage_worker.server import Worker
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
@@ -186,12 +186,10 @@ def hop_secret(epoch: int, stage: int) -> bytes:
     return b"%016d%016d" % (epoch, stage)
 
 
-def hidden_for(
-    step: Step, hidden_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> HiddenStates:
+def hidden_for(step: Step, hidden_size: int, *, seed: int = 0, dtype: DType = DType.F32) -> HiddenStates:
     """Random hidden states of the step's shape, reproducible per seed."""
     generator = torch.Generator().manual_seed(1000 * seed + step.step_id)
-    return (to_view(torch.randn((step.num_tokens, hidden_size), generator=generator).to(dtype)),)
+    return (to_wire(torch.randn((step.num_tokens, hidden_size), generator=generator), dtype),)
 
 
 @dataclass

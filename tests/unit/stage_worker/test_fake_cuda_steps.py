@@ -1,6 +1,6 @@
 """Steps on a GPU that does not exist: nothing waits for it, and each step is one copy up and one down.
 
-With graphs, the layers of a step are one launch.
+With graphs, a step is one launch between them.
 """
 
 from __future__ import annotations
@@ -166,10 +166,12 @@ class CountedGraphs(GraphRecorder, Graph):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])
-def test_the_layers_of_a_recorded_step_are_one_launch(
+def test_a_recorded_step_is_one_launch(
     stage: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside it, a step copies its input to the graph's buffers, and its output from there."""
+    """Beside it, a step copies its data to the graph's buffer, and its results from there; LAST samples steps
+    with prompts beside the graph.
+    """
     use_torch_kernels(monkeypatch)
     found = new_assignment(make_checkpoint(tmp_path, family, num_layers=3), stage=stage)
     assignment = replace(found, max_step_tokens=64)
@@ -194,5 +196,6 @@ def test_the_layers_of_a_recorded_step_are_one_launch(
             assert (copies.counts["up"], copies.counts["down"]) == (1, 1)
             if frame.step.epoch == 2:
                 assert recorder.num_launches == 1
-                assert stage == 2 or copies.counts["operations"] < 60  # views count, too; LAST samples
+                is_whole = stage < 2 or not frame.step.chunks
+                assert not is_whole or copies.counts["operations"] < 40  # views count, too
     assert recorder.num_recorded == num_recorded > 1

@@ -157,19 +157,25 @@ def test_a_plan_for_gpus_fills_the_budget_with_all_that_exists(device: DeviceKin
 
 
 def test_graphs_are_counted_for_kernels_that_attend_in_place() -> None:
-    """As the worker counts them; layers with experts have none."""
-    memory, limits = memory_of(llama_8b(), SHORT_STEPS), SHORT_STEPS
-    expected = graph_bytes(
-        memory.config.layers,
-        memory.config.hidden_size,
-        DType.BF16,
-        max_step_tokens=limits.max_step_tokens,
-        max_step_sequences=limits.max_step_sequences,
-    )
-    found = [memory.overhead_bytes(device) for device in (DeviceKind.GPU_IN_PLACE, DeviceKind.GPU)]
-    assert found == [GPU_OVERHEAD_BYTES + expected, GPU_OVERHEAD_BYTES]
-    assert 128 << 20 < expected < 1 << 30
-    assert memory_of(parse_config(V3), SHORT_STEPS).graph_bytes(DeviceKind.GPU_IN_PLACE) == 0
+    """As the worker counts them, on LAST with sampling; layers with experts have none."""
+    memory, limits, in_place = memory_of(llama_8b(), SHORT_STEPS), SHORT_STEPS, DeviceKind.GPU_IN_PLACE
+    counted = []
+    for role, sampled_tokens in ((StageRole.MIDDLE, 0), (StageRole.LAST, memory.config.vocab_size)):
+        expected = graph_bytes(
+            memory.config.layers,
+            memory.config.hidden_size,
+            DType.BF16,
+            max_step_tokens=limits.max_step_tokens,
+            max_step_sequences=limits.max_step_sequences,
+            sampled_tokens=sampled_tokens,
+        )
+        found = [memory.overhead_bytes(role, device) for device in (in_place, DeviceKind.GPU)]
+        assert found == [GPU_OVERHEAD_BYTES + expected, GPU_OVERHEAD_BYTES]
+        assert 128 << 20 < expected < 1 << 30
+        counted.append(expected)
+    rows = min(limits.max_step_sequences, limits.max_step_tokens)
+    assert counted[1] - counted[0] >= rows * memory.config.vocab_size * 6
+    assert memory_of(parse_config(V3), SHORT_STEPS).graph_bytes(StageRole.LAST, in_place) == 0
 
 
 def test_attention_in_place_leaves_room_for_more_tokens() -> None:

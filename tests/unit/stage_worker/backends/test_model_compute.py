@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from checkpoint import Checkpoint, DType, ScaledDType
-from stage_worker.backends.model_compute import FiniteStates, ModelCompute, sum_of
+from stage_worker.backends.model_compute import FiniteStates, ModelCompute
+from stage_worker.backends.tensor_views import sum_of
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import new_pages
 from stage_worker.model.decoder import DecoderStage
@@ -74,7 +75,7 @@ def handed_on(incoming: torch.Tensor, outgoing: torch.Tensor, step: Step = STEP)
 
 
 def check(finite: FiniteStates, step: Step, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    finite.check_handed_on(step, float(sum_of([outgoing])), [outgoing], [incoming])
+    finite.check_handed_on(step, float(sum_of([outgoing])), lambda: [outgoing], lambda: [incoming])
 
 
 ALL = tuple(range(6))
@@ -122,7 +123,7 @@ def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
     results = [
         SliceResult(part.sequence, 0, error if place in bad else 7) for place, part in enumerate(STEP.slices)
     ]
-    FiniteStates().check_answered(STEP, StepResult.of(1, 3, results), [incoming])
+    FiniteStates().check_answered(STEP, StepResult.of(1, 3, results), lambda: [incoming])
 
 
 def test_logits_are_judged_like_hidden_states() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint import DType
 from checkpoint.dtypes import ScaledDType
-from stage_worker.backends.tensor_views import from_wire, to_view, to_wire
+from stage_worker.backends.tensor_views import from_wire, to_wire
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.tensors import CHOICES, TensorView, WireDType, can_carry, payload_bytes
 
@@ -152,7 +152,7 @@ def at_offset(data: bytes, offset: int) -> memoryview:
 @pytest.mark.parametrize("offset", range(8))
 def test_only_misaligned_payloads_are_copied(dtype: DType, offset: int) -> None:
     hidden = torch.randn(3, 5).to(TORCH_DTYPES[dtype])
-    data = at_offset(bytes(to_view(hidden).data), offset)
+    data = at_offset(bytes(to_wire(hidden, dtype).data), offset)
     tensor = from_wire(TensorView(dtype, (3, 5), data), device=CPU, dtype=TORCH_DTYPES[dtype])
     assert torch.equal(tensor, hidden)
     lies_there = tensor.data_ptr() == np.frombuffer(data, np.uint8).ctypes.data

@@ -52,6 +52,7 @@ class Stage:
             self.assignment.dtype,
             max_step_tokens=self.assignment.max_step_tokens,
             max_step_sequences=self.assignment.max_step_sequences,
+            sampled_tokens=self.config.vocab_size if self.model.has_head else 0,
         )
 
     def bytes_with(self, memory_bytes: int, choice: CudaGraphs = CudaGraphs.AUTO) -> int:
