@@ -11,10 +11,11 @@ input tokens: a wrong prediction is discarded, and the matcher is rebuilt from t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from checkpoint.grammar_tokenizer import (
     tokenizer_source,
 )
 from stage_worker.policy import WORKER_POLICY
+from stage_worker.sampling.logits_processors import Place
 from wire.ids import SequenceKey
 from wire.sampling import GrammarSpec
 from wire.steps import StartRecord
@@ -138,6 +140,13 @@ class GrammarMasks:
         sequence.tokens.append(token)
         sequence.guess = None
 
+    def ready(self, key: SequenceKey) -> NDArray[np.uint8] | None:
+        """The mask [ceil(vocab_size / 8)] of the next token, one bit per id; None if it is not known yet."""
+        sequence = self._sequences.get(key)
+        if sequence is None or not sequence.matched.done() or sequence.matched.cancelled():
+            return None
+        return None if sequence.matched.exception() is not None else sequence.matched.result().mask
+
     def apply(self, logits: Tensor, rows: Sequence[tuple[int, SequenceKey]]) -> dict[int, str]:
         """Set disallowed logits to -inf, in place; `logits` is [n, vocab_size].
 
@@ -204,6 +213,37 @@ class GrammarMasks:
         allowed = np.frombuffer(matcher.mask(), dtype=np.uint8)[: mask.size]
         mask[: allowed.size] = allowed
         return _Matched(matcher, mask)
+
+
+_ROWS = 16
+"""Rows that a device masks together: each takes 10 bytes per id meanwhile."""
+
+
+class MaskRows:
+    """Grammar masks of rows of a step, made before their logits.
+
+    `arrays` must be on the device before `apply`.
+    """
+
+    def __init__(self, masks: Mapping[int, NDArray[np.uint8]]) -> None:
+        """`masks` [ceil(vocab_size / 8)] by row, one bit per id."""
+        self._rows = np.array(list(masks), np.int64)
+        self._masks = np.stack(list(masks.values()))
+
+    @property
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        yield self._rows
+        yield self._masks
+
+    def apply(self, scores: Tensor, place: Place) -> None:
+        """Set scores of disallowed ids in `scores` [n, vocab_size] to -inf; nothing waits for a device."""
+        rows, masks = place(self._rows), place(self._masks)
+        bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
+        for first in range(0, len(rows), _ROWS):
+            part, index = masks[first : first + _ROWS], rows[first : first + _ROWS]
+            are_banned = part.unsqueeze(-1).bitwise_right_shift(bits).bitwise_and(1).eq(0)
+            are_banned = are_banned.flatten(1).narrow(1, 0, scores.shape[1])
+            scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(are_banned, -torch.inf))
 
 
 def _forbid(logits: Tensor, rows: list[int], masks: NDArray[np.uint8]) -> None:

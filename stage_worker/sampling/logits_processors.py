@@ -346,3 +346,41 @@ def _grown(values: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     grown = np.zeros(capacity, dtype=np.int64)
     grown[: len(values)] = values
     return grown
+
+
+MAX_SCORED_ELEMENTS = 1 << 22
+"""Logits per block: 16 MiB of float32, and about three times that for intermediate results."""
+
+
+class NonFiniteLogits(Exception):
+    def __init__(self, position: int) -> None:
+        super().__init__(f"logits for position {position} are not finite")
+        self.position = position
+
+
+def score(
+    hidden: Tensor,
+    tokens: Sequence[int],
+    head: Callable[[Tensor], Tensor],
+    *,
+    first_position: int,
+    num_top: int,
+    vocab_size: int,
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of `tokens`, which start at `first_position`.
+
+    Args:
+        hidden: [len(tokens), hidden_size], the rows that predict the tokens.
+        head: Computes logits float32 [m, vocab_size] of m rows.
+
+    Raises NonFiniteLogits.
+    """
+    num_rows = max(1, MAX_SCORED_ELEMENTS // vocab_size)
+    scored: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), num_rows):
+        wanted = tokens[first : first + num_rows]
+        logits = head(hidden[first : first + len(wanted)])
+        for row in non_finite_rows(logits):
+            raise NonFiniteLogits(first_position + first + row)
+        scored += token_logprobs(logits, wanted, [num_top] * len(wanted))
+    return tuple(scored)

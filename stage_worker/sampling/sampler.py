@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.sampling.logits_processors import (
     LogitEdits,
+    NonFiniteLogits,
     SequenceEdits,
     non_finite_rows,
+    score,
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
@@ -104,11 +108,6 @@ class SamplerState:
         return self.edits is not None or self.sampling.grammar is not None
 
     @property
-    def needs_look(self) -> bool:
-        """No device can sample it by itself."""
-        return self.problem is not None or self.sampling.grammar is not None
-
-    @property
     def is_plain(self) -> bool:
         """Its tokens follow from logits and position alone, and the result has nothing beside them."""
         return self.problem is None and not self.edits_logits and self.sampling.logprobs is None
@@ -170,44 +169,6 @@ def processed(
     if forbid is not None:
         forbid(scores)
     return scores
-
-
-MAX_SCORED_ELEMENTS = 1 << 22
-"""Logits per block: 16 MiB of float32, and about three times that for intermediate results."""
-
-
-class NonFiniteLogits(Exception):
-    def __init__(self, position: int) -> None:
-        super().__init__(f"logits for position {position} are not finite")
-        self.position = position
-
-
-def score(
-    hidden: Tensor,
-    tokens: Sequence[int],
-    head: Callable[[Tensor], Tensor],
-    *,
-    first_position: int,
-    num_top: int,
-    vocab_size: int,
-) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of `tokens`, which start at `first_position`.
-
-    Args:
-        hidden: [len(tokens), hidden_size], the rows that predict the tokens.
-        head: Computes logits float32 [m, vocab_size] of m rows.
-
-    Raises NonFiniteLogits.
-    """
-    num_rows = max(1, MAX_SCORED_ELEMENTS // vocab_size)
-    scored: list[TokenLogprobs] = []
-    for first in range(0, len(tokens), num_rows):
-        wanted = tokens[first : first + num_rows]
-        logits = head(hidden[first : first + len(wanted)])
-        for row in non_finite_rows(logits):
-            raise NonFiniteLogits(first_position + first + row)
-        scored += token_logprobs(logits, wanted, [num_top] * len(wanted))
-    return tuple(scored)
 
 
 NO_GRAMMARS = "structured output is not available on this stage"
@@ -303,16 +264,17 @@ class Sampler:
         of_chunks = [self._live[chunk.sequence] for chunk in chunks]
         states = [*batch.states, *of_chunks]
         are_plain = batch.is_plain and all(state.is_plain for state in of_chunks)
-        held = frozenset[int]()
+        held, masks = frozenset[int](), dict[int, NDArray[np.uint8]]()
         if not are_plain and device.type == "cpu" and not self._by_kernels:
             held = frozenset(range(len(batch.states) if batch.is_plain else 0, len(states)))
         elif not are_plain or self._by_kernels:
-            held = _held(states, by_kernels=self._by_kernels)
+            masks = {} if are_plain else self._ready_masks(step, chunks, states)
+            held = _held(states, masks, by_kernels=self._by_kernels)
         rows = None
         if len(held) < len(states):
             positions = [position + 1 for position in unpack_column(step.decodes.positions)]
             positions += [_position(chunk) for chunk in chunks]
-            rows = self._step_rows(states, positions, held, device)
+            rows = self._step_rows(states, positions, held, masks, device)
         scored = {chunk.sequence: self._live[chunk.sequence] for chunk in step.chunks if chunk.is_scored}
         return SampledStep(step.decodes, chunks, states, are_plain, rows, held, scored)
 
@@ -336,11 +298,18 @@ class Sampler:
             elif settled[row] == OPEN:
                 assert step.rows is not None, "a row that is not held"
                 settled[row] = step.rows.look_again(row, logits[row : row + 1].cpu())
+            else:
+                self._foresee(slices[row], state, tokens[row])
             if settled[row] == NOT_FINITE:
                 settled[row] = self._not_finite(slices[row], _position(slices[row]))
         for row, result in zip(looks, self._results(slices, step.states, logits, looks), strict=True):
             settled[row] = result
         return self._with_logprobs(slices, step.states, logits, settled)
+
+    def _foresee(self, step_slice: StepSlice, state: SamplerState, token: int) -> None:
+        """Begin to compute the mask after `token`, if it is one, and its sequence has a grammar."""
+        if self._grammars is not None and state.sampling.grammar is not None and token >= 0:
+            self._grammars.precompute(step_slice.sequence, token)
 
     def _batch(self, identities: bytes) -> "_Batch":
         """States of a batch that decodes. Steady decoding repeats its batches."""
@@ -359,6 +328,7 @@ class Sampler:
         states: Sequence[SamplerState],
         positions: Sequence[int],
         held: frozenset[int],
+        masks: Mapping[int, NDArray[np.uint8]],
         device: torch.device,
     ) -> StepRows:
         free = [(row, state) for row, state in enumerate(states) if row not in held]
@@ -373,7 +343,21 @@ class Sampler:
             vocab_size=self._vocab_size,
             device=device,
             by_kernels=self._by_kernels,
+            masks={row: mask for row, mask in masks.items() if row not in held},
         )
+
+    def _ready_masks(
+        self, step: Step, chunks: Sequence[StepSlice], states: Sequence[SamplerState]
+    ) -> dict[int, NDArray[np.uint8]]:
+        """Masks of the rows with grammars that are known before the step is computed."""
+        found: dict[int, NDArray[np.uint8]] = {}
+        if self._grammars is None or all(state.sampling.grammar is None for state in states):
+            return found
+        for row, part in enumerate((*step.decodes.slices, *chunks)):
+            if states[row].sampling.grammar is not None:
+                mask = self._grammars.ready(part.sequence)
+                found |= {} if mask is None else {row: mask}
+        return found
 
     def _append(self, step_slice: StepSlice, state: SamplerState) -> None:
         """Append the input token of a decode slice."""
@@ -544,13 +528,18 @@ class _Batch:
     is_plain: bool
 
 
-def _held(states: Sequence[SamplerState], *, by_kernels: bool) -> frozenset[int]:
-    """Rows that a device does not sample."""
+def _held(
+    states: Sequence[SamplerState], masks: Mapping[int, NDArray[np.uint8]], *, by_kernels: bool
+) -> frozenset[int]:
+    """Rows that a device does not sample; `masks` by row are those of grammars."""
     held, edit_bytes = set[int](), 0
     for row, state in enumerate(states):
         more_bytes = 0 if state.edits is None else state.edits.most_bytes
         is_unknown = by_kernels and state.sampling.typical_p < 1.0
-        if state.needs_look or is_unknown or edit_bytes + more_bytes > MAX_EDIT_BYTES:
+        if state.sampling.grammar is not None:
+            is_unknown |= row not in masks
+            more_bytes += masks[row].nbytes if row in masks else 0
+        if state.problem is not None or is_unknown or edit_bytes + more_bytes > MAX_EDIT_BYTES:
             held.add(row)
         else:
             edit_bytes += more_bytes

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stage_worker.model.kernels import load_triton
+from stage_worker.sampling.grammar_masks import MaskRows
 from stage_worker.sampling.logits_processors import LogitEdits, Place, SequenceEdits
 from stage_worker.sampling.random_choice import (
     Draw,
@@ -35,10 +36,30 @@ def rows_per_block(vocab_size: int, device: torch.device) -> int:
     return max(MAX_BLOCK_ELEMENTS // vocab_size, torch.get_num_threads())
 
 
+class _Edits:
+    """Edits of some rows, and then masks of grammars of some."""
+
+    def __init__(
+        self, edits: Mapping[int, SequenceEdits], masks: Mapping[int, NDArray[np.uint8]], vocab_size: int
+    ) -> None:
+        parts = (LogitEdits(edits, vocab_size) if edits else None, MaskRows(masks) if masks else None)
+        self._parts = [part for part in parts if part is not None]
+
+    @property
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        for part in self._parts:
+            yield from part.arrays
+
+    def apply(self, scores: Tensor, place: Place) -> None:
+        """See `LogitEdits.apply`."""
+        for part in self._parts:
+            part.apply(scores, place)
+
+
 class _Block:
     """Rows that are sampled together, by torch's operators."""
 
-    def __init__(self, draws: Mapping[int, Draw], edits: LogitEdits | None, vocab_size: int) -> None:
+    def __init__(self, draws: Mapping[int, Draw], edits: _Edits | None, vocab_size: int) -> None:
         self._drawn = RandomRows(draws, vocab_size) if draws else None
         self._edits = edits
 
@@ -94,7 +115,7 @@ class _KernelRows:
     """All rows of a step, sampled by Triton kernels."""
 
     def __init__(
-        self, num_rows: int, draws: Mapping[int, Draw], edits: LogitEdits | None, vocab_size: int
+        self, num_rows: int, draws: Mapping[int, Draw], edits: _Edits | None, vocab_size: int
     ) -> None:
         self._edits = edits
         self._columns = _columns(num_rows, draws, vocab_size) if draws else None
@@ -114,7 +135,7 @@ class _KernelRows:
         return tokens
 
 
-def _edited(logits: Tensor, edits: LogitEdits | None, place: Place) -> Tensor:
+def _edited(logits: Tensor, edits: _Edits | None, place: Place) -> Tensor:
     """`logits` with `edits`; themselves without."""
     if edits is None:
         return logits
@@ -135,21 +156,25 @@ class StepRows:
         vocab_size: int,
         device: torch.device,
         by_kernels: bool = False,
+        masks: Mapping[int, NDArray[np.uint8]] | None = None,
     ) -> None:
-        """`draws` and `edits` by row; `draws` with temperatures above 0, the other rows are greedy.
+        """`draws`, `edits` and `masks` of grammars by row; rows without draws are greedy, and draws have
+        temperatures above 0.
 
         Triton kernels sample all rows at once, and know no typical_p.
         """
         self._draws = draws
         self._vocab_size = vocab_size
-        self._are_columns = by_kernels and not edits
+        masks = masks or {}
+        self._are_columns = by_kernels and not edits and not masks
         size = num_rows if by_kernels else rows_per_block(vocab_size, device)
         self._blocks: list[tuple[slice, _Block | _KernelRows]] = []
         for first in range(0, num_rows, size):
             rows = range(first, min(first + size, num_rows))
             drawn = {row - first: draws[row] for row in rows if row in draws}
             edited = {row - first: edits[row] for row in rows if row in edits}
-            block_edits = LogitEdits(edited, vocab_size) if edited else None
+            masked = {row - first: masks[row] for row in rows if row in masks}
+            block_edits = _Edits(edited, masked, vocab_size) if edited or masked else None
             self._blocks.append(
                 (
                     slice(rows.start, rows.stop),

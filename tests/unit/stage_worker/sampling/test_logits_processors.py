@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stage_worker.sampling import Sampler, sampler
+from stage_worker.sampling import Sampler, logits_processors
 from stage_worker.sampling.logits_processors import top_tokens
 from stageline_rpc.internal.v1 import step_pb2
 from tests.sampled import GENERATED, STAGE, Row, error_of, key, results_of, start_record
@@ -143,7 +143,7 @@ def test_chunks_are_scored_as_the_whole(size: int) -> None:
 
 def test_few_rows_of_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Scored().chunk(0, 30).prompt_logprobs
-    monkeypatch.setattr(sampler, "MAX_SCORED_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr(logits_processors, "MAX_SCORED_ELEMENTS", 4 * VOCAB)
     scored = Scored()
     tokens = [logprob.token for logprob in scored.chunk(0, 30).prompt_logprobs]
     assert tokens == [logprob.token for logprob in whole]

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from stage_worker.sampling import Sampler
+from stage_worker.sampling import SampledStep, Sampler
 from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, InlinePool, Setting
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text.grammars import GrammarKind
 from wire.ids import SequenceKey, new_request_id
 from wire.sampling import StepSampling
-from wire.steps import Decode, Prefill, SliceError, StartRecord, StepSlice, TokenLogprobs
+from wire.steps import (
+    Decode,
+    Prefill,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepSlice,
+    TokenLogprobs,
+)
 
 PROMPT = (1, 50, 60)
 PHONE = r"[0-9]{3}-[0-9]{4}(ext[0-9])?"
@@ -71,6 +83,103 @@ def test_a_row_with_a_grammar_does_not_change_its_batch_mate(setting: Setting, t
         text.append(ours.outcome)
         mate.append(theirs.outcome)
     assert re.fullmatch(PHONE, setting.codec.decode(text))
+
+
+def device_step(sampler: Sampler, slices: list[StepSlice]) -> SampledStep:
+    """Rows as for a GPU; nothing is on one."""
+    return sampler.prepare(
+        Step.of(tuple(slices), epoch=1, step_id=1, digest=0), device=torch.device("cuda:0")
+    )
+
+
+def settled(sampler: Sampler, step: SampledStep, logits: torch.Tensor) -> list[object]:
+    """Tokens, or results, where only the arrays of the step are on the device."""
+    assert step.rows is not None
+    placed = {id(array): torch.from_numpy(array) for array in step.rows.arrays}
+    tokens = step.rows.choose(logits, None, lambda array: placed[id(array)]).tolist()
+    return [
+        one.outcome if isinstance(one, SliceResult) else one for one in sampler.settle(step, logits, tokens)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_device_masks_rows_whose_masks_are_known(setting: Setting, temperature: float) -> None:
+    spec = setting.spec(GrammarKind.REGEX, PHONE)
+    sampling = StepSampling(temperature=temperature, seed=7, repetition_penalty=1.2, grammar=spec)
+    found, expected = new_sampler(setting), new_sampler(setting)
+    key, key_expected = started(found, sampling), started(expected, sampling)
+    free = started(found, StepSampling(temperature=temperature, seed=1))
+    text: list[int] = []
+    while not text or text[-1] not in EOS:
+        logits = logits_at(len(text), 2)
+        step = device_step(found, [part(key, text), part(free, text)])
+        assert step.held == frozenset()
+        [ours, mate] = settled(found, step, logits)
+        [theirs] = expected.choose([part(key_expected, text)], logits[:1])
+        assert ours == theirs.outcome
+        assert isinstance(ours, int) and isinstance(mate, int)
+        text.append(ours)
+    assert re.fullmatch(PHONE, setting.codec.decode(text))
+
+
+def test_a_sampled_token_begins_the_next_mask(setting: Setting) -> None:
+    pool = InlinePool()
+    sampler = Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=setting.masks(pool))
+    key = started(sampler, StepSampling(temperature=0.0, grammar=setting.spec(GrammarKind.REGEX, PHONE)))
+    [token] = settled(sampler, device_step(sampler, [part(key, [])]), logits_at(0, 1))
+    assert isinstance(token, int)
+    num_pieces = pool.num_pieces
+    assert num_pieces == 2  # of the start, and of the token
+    assert device_step(sampler, [part(key, [token])]).held == frozenset()
+    assert pool.num_pieces == num_pieces
+
+
+class Later(InlinePool):
+    """Does nothing before `run`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[Future[object], Callable[[], object]]] = []
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        future: Future[object] = Future()
+        self.waiting.append((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def run(self) -> None:
+        for future, work in self.waiting:
+            future.set_result(work())
+        self.waiting.clear()
+
+
+def test_rows_whose_masks_are_not_known_in_time_are_held(setting: Setting) -> None:
+    pool = Later()
+    sampler = Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=setting.masks(pool))
+    spec = setting.spec(GrammarKind.REGEX, PHONE)
+    bound, free = (
+        started(sampler, StepSampling(temperature=0.0, grammar=spec)),
+        started(sampler, StepSampling()),
+    )
+    slices = [part(bound, []), part(free, [])]
+    step = device_step(sampler, slices)
+    assert step.held == {0}
+    pool.run()
+    assert device_step(sampler, slices).held == frozenset()
+    [ours, _] = settled(sampler, step, logits_at(0, 2))
+    assert setting.codec.decode([ours])[0].isdigit()  # type: ignore[list-item]
+
+
+def test_masks_beyond_the_room_for_edits_are_applied_after_the_step(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stage_worker.sampling.sampler.MAX_EDIT_BYTES", (VOCAB_SIZE + 7) // 8)
+    sampler = new_sampler(setting)
+    sampling = StepSampling(temperature=0.0, grammar=setting.spec(GrammarKind.REGEX, PHONE))
+    slices = [part(started(sampler, sampling), []) for _ in range(2)]
+    step = device_step(sampler, slices)
+    assert step.held == {1}
+    [first, second] = settled(sampler, step, logits_at(0, 1).expand(2, -1).clone())
+    assert first == second
 
 
 def test_a_sequence_started_again_draws_the_same_tokens(setting: Setting) -> None:
