@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,15 @@ from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 MAX_THREADS_PER_CPU = 8
+
+
+class SameHost(Enum):
+    """Whether hidden states travel in shared memory between workers of one host: AUTO where possible."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 DEFAULT_ENROLL_PORT = 7483
 _WILDCARDS = ("0.0.0.0", "::")
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
@@ -179,6 +189,15 @@ class WorkerConfig:
             format=exact_size,
         ),
     ] = MIN_PAYLOAD_BYTES
+    same_host: Annotated[
+        SameHost,
+        _cluster(
+            "--same-host",
+            None,
+            "Hidden states to and from stages on the same host travel in shared memory where possible; off: "
+            "as between hosts",
+        ),
+    ] = SameHost.AUTO
     wire_dtype: Annotated[
         WireDType | None,
         _cluster(

@@ -25,6 +25,7 @@ from stage_worker.hop_payloads import IncomingPayloads
 from stage_worker.next_stage_stream import NextStageStream
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import forward_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import Frame, FrameAssembler, StepFrame
@@ -114,6 +115,16 @@ class EpochSession:
     def payload_fallback(self) -> str:
         """Why large hidden states to or from this stage travel over gRPC; empty if nothing is wrong."""
         return self._next_stage.payload_fallback or self._payloads.fallback
+
+    @property
+    def same_host_fallback(self) -> str:
+        """Why hidden states do not travel in memory shared with the next stage, which is on this host."""
+        return self._next_stage.same_host_fallback
+
+    @property
+    def hop_transport(self) -> cluster_pb2.HopTransport.ValueType:
+        """How hidden states travel to the next stage."""
+        return self._next_stage.hop_transport
 
     def start(self) -> None:
         """Start the task that resets the stage, dials the next one, and serves."""

@@ -1,4 +1,6 @@
-"""Payload connections of a stage: from the previous stage, and to the next one."""
+"""Ways of hidden states beside the stream, from the previous stage and to the next one: shared memory
+where both are on one host, and payload connections.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from collections.abc import Callable
 
 from stage_worker.handshake import Epoch
 from stageline_rpc.internal.v1 import forward_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import Address, parse_address
 from wire.errors import StepFault, StepFaultKind
+from wire.payload_memory import MemoryListener, MemoryOffer, MemoryReceiver, MemorySender, host_id
 from wire.payload_sockets import PayloadListener, PayloadReceiver, PayloadSender
 from wire.payloads import (
     MIN_PAYLOAD_BYTES,
@@ -30,9 +34,9 @@ def _loop_time() -> float:
 
 
 class PayloadConnections:
-    """Makes the payload connections of a worker, and knows addresses to which one did not work.
+    """Makes the payload connections of a worker, and knows other ends to which one did not work.
 
-    In epochs that begin within PAYLOAD_RETRY_S after a failure, hidden states travel over gRPC there: a
+    In epochs that begin within PAYLOAD_RETRY_S after a failure, hidden states travel another way there: a
     blocked port delays one recovery and not each, and a connection that breaks again and again ends one
     epoch and not each.
     """
@@ -41,40 +45,63 @@ class PayloadConnections:
         self,
         listener: PayloadListener,
         *,
+        memory: MemoryListener | None = None,
         min_bytes: int = MIN_PAYLOAD_BYTES,
         clock: Callable[[], float] = _loop_time,
         transport: Transport = PLAIN,
     ) -> None:
-        """Hidden states smaller than `min_bytes` travel over gRPC."""
+        """Without shared memory, hidden states smaller than `min_bytes` travel over gRPC.
+
+        Memory is shared in both directions, or without `memory` in none.
+        """
         self._listener = listener
+        self._memory = memory
         self._min_bytes = min_bytes
         self._clock = clock
         self.client_context = transport.client_context
-        self._avoided: dict[Address, tuple[float, str]] = {}
+        self._avoided: dict[Address | str, tuple[float, str]] = {}
 
     def incoming(self) -> IncomingPayloads:
-        """The connection from the previous stage in a new epoch."""
-        return IncomingPayloads(self._listener, min_bytes=self._min_bytes)
+        """The ways from the previous stage in a new epoch."""
+        return IncomingPayloads(self._listener, self._memory, min_bytes=self._min_bytes)
 
     def outgoing(self, epoch: Epoch, next_stage: str) -> OutgoingPayloads:
-        """The connection to the stage at this address in a new epoch."""
+        """The way to the stage at this address in a new epoch."""
         return OutgoingPayloads(self, epoch, next_stage, min_bytes=self._min_bytes)
 
-    def reason_to_avoid(self, address: Address) -> str:
-        """Why this address is not dialled now; empty if it is."""
-        until_s, reason = self._avoided.get(address, (0.0, ""))
+    @property
+    def host_id(self) -> str:
+        """Host with whose processes this worker shares memory; empty if it shares none."""
+        return host_id() if self._memory is not None and self._memory.is_listening else ""
+
+    def is_on_host(self, other: str) -> bool:
+        """Whether a worker with this `host_id` may share memory with this one."""
+        return bool(other) and other == self.host_id
+
+    def reason_to_avoid(self, end: Address | str) -> str:
+        """Why this address, or socket of shared memory, is not tried now; empty if it is."""
+        until_s, reason = self._avoided.get(end, (0.0, ""))
         return reason if self._clock() < until_s else ""
 
     def avoid(self, address: Address, problem: str) -> str:
         """Record and log that the connection did not work; return the reason."""
         reason = f"the payload connection to {address} {problem}"
-        self._avoided[address] = self._clock() + PAYLOAD_RETRY_S, reason
         log.warning("hidden states travel over gRPC for %g s: %s", PAYLOAD_RETRY_S, reason)
+        return self._avoid(address, reason)
+
+    def avoid_memory(self, socket: str, problem: str) -> str:
+        """As `avoid`, for shared memory."""
+        reason = f"memory shared with the next stage {problem}"
+        log.warning("hidden states do not travel in shared memory for %g s: %s", PAYLOAD_RETRY_S, reason)
+        return self._avoid(socket, reason)
+
+    def _avoid(self, end: Address | str, reason: str) -> str:
+        self._avoided[end] = self._clock() + PAYLOAD_RETRY_S, reason
         return reason
 
 
 class OutgoingPayloads:
-    """The payload connection of one hop and epoch, if the next stage offers one and it can be opened."""
+    """The way of one hop and epoch: the first one that the next stage offers and that can be opened."""
 
     def __init__(
         self, connections: PayloadConnections, epoch: Epoch, next_stage: str, *, min_bytes: int
@@ -84,65 +111,104 @@ class OutgoingPayloads:
         self._host = parse_address(next_stage).host
         self._min_bytes = min_bytes
         self._sender: PayloadSender | None = None
-        self._is_open = False
+        self._memory: MemorySender | None = None
+        self._tried: list[MemorySender | PayloadSender] = []
+        self.transport = cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
+        """How hidden states travel, once it is open."""
         self.fallback = ""
         """Why large hidden states travel over gRPC in this epoch, although a connection was offered."""
+        self.same_host_fallback = ""
+        """Why hidden states do not travel in shared memory, although the next stage is on this host."""
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
-        """Open the offered connection; without one, all hidden states belong into frames."""
-        if not accepted.HasField("payloads"):
-            return
-        offer = accepted.payloads
-        address = Address(offer.host or self._host, offer.port)
-        self.fallback = self._connections.reason_to_avoid(address)
-        if self.fallback:
-            return
-        self._sender = PayloadSender(
-            address,
-            PayloadKey(self._epoch.number, self._epoch.outgoing_secret, offer.ticket),
-            tls=self._connections.client_context(),
-        )
-        try:
-            await self._sender.open()
-            self._is_open = True
-        except ConnectionError as error:
-            self.fallback = self._connections.avoid(address, f"could not be opened: {error}")
+        """Open the best way that is offered; without one, all hidden states belong into frames."""
+        if accepted.HasField("memory") and self._connections.is_on_host(accepted.memory.host_id):
+            await self._open_memory(accepted.memory)
+        if self._memory is None and accepted.HasField("payloads"):
+            await self._open_connection(accepted.payloads)
+        if self._memory is not None:
+            self.transport = cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+        elif self._sender is not None:
+            self.transport = cluster_pb2.HOP_TRANSPORT_TCP
+        else:
+            self.transport = cluster_pb2.HOP_TRANSPORT_GRPC
 
     async def send(self, hidden: HiddenStates) -> PayloadNotice | None:
-        """Send large hidden states; None if they belong into the frame. Raises ConnectionError."""
-        if not self._is_open or sum(tensor.size_bytes for tensor in hidden) < self._min_bytes:
+        """Send hidden states; None if they belong into the frame. Raises ConnectionError."""
+        if self._memory is not None:
+            return await self._memory.send(payload_of(hidden))
+        if self._sender is None or sum(tensor.size_bytes for tensor in hidden) < self._min_bytes:
             return None
-        assert self._sender is not None
         return await self._sender.send(payload_of(hidden))
 
     def note_broken(self, error: ConnectionError) -> None:
         """Record that the connection broke within the epoch."""
-        assert self._sender is not None
-        self._connections.avoid(self._sender.address, f"broke: {error}")
+        if (memory := self._memory) is not None:
+            self._connections.avoid_memory(memory.offer.socket, f"broke: {error}")
+        else:
+            assert self._sender is not None
+            self._connections.avoid(self._sender.address, f"broke: {error}")
 
     def close(self) -> None:
         """Idempotent."""
-        if self._sender is not None:
-            self._sender.close()
+        for end in self._tried:
+            end.close()
+
+    async def _open_memory(self, offered: forward_pb2.MemoryOffer) -> None:
+        self.same_host_fallback = self._connections.reason_to_avoid(offered.socket)
+        if self.same_host_fallback:
+            return
+        offer = MemoryOffer(offered.host_id, offered.socket, offered.ticket, offered.slot_bytes)
+        memory = MemorySender(offer, self._key(offered.ticket))
+        self._tried.append(memory)
+        try:
+            await memory.open()
+            self._memory = memory
+        except ConnectionError as error:
+            problem = f"could not be opened: {error}"
+            self.same_host_fallback = self._connections.avoid_memory(offered.socket, problem)
+
+    async def _open_connection(self, offered: forward_pb2.PayloadOffer) -> None:
+        address = Address(offered.host or self._host, offered.port)
+        self.fallback = self._connections.reason_to_avoid(address)
+        if self.fallback:
+            return
+        tls = self._connections.client_context()
+        sender = PayloadSender(address, self._key(offered.ticket), tls=tls)
+        self._tried.append(sender)
+        try:
+            await sender.open()
+            self._sender = sender
+        except ConnectionError as error:
+            self.fallback = self._connections.avoid(address, f"could not be opened: {error}")
+
+    def _key(self, ticket: bytes) -> PayloadKey:
+        return PayloadKey(self._epoch.number, self._epoch.outgoing_secret, ticket)
 
 
 class IncomingPayloads:
-    """Offers a connection when the stream is accepted, and takes the payloads that frames name.
+    """Offers ways when the stream is accepted, and takes the payloads that frames name.
 
-    After a fault of the connection the worker offers none for a while, so that the fault ends one epoch.
+    After a fault of a way the worker does not offer it for a while, so that the fault ends one epoch.
     """
 
-    def __init__(self, listener: PayloadListener, *, min_bytes: int) -> None:
-        """Nothing is offered where hidden states never reach `min_bytes`."""
+    def __init__(
+        self, listener: PayloadListener, memory: MemoryListener | None = None, *, min_bytes: int
+    ) -> None:
+        """No connection is offered where hidden states never reach `min_bytes`."""
         self._listener = listener
+        self._memory_listener = memory
         self._min_bytes = min_bytes
         self._receiver: PayloadReceiver | None = None
+        self._memory: MemoryReceiver | None = None
         self._inbox: PayloadInbox | None = None
         self.fallback = ""
         """Why large hidden states arrive over gRPC in this epoch, although this worker has a payload port."""
 
     def expect(self, epoch: Epoch, accepted: forward_pb2.HopAccepted, *, max_bytes: int) -> None:
-        """Expect a connection, and write the offer into `accepted`."""
+        """Expect the ways, and write the offers into `accepted`; `max_bytes` is 0 where nothing arrives."""
+        if max_bytes and self._memory_listener is not None:
+            self._expect_memory(self._memory_listener, epoch, accepted, max_bytes=max_bytes)
         if max_bytes < self._min_bytes:
             return
         self._receiver = self._listener.expect(
@@ -156,6 +222,15 @@ class IncomingPayloads:
             accepted.payloads.host, accepted.payloads.port = offer.host, offer.port
             accepted.payloads.ticket = offer.ticket
 
+    def _expect_memory(
+        self, listener: MemoryListener, epoch: Epoch, accepted: forward_pb2.HopAccepted, *, max_bytes: int
+    ) -> None:
+        self._memory = listener.expect(epoch=epoch.number, secret=epoch.incoming_secret, max_bytes=max_bytes)
+        if self._memory is not None:
+            offer = self._memory.offer
+            accepted.memory.host_id, accepted.memory.socket = offer.host_id, offer.socket
+            accepted.memory.ticket, accepted.memory.slot_bytes = offer.ticket, offer.slot_bytes
+
     @property
     def damaged(self) -> asyncio.Future[StepFault] | None:
         """Set when the connection carries what no sender sends; None without an offer."""
@@ -163,6 +238,8 @@ class IncomingPayloads:
 
     async def take(self, notice: PayloadNotice) -> ArrivedPayload:
         """The payload that a frame names. Raises StepFault."""
+        if self._memory is not None and self._memory.is_open:
+            return await self._take_from_memory(self._memory, notice)
         if self._inbox is None:
             raise StepFault(
                 StepFaultKind.UNDECODABLE, "a remote payload, and this stage offered no connection for it"
@@ -173,6 +250,15 @@ class IncomingPayloads:
             self._listener.suspend()
             raise
 
+    async def _take_from_memory(self, memory: MemoryReceiver, notice: PayloadNotice) -> ArrivedPayload:
+        assert self._memory_listener is not None
+        try:
+            return await memory.take(notice)
+        except StepFault as fault:
+            self._memory_listener.suspend()
+            # The frames of a traceback would keep the segment mapped, for as long as the fault is reported.
+            raise fault.with_traceback(None) from None
+
     def _suspend(self, damaged: asyncio.Future[StepFault]) -> None:
         if not damaged.cancelled():
             self._listener.suspend()
@@ -181,3 +267,5 @@ class IncomingPayloads:
         """Idempotent."""
         if self._receiver is not None:
             self._listener.forget(self._receiver)
+        if self._memory is not None and self._memory_listener is not None:
+            self._memory_listener.forget(self._memory)

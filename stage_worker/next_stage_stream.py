@@ -11,6 +11,7 @@ from stage_worker.backends.contract import HandedOn, StageOutput, TimedOutput
 from stage_worker.hop_payloads import OutgoingPayloads
 from stage_worker.policy import WORKER_POLICY
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.channels import OrderedWrites, StartedWrite, finish_write
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_hidden_states, encode_result_frame
@@ -56,6 +57,18 @@ class NextStageStream:
     def payload_fallback(self) -> str:
         """Why large hidden states travel on the stream instead of their own connection; empty otherwise."""
         return "" if self._payloads is None else self._payloads.fallback
+
+    @property
+    def same_host_fallback(self) -> str:
+        """Why hidden states do not travel in memory shared with a stage on this host; empty otherwise."""
+        return "" if self._payloads is None else self._payloads.same_host_fallback
+
+    @property
+    def hop_transport(self) -> cluster_pb2.HopTransport.ValueType:
+        """How hidden states travel to the next stage; unspecified to the coordinator, and before `dial`."""
+        if self._payloads is None:
+            return cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
+        return self._payloads.transport
 
     async def dial(self) -> None:
         """Connect, send hello, and wait for accepted."""

@@ -23,7 +23,7 @@ from checkpoint.hashes import CACHE_FOLDER, HashCache
 from stage_worker.backends.backend import StageBackend
 from stage_worker.backends.contract import DeviceError, StepObserver
 from stage_worker.backends.mock_backend import MockBackend
-from stage_worker.config import MemoryTooLarge, WorkerConfig
+from stage_worker.config import MemoryTooLarge, SameHost, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
 from stage_worker.hop_payloads import PayloadConnections
 from stage_worker.loading.remote_weights import Sharing
@@ -53,6 +53,7 @@ from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
 from wire.gpu import encode_device_memory, encode_gpu
 from wire.interceptors import HealthServicer
+from wire.payload_memory import MemoryListener
 from wire.payload_sockets import PayloadListener
 from wire.payloads import MIN_PAYLOAD_BYTES
 from wire.peer_limits import PeerLimits
@@ -102,6 +103,7 @@ class Worker:
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._payloads = PayloadListener(self._refused, tls=self._transport.server_context)
+        self._memory = MemoryListener(self._refused)
         self._observers: list[StepObserver] = [self.metrics.stage]
         self._stage = self._new_stage()
         self._client = CoordinatorClient(
@@ -149,7 +151,10 @@ class Worker:
             weights=WeightsVerifier(_hash_cache(config.cache_directory)),
             weights_port=self._weights_port,
             payloads=PayloadConnections(
-                self._payloads, min_bytes=config.min_payload_bytes, transport=transport
+                self._payloads,
+                memory=self._memory,
+                min_bytes=config.min_payload_bytes,
+                transport=transport,
             ),
             transport=transport,
             refused=self._refused,
@@ -174,6 +179,7 @@ class Worker:
         port = self._transport.bind(self._server, str(listen))
         bound = Address(listen.host, port)
         self._listen_for_payloads(bound.host)
+        self._listen_for_memory()
         self.listen_address = str(bound)
         self.advertised_address = self._config.advertise or str(
             await _advertised(bound, self._config.coordinator)
@@ -227,6 +233,7 @@ class Worker:
         """Stop server and backend. Returns False when the backend is still busy."""
         await self.metrics.close()
         self._payloads.close()
+        self._memory.close()
         await self._weights_port.stop()
         await self._server.stop(WORKER_POLICY.stop_grace_s)
         if self._recorder is not None:
@@ -274,6 +281,14 @@ class Worker:
                 f"cannot listen on {address} for payloads: {reason}; {_PAYLOAD_PORT_HINT}"
             ) from None
 
+    def _listen_for_memory(self) -> None:
+        if self._config.same_host is SameHost.OFF:
+            return
+        try:
+            self._memory.listen()
+        except OSError as error:
+            log.warning("hidden states do not travel in shared memory on this host: %s", error.strerror)
+
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""
         gpu = self._backend.gpu
@@ -294,6 +309,7 @@ class Worker:
             reads_pages_in_place=self._backend.reads_pages_in_place,
             rates=None if (rates := self._rates) is None else encode_rates(rates),
             warm_spare_bytes=self._config.warm_spare_bytes or 0,
+            host_id=self._stage.host_id,
         )
 
     @property

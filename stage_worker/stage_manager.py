@@ -190,6 +190,11 @@ class StageManager:
         return self._session is not None and self._session.is_idle
 
     @property
+    def host_id(self) -> str:
+        """Host with whose processes this worker shares memory; empty if it shares none."""
+        return self._payloads.host_id
+
+    @property
     def payload_fallback(self) -> str:
         """Why large hidden states to or from this stage travel over gRPC in this epoch; empty otherwise."""
         return "" if self._session is None else self._session.payload_fallback
@@ -295,6 +300,9 @@ class StageManager:
         heartbeat.payload_fallback = self.payload_fallback
         if stats.graphs is not None:
             heartbeat.cuda_graphs.CopyFrom(_encode_graphs(stats.graphs))
+        if (session := self._session) is not None:
+            heartbeat.hop_transport = session.hop_transport
+            heartbeat.same_host_fallback = session.same_host_fallback
         return heartbeat
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:

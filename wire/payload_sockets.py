@@ -29,11 +29,13 @@ from wire.addresses import Address, counted_host
 from wire.errors import StepFault
 from wire.payloads import (
     GREETING_BYTES,
+    GREETING_TIMEOUT_S,
     HEADER_BYTES,
-    PAYLOAD_RETRY_S,
+    MAX_GREETINGS,
     PROOF_BYTES,
     ArrivedPayload,
     Bytes,
+    OfferPause,
     PayloadInbox,
     PayloadKey,
     PayloadNotice,
@@ -53,10 +55,6 @@ PIECES = 8
 """Pieces in which a payload is moved and hashed, within the limits: both ends work at the same time, and a
 piece is in the processor's cache when it is hashed.
 """
-GREETING_TIMEOUT_S = 2.0
-"""Maximum time to connect and greet; then hidden states travel in frames."""
-MAX_GREETINGS = 16
-"""Connections that may greet at the same time; each has a thread for up to `GREETING_TIMEOUT_S`."""
 MAX_PER_HOST = 4
 """As MAX_GREETINGS, from one host."""
 MAX_UNTAKEN = 4
@@ -432,7 +430,7 @@ class PayloadListener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._refused = refused
         self._tls = tls
-        self._suspended_until_s = 0.0
+        self._pause = OfferPause("hidden states travel over gRPC")
         self._listening: socket.socket | None = None
         self._offered = _AS_BOUND
         self._expected: dict[bytes, PayloadReceiver] = {}
@@ -466,14 +464,11 @@ class PayloadListener:
     @property
     def reason_to_wait(self) -> str:
         """Why no connection is expected now, after `suspend`; empty otherwise."""
-        return "a payload did not arrive intact" if time.monotonic() < self._suspended_until_s else ""
+        return self._pause.reason
 
     def suspend(self) -> None:
-        """Expect no connection for PAYLOAD_RETRY_S, after a fault of one. Idempotent."""
-        if self.reason_to_wait:
-            return
-        self._suspended_until_s = time.monotonic() + PAYLOAD_RETRY_S
-        log.warning("hidden states travel over gRPC for %g s: %s", PAYLOAD_RETRY_S, self.reason_to_wait)
+        """Expect no connection for a while, after a fault of one. Idempotent."""
+        self._pause.begin()
 
     def forget(self, receiver: PayloadReceiver) -> None:
         """End the receiver's connection, or expect none any longer. Idempotent."""

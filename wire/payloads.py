@@ -1,20 +1,25 @@
-"""Large payloads of a hop on a connection of their own: greeting, headers, and their way into frames.
+"""Payloads of a hop beside its stream: greeting, headers, and their way into frames.
 
 The sender opens one TCP connection per hop and epoch to the address in `HopAccepted` and sends a greeting
 that proves the secret of the hop; the receiver proves it too, and then receives payloads, each behind a
 header with its number and size. The frame on the gRPC stream names the payload and its XXH3-64: it decides
-order and contents, the connection only moves bytes. `wire.payload_sockets` has the connections.
+order and contents, the connection only moves bytes. `wire.payload_sockets` has the connections, and
+`wire.payload_memory` shared memory in their place.
 """
 
 import asyncio
 import hmac
+import logging
 import secrets
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wire.errors import StepFault, StepFaultKind
+
+log = logging.getLogger(__name__)
 
 MIN_PAYLOAD_BYTES = 256 * 1024
 """Smaller payloads travel in the frame."""
@@ -22,6 +27,10 @@ PAYLOAD_TIMEOUT_S = 5.0
 """Maximum time without a byte of a payload whose frame has arrived."""
 PAYLOAD_RETRY_S = 30.0
 """Time without new payload connections to or from a stage after one did not work."""
+GREETING_TIMEOUT_S = 2.0
+"""Maximum time to connect and greet; then hidden states travel another way."""
+MAX_GREETINGS = 16
+"""Connections that may greet at the same time, for up to `GREETING_TIMEOUT_S` each."""
 TICKET_BYTES = 16
 
 _MAGIC = b"STGLPAY1"
@@ -122,6 +131,27 @@ class ArrivedPayload:
     began_s: float
 
 
+class OfferPause:
+    """No offers for PAYLOAD_RETRY_S after a payload did not arrive intact, so that a fault ends one epoch."""
+
+    def __init__(self, consequence: str) -> None:
+        """`consequence` of a pause, in the log."""
+        self._consequence = consequence
+        self._until_s = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is offered now; empty otherwise."""
+        return "a payload did not arrive intact" if time.monotonic() < self._until_s else ""
+
+    def begin(self) -> None:
+        """Idempotent."""
+        if self.reason:
+            return
+        self._until_s = time.monotonic() + PAYLOAD_RETRY_S
+        log.warning("%s for %g s: %s", self._consequence, PAYLOAD_RETRY_S, self.reason)
+
+
 class PayloadInbox:
     """Payloads of one hop and epoch on their way from the connection into frames; event loop only.
 
@@ -178,7 +208,7 @@ class PayloadInbox:
         payload = self._arrived.popleft()
         self._num_taken = number
         self._on_taken()
-        _check(payload.notice, notice)
+        check_payload(payload.notice, notice)
         return payload
 
     async def _wait(self, notice: PayloadNotice) -> None:
@@ -204,7 +234,8 @@ def _missing(notice: PayloadNotice, reason: str) -> StepFault:
     )
 
 
-def _check(arrived: PayloadNotice, notice: PayloadNotice) -> None:
+def check_payload(arrived: PayloadNotice, notice: PayloadNotice) -> None:
+    """Compare a payload with its frame. Raises StepFault: SHAPE or CHECKSUM."""
     if arrived.size_bytes != notice.size_bytes:
         raise StepFault(
             StepFaultKind.SHAPE,

@@ -176,6 +176,13 @@ GROUPS = (
         is_default=False,
     ),
     Group(
+        name="same-host",
+        about="hops of 8 KiB to 16 MiB in shared memory : between hosts",
+        module="bench.figures.same_host",
+        about_s=60,
+        is_default=False,
+    ),
+    Group(
         name="peers",
         about="bursts of 1, 8 and 16 requests : another engine; --vllm-python or --openai-url",
         module="bench.figures.peers",

@@ -19,12 +19,17 @@ def mock_cluster(
     coordinator_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     hidden_size: int = HIDDEN_SIZE,
+    shares_memory: bool = False,
 ) -> BenchCluster:
-    """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`), without text."""
+    """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`), without text.
+
+    Hidden states travel as between hosts, unless it `shares_memory`.
+    """
     model = f"layers={len(specs)},hidden={hidden_size},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
     config = LocalClusterConfig(
         num_workers=len(specs),
         mocks=tuple(specs),
+        worker_arguments=(("--same-host", "auto" if shares_memory else "off"),) * len(specs),
         coordinator_arguments=("--mock-model", model, *coordinator_arguments),
         environment=environment or {},
     )

@@ -267,6 +267,8 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
     status.kv.CopyFrom(heartbeat.kv)
     status.kv_integrity.CopyFrom(heartbeat.kv_integrity)
     status.payload_fallback = heartbeat.payload_fallback
+    status.hop_transport = heartbeat.hop_transport
+    status.same_host_fallback = heartbeat.same_host_fallback
     status.fetch_detail = heartbeat.fetch_detail
     if heartbeat.HasField("fetch"):
         status.fetch.CopyFrom(heartbeat.fetch)

@@ -44,6 +44,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_cuda_graphs(status),
         *_fetches(status),
         *_links(status),
+        *_hops(status),
         *_payload_fallbacks(status),
         *_details(status),
     ]
@@ -219,6 +220,25 @@ def _ending_certificates(status: cluster_pb2.GetStatusResponse) -> list[str]:
         for owner, certificate in owners
         if certificate.is_ending
     ]
+
+
+def _hops(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    """How hidden states travel on each hop, and reasons against shared memory."""
+    hops = [worker for worker in workers_by_stage(status) if worker.hop_transport]
+    ways = [f"{hop.stage} to {hop.stage + 1} {_transport(hop.hop_transport)}" for hop in hops]
+    return [
+        *([f"Hidden states: stage {', '.join(ways)}"] if ways else []),
+        *(
+            f"Stage {hop.stage}: hidden states do not travel in shared memory: {hop.same_host_fallback}"
+            for hop in hops
+            if hop.same_host_fallback
+        ),
+    ]
+
+
+def _transport(number: cluster_pb2.HopTransport.ValueType) -> str:
+    """As `tcp` or `shared-memory`."""
+    return enum_text(cluster_pb2.HopTransport.Name(number), "HOP_TRANSPORT_").replace(" ", "-")
 
 
 def _payload_fallbacks(status: cluster_pb2.GetStatusResponse) -> list[str]:

@@ -84,7 +84,7 @@ GATEWAY_FLAGS = (
     "--response-keep",
     "--keys-file",
 )
-PAYLOAD_FLAGS = ("--payload-listen", "--payload-min")
+PAYLOAD_FLAGS = ("--payload-listen", "--payload-min", "--same-host")
 """Worker flags for all workers; --payload-advertise names one port, and so one worker."""
 WITHOUT_CERTIFICATES = ("--tls-dir", "--deny-list")
 """Flags of certificates, which processes of one machine do not need."""

@@ -62,7 +62,14 @@ class WorkerLines:
         coordinator = self._results or self.out
         addresses = ("--advertise", advertised.address, "--coordinator", coordinator.address)
         payloads = ("--payload-listen", self.payloads.target, "--payload-advertise", self.payloads.address)
-        return (*addresses, *payloads, "--payload-min", "1B" if self._frames is None else SEEN_IN_FRAMES)
+        on_lines = ("--same-host", "off")
+        return (
+            *addresses,
+            *payloads,
+            *on_lines,
+            "--payload-min",
+            "1B" if self._frames is None else SEEN_IN_FRAMES,
+        )
 
     @property
     def _lines(self) -> tuple[ByteProxy, ...]:

@@ -15,7 +15,7 @@ from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.server import CoordinatorServer
 from stage_worker.backends.mock_spec import MockSpec
-from stage_worker.config import WorkerConfig
+from stage_worker.config import SameHost, WorkerConfig
 from stage_worker.server import Worker
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
@@ -111,7 +111,8 @@ class Cluster:
     `certificates`, every connection has TLS, and `client` is an operator. `worker_wire_dtypes` are those of
     workers, by name, that override `wire_dtype`. By default the built-in model is checked before it serves,
     and checkpoints are not: a reference takes a while. `weights_directory` has the workers' caches of remote
-    weights, by their names.
+    weights, by their names. Hidden states travel in frames and on payload connections, as between hosts,
+    unless `same_host` is AUTO.
     """
 
     def __init__(
@@ -164,8 +165,9 @@ class Cluster:
         weights_listen: str | None = None,
         weights_peers: tuple[str, ...] = (),
         warm_spare_bytes: int | None = None,
+        same_host: SameHost = SameHost.OFF,
     ) -> None:
-        self._warm_spare_bytes = warm_spare_bytes
+        self._warm_spare_bytes, self._same_host = warm_spare_bytes, same_host
         self._weights_directory, self._weights_limit_bytes = weights_directory, weights_limit_bytes
         self._certificates = certificates
         self.num_stages = len(layers)
@@ -309,6 +311,7 @@ class Cluster:
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),
+            same_host=self._same_host,
             reflection=self._config.reflection,
             telemetry=self._config.telemetry,
             transport=self._transport(name, Role.WORKER),

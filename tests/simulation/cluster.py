@@ -29,7 +29,7 @@ from coordinator.server import CoordinatorServer
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.mock_spec import MockSpec
-from stage_worker.config import WorkerConfig
+from stage_worker.config import SameHost, WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.server import Worker
 from telemetry.settings import DISABLED
@@ -244,6 +244,7 @@ class Cluster:
             num_threads=None,
             mock=MockSpec(),
             min_payload_bytes=self.shape.min_payload_bytes,
+            same_host=SameHost.OFF,
             telemetry=DISABLED,
             transport=TransportSettings(insecure=True),
         )

@@ -14,9 +14,9 @@ from tests.simulation.network import Direction
 from tests.simulation.virtual_loop import Process
 from wire.addresses import Address
 from wire.errors import StepFault
-from wire.payload_sockets import GREETING_TIMEOUT_S
 from wire.payloads import (
     GREETING_BYTES,
+    GREETING_TIMEOUT_S,
     HEADER_BYTES,
     ArrivedPayload,
     Bytes,

@@ -328,6 +328,32 @@ EAGER_REASON_FAILED: EagerReason.ValueType  # 4
 """The size could not be recorded."""
 Global___EagerReason: _TypeAlias = EagerReason  # noqa: Y015
 
+class _HopTransport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HopTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HopTransport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOP_TRANSPORT_UNSPECIFIED: _HopTransport.ValueType  # 0
+    HOP_TRANSPORT_GRPC: _HopTransport.ValueType  # 1
+    """In frames."""
+    HOP_TRANSPORT_TCP: _HopTransport.ValueType  # 2
+    """Large ones on a payload connection, others in frames."""
+    HOP_TRANSPORT_SHARED_MEMORY: _HopTransport.ValueType  # 3
+    """In memory that the two workers share."""
+
+class HopTransport(_HopTransport, metaclass=_HopTransportEnumTypeWrapper):
+    """How hidden states travel from one stage to the next."""
+
+HOP_TRANSPORT_UNSPECIFIED: HopTransport.ValueType  # 0
+HOP_TRANSPORT_GRPC: HopTransport.ValueType  # 1
+"""In frames."""
+HOP_TRANSPORT_TCP: HopTransport.ValueType  # 2
+"""Large ones on a payload connection, others in frames."""
+HOP_TRANSPORT_SHARED_MEMORY: HopTransport.ValueType  # 3
+"""In memory that the two workers share."""
+Global___HopTransport: _TypeAlias = HopTransport  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -957,6 +983,8 @@ class WorkerStatus(_message.Message):
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
+    HOP_TRANSPORT_FIELD_NUMBER: _builtins.int
+    SAME_HOST_FALLBACK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -995,6 +1023,10 @@ class WorkerStatus(_message.Message):
     """
     fetch_detail: _builtins.str
     """How the last weights were fetched, and which sources failed; empty if none were."""
+    hop_transport: Global___HopTransport.ValueType
+    """How hidden states travel from its stage to the next one; unspecified on the last stage and without an epoch."""
+    same_host_fallback: _builtins.str
+    """Why they do not travel in shared memory, although the next stage is on the same host; empty otherwise."""
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Age of the last heartbeat."""
@@ -1066,10 +1098,12 @@ class WorkerStatus(_message.Message):
         device_memory: Global___DeviceMemory | None = ...,
         rates: Global___DeviceRates | None = ...,
         cuda_graphs: Global___CudaGraphs | None = ...,
+        hop_transport: Global___HopTransport.ValueType = ...,
+        same_host_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "fetch", b"fetch", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "rates", b"rates", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "rates", b"rates", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "detail", b"detail", "device", b"device", "device_memory", b"device_memory", "dtype", b"dtype", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "gpu", b"gpu", "heartbeat_age", b"heartbeat_age", "hop_transport", b"hop_transport", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "pid", b"pid", "rates", b"rates", "resident_bytes", b"resident_bytes", "role", b"role", "same_host_fallback", b"same_host_fallback", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015

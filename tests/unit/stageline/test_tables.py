@@ -199,6 +199,23 @@ def test_the_status_shows_a_hop_whose_payload_connection_does_not_work() -> None
     assert f"Stage 0: large hidden states travel over gRPC: {reason}" in lines
 
 
+def test_the_status_shows_how_hidden_states_travel_on_each_hop() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "Hidden states" not in "\n".join(_render(status_view(status)))
+    first = next(worker for worker in status.workers if worker.HasField("stage") and worker.stage == 0)
+    for number, name in (
+        (cluster_pb2.HOP_TRANSPORT_GRPC, "grpc"),
+        (cluster_pb2.HOP_TRANSPORT_TCP, "tcp"),
+        (cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY, "shared-memory"),
+    ):
+        first.hop_transport = number
+        assert f"Hidden states: stage 0 to 1 {name}" in _render(status_view(status))
+    first.same_host_fallback = "memory shared with the next stage broke: the connection was closed"
+    lines = _render(status_view(status), width=160)
+    assert f"Stage 0: hidden states do not travel in shared memory: {first.same_host_fallback}" in lines
+
+
 def test_the_status_shows_a_wire_dtype_that_differs() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

@@ -428,7 +428,7 @@ async def test_the_offer_has_what_senders_are_to_dial(offered: Address) -> None:
 
 
 async def test_a_suspended_listener_offers_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_sockets, "PAYLOAD_RETRY_S", 0.05)
+    monkeypatch.setattr(payloads, "PAYLOAD_RETRY_S", 0.05)
     async with hop() as to:
         to.listener.suspend()
         assert to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None

@@ -196,22 +196,66 @@ class HopAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def payloads(self) -> Global___PayloadOffer:
-        """Absent: hidden states travel on the stream only."""
+        """Absent: hidden states travel on the stream only, or in shared memory."""
+
+    @_builtins.property
+    def memory(self) -> Global___MemoryOffer:
+        """Absent: this stage shares no memory. A sender on the same host takes this offer before the other one."""
 
     def __init__(
         self,
         *,
         payloads: Global___PayloadOffer | None = ...,
+        memory: Global___MemoryOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "payloads", b"payloads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payloads", b"payloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "payloads", b"payloads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HopAccepted: _TypeAlias = HopAccepted  # noqa: Y015
+
+@_typing.final
+class MemoryOffer(_message.Message):
+    """A socket of the Unix domain at which the receiver of a stream takes a segment of shared memory. The sender connects
+    (SOCK_SEQPACKET), and sends the greeting of a payload connection in one packet, with the descriptor of the segment
+    (SCM_RIGHTS): a memfd of 8 * slot_bytes, sealed against changes of its size. The receiver responds as on a payload
+    connection. A payload is in any slot that is free: the epoch, its number from 1 on and its size, u64 LE, and its bytes
+    from offset 64 on. The receiver sends its number, u64 LE, when the slot is free again: up to four of them in a message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """The same for all processes under one kernel since it started, and different on other hosts."""
+    socket: _builtins.str
+    """Name in the abstract namespace, without the zero byte."""
+    ticket: _builtins.bytes
+    """16 bytes, valid for one connection."""
+    slot_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        socket: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+        slot_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "slot_bytes", b"slot_bytes", "socket", b"socket", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryOffer: _TypeAlias = MemoryOffer  # noqa: Y015
 
 @_typing.final
 class PayloadOffer(_message.Message):
@@ -311,8 +355,8 @@ class HiddenStatesChunk(_message.Message):
     """Consecutive pieces of the hidden states."""
     is_last: _builtins.bool
     remote_payload: _builtins.bytes
-    """First chunk only: a serialised `RemotePayload` when the hidden states travel on the payload connection; there is one
-    chunk then, without payload.
+    """First chunk only: a serialised `RemotePayload` when the hidden states travel on the payload connection or in shared
+    memory; there is one chunk then, without payload.
     """
     def __init__(
         self,
@@ -336,7 +380,7 @@ Global___HiddenStatesChunk: _TypeAlias = HiddenStatesChunk  # noqa: Y015
 
 @_typing.final
 class RemotePayload(_message.Message):
-    """Hidden states on the payload connection."""
+    """Hidden states on the payload connection or in shared memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -268,6 +268,7 @@ class WorkerHello(_message.Message):
     READS_PAGES_IN_PLACE_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     WARM_SPARE_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -295,6 +296,8 @@ class WorkerHello(_message.Message):
     """A GPU whose kernels attend to pages in place, so that steps need no copies of keys and values and no masks."""
     warm_spare_bytes: _builtins.int
     """Memory for weights that the worker keeps while it has no stage, see `PrefetchWeights`; 0: none."""
+    host_id: _builtins.str
+    """As in `MemoryOffer`; empty for a worker that shares no memory."""
     @_builtins.property
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
@@ -323,10 +326,11 @@ class WorkerHello(_message.Message):
         reads_pages_in_place: _builtins.bool = ...,
         rates: _cluster_pb2.DeviceRates | None = ...,
         warm_spare_bytes: _builtins.int = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -404,6 +408,8 @@ class Heartbeat(_message.Message):
     FETCH_DETAIL_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
+    HOP_TRANSPORT_FIELD_NUMBER: _builtins.int
+    SAME_HOST_FALLBACK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -430,6 +436,10 @@ class Heartbeat(_message.Message):
     """
     fetch_detail: _builtins.str
     """How the last weights were fetched, and which sources failed; empty if none were."""
+    hop_transport: _cluster_pb2.HopTransport.ValueType
+    """To the next stage; unspecified on LAST and without an epoch."""
+    same_host_fallback: _builtins.str
+    """Why hidden states to the next stage, which is on the same host, do not travel in shared memory; empty otherwise."""
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property
@@ -470,10 +480,12 @@ class Heartbeat(_message.Message):
         fetch_detail: _builtins.str = ...,
         device_memory: _cluster_pb2.DeviceMemory | None = ...,
         cuda_graphs: _cluster_pb2.CudaGraphs | None = ...,
+        hop_transport: _cluster_pb2.HopTransport.ValueType = ...,
+        same_host_fallback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "hop_transport", b"hop_transport", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "same_host_fallback", b"same_host_fallback", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,97 @@
+"""Workers of one host share memory: the same tokens, recovery from every end, and no segment left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from stageline import Client
+from stageline_rpc.v1 import cluster_pb2
+from tests.e2e.recovery_setup import (
+    SHORT_PROMPTS,
+    config,
+    ends_undisturbed,
+    serves_normally,
+)
+from tests.faults.cluster import FaultyCluster
+from tests.faults.streams import Streams, undisturbed
+
+pytestmark = pytest.mark.full
+
+SHARED = cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+SEGMENT = "stageline-payloads"
+
+
+def shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
+    hops = [worker for worker in status.workers if worker.HasField("stage")][:-1]
+    return bool(hops) and all(worker.hop_transport == SHARED for worker in hops)
+
+
+def processes_with_segments(pids: Iterable[int]) -> list[int]:
+    """Those of `pids` that have a segment mapped."""
+    return [pid for pid in pids if SEGMENT in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def all_processes_with_segments() -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and SEGMENT in Path(f"/proc/{name}/maps").read_text():
+                found.append(int(name))
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended, or belongs to another user
+    return found
+
+
+@pytest.mark.parametrize("role", ["FIRST", "LAST"], ids=["sender", "receiver"])
+async def test_streams_continue_when_an_end_of_shared_memory_is_killed(
+    steady: Path, tmp_path: Path, role: str
+) -> None:
+    others = all_processes_with_segments()
+    async with (
+        FaultyCluster(config(steady, 3, num_stages=2, logs=tmp_path)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        before = await cluster.until(shares_memory)
+        stages = [worker for worker in before.workers if worker.HasField("stage")]
+        assert sorted(processes_with_segments(worker.pid for worker in stages)) == sorted(
+            worker.pid for worker in stages
+        )
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        streams = Streams(client, SHORT_PROMPTS, cache_salt=role)
+        await streams.all_have(5)
+        await cluster.kill((await cluster.places())[role])
+        await ends_undisturbed(cluster, streams, expected)
+        assert (await cluster.until(shares_memory)).epoch > before.epoch
+    assert set(all_processes_with_segments()) <= set(others)
+
+
+async def test_streams_continue_when_a_reader_of_shared_memory_stalls(steady: Path, tmp_path: Path) -> None:
+    async with (
+        FaultyCluster(config(steady, 3, num_stages=2, logs=tmp_path)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        before = await cluster.until(shares_memory)
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        streams = Streams(client, SHORT_PROMPTS, cache_salt="stalled")
+        await streams.all_have(5)
+        victim = (await cluster.places())["LAST"]
+        cluster.freeze(victim)
+        await ends_undisturbed(cluster, streams, expected)
+        assert (await cluster.until(shares_memory)).epoch > before.epoch
+        cluster.thaw(victim)
+        await cluster.until(cluster.has_all_workers)
+        await serves_normally(client, SHORT_PROMPTS, expected, salt="after the stall")
+
+
+async def test_killed_processes_leave_no_segment(steady: Path, tmp_path: Path) -> None:
+    others = all_processes_with_segments()
+    async with FaultyCluster(config(steady, 2, num_stages=2, logs=tmp_path)) as cluster:
+        await cluster.until(shares_memory)
+        assert len(set(all_processes_with_segments()) - set(others)) == 2
+        await cluster.kill(*cluster.worker_names)
+        assert set(all_processes_with_segments()) <= set(others)
+        assert not list(Path("/dev/shm").glob("*stageline*"))

@@ -1,0 +1,531 @@
+"""Payloads in memory that two ends share: copies, slots, refusals, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from wire import payload_memory
+from wire.errors import StepFault, StepFaultKind
+from wire.payload_memory import (
+    DATA_OFFSET,
+    INLINE_BYTES,
+    MAX_HELD,
+    MAX_UNRETURNED,
+    NUM_SLOTS,
+    PIECE_BYTES,
+    MemoryListener,
+    MemoryReceiver,
+    MemorySender,
+    SharedSegment,
+    host_id,
+    slot_bytes_for,
+)
+from wire.payloads import MAX_GREETINGS, PayloadKey, PayloadNotice
+from wire.peer_secrets import RefusedPeers
+
+SECRET = b"s" * 32
+EPOCH = 7
+LIMIT = 3 * PIECE_BYTES
+DEADLINE_S = 10.0
+
+
+class Hop:
+    """A listener with one expected segment, and its counted refusals."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self.listener = MemoryListener(RefusedPeers(time.monotonic, self._count))
+        self.listener.listen()
+        self.receiver = self.expect()
+
+    def expect(self) -> MemoryReceiver:
+        receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT)
+        assert receiver is not None
+        return receiver
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(f"\0{self.receiver.offer.socket}")
+        connection.setblocking(False)
+        return connection
+
+    def _count(self) -> None:
+        self.num_refused += 1
+
+
+@asynccontextmanager
+async def hop() -> AsyncIterator[Hop]:
+    """Closed at the end, and then without threads."""
+    made = Hop()
+    try:
+        yield made
+    finally:
+        made.listener.forget(made.receiver)
+        made.listener.close()
+        await until(lambda: not _threads())
+
+
+@asynccontextmanager
+async def opened(to: Hop) -> AsyncIterator[MemorySender]:
+    sender = MemorySender(to.receiver.offer, to.receiver.key)
+    try:
+        await sender.open()
+        yield sender
+    finally:
+        sender.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def segments() -> list[str]:
+    """Segments that this process has mapped or open."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = []
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            files.append(os.readlink(file))
+        except FileNotFoundError:
+            continue  # of this listing itself
+    return [found for found in (*maps, *files) if "stageline-payloads" in found]
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
+
+
+async def passed(sender: MemorySender, data: bytes) -> PayloadNotice:
+    notice = await asyncio.wait_for(sender.send(data), DEADLINE_S)
+    assert notice is not None
+    return notice
+
+
+@pytest.mark.parametrize("size_bytes", [1, INLINE_BYTES, INLINE_BYTES + 1, PIECE_BYTES + 1, LIMIT])
+async def test_a_payload_arrives_whole_with_its_checksum(size_bytes: int) -> None:
+    async with hop() as to, opened(to) as sender:
+        for number in range(1, 2 * NUM_SLOTS + 1):
+            data = os.urandom(size_bytes)
+            notice = await passed(sender, data)
+            assert notice == PayloadNotice(number, size_bytes, xxhash.xxh3_64_intdigest(data))
+            payload = await to.receiver.take(notice)
+            assert payload.data == data
+            assert payload.began_s <= time.monotonic()
+    assert to.num_refused == 0
+
+
+async def test_no_segment_is_left_behind() -> None:
+    gc.collect()
+    before = segments()
+    async with hop() as to, opened(to) as sender:
+        assert len(segments()) >= len(before) + 2
+        await to.receiver.take(await passed(sender, bytes(LIMIT)))
+    gc.collect()
+    assert segments() == before
+
+
+async def test_a_small_payload_is_copied() -> None:
+    async with hop() as to, opened(to) as sender:
+        first = await to.receiver.take(await passed(sender, b"first"))
+        for _ in range(NUM_SLOTS):
+            await to.receiver.take(await passed(sender, b"later"))
+        assert first.data == b"first"
+
+
+async def test_large_payloads_that_are_used_keep_their_slots_and_the_others_are_copied() -> None:
+    data = [bytes([number]) * LIMIT for number in range(3 * NUM_SLOTS)]
+    async with hop() as to, opened(to) as sender:
+        used = [await to.receiver.take(await passed(sender, each)) for each in data]
+        assert len(to.receiver._held) == MAX_HELD
+        assert [payload.data for payload in used] == data
+        part = memoryview(used[0].data)[1:]
+        used.clear()
+        gc.collect()
+        # A part of the first payload is still referenced.
+        await until(lambda: len(sender._free) == NUM_SLOTS - 1)
+        assert to.receiver._held == {1}
+        assert bytes(part) == data[0][1:]
+        del part
+        await until(lambda: len(sender._free) == NUM_SLOTS)
+
+
+async def test_a_sender_is_never_stuck_between_small_and_used_payloads() -> None:
+    async with hop() as to, opened(to) as sender:
+        used = [await to.receiver.take(await passed(sender, bytes(LIMIT))) for _ in range(MAX_HELD)]
+        for number in range(3 * NUM_SLOTS):
+            payload = await to.receiver.take(await passed(sender, bytes([number])))
+            assert payload.data == bytes([number])
+        assert all(payload.data == bytes(LIMIT) for payload in used)
+
+
+async def test_a_used_payload_outlives_the_hop() -> None:
+    gc.collect()
+    before = segments()
+    async with hop() as to, opened(to) as sender:
+        payload = await to.receiver.take(await passed(sender, b"x" * LIMIT))
+    assert payload.data == b"x" * LIMIT
+    del payload
+    gc.collect()
+    assert segments() == before
+
+
+async def test_a_sender_waits_until_a_slot_is_returned() -> None:
+    async with hop() as to, opened(to) as sender:
+        notices = [await passed(sender, bytes([number])) for number in range(NUM_SLOTS)]
+        waiting = asyncio.create_task(sender.send(b"x"))
+        for number in range(MAX_UNRETURNED):
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            assert (await to.receiver.take(notices[number])).data == bytes([number])
+        notice = await asyncio.wait_for(waiting, DEADLINE_S)
+        assert notice is not None and notice.number == NUM_SLOTS + 1
+        for number in range(MAX_UNRETURNED, NUM_SLOTS):
+            assert (await to.receiver.take(notices[number])).data == bytes([number])
+        assert (await to.receiver.take(notice)).data == b"x"
+
+
+async def test_a_larger_payload_belongs_into_the_frame() -> None:
+    async with hop() as to, opened(to) as sender:
+        too_large = to.receiver.offer.slot_bytes - DATA_OFFSET + 1
+        assert await sender.send(bytes(too_large)) is None
+        assert (await passed(sender, b"x")).number == 1
+
+
+async def test_a_receiver_that_ends_fails_waiting_senders() -> None:
+    async with hop() as to, opened(to) as sender:
+        for _ in range(NUM_SLOTS):
+            await passed(sender, b"x")
+        waiting = asyncio.create_task(sender.send(b"x"))
+        await asyncio.sleep(0)
+        to.listener.forget(to.receiver)
+        with pytest.raises(ConnectionError, match="the connection was closed"):
+            await asyncio.wait_for(waiting, DEADLINE_S)
+        with pytest.raises(ConnectionError, match="the connection was closed"):
+            await sender.send(b"x")
+
+
+async def test_what_was_written_can_be_taken_when_the_sender_has_gone() -> None:
+    async with hop() as to:
+        async with opened(to) as sender:
+            notice = await passed(sender, b"last")
+        assert (await to.receiver.take(notice)).data == b"last"
+
+
+@pytest.mark.parametrize(
+    ("stamp", "kind", "message"),
+    [
+        (
+            (EPOCH, 5, 4),
+            StepFaultKind.UNDECODABLE,
+            "no slot holds payload 1 of epoch 7, but",
+        ),
+        (
+            (6, 1, 4),
+            StepFaultKind.UNDECODABLE,
+            "0 of epoch 0, 0 of epoch 0, 1 of epoch 6",
+        ),
+        ((0, 0, 0), StepFaultKind.UNDECODABLE, "no slot holds payload 1 of epoch 7"),
+        ((EPOCH, 1, 3), StepFaultKind.SHAPE, "payload 1 has 3 bytes in its slot, the frame says 4"),
+    ],
+    ids=["overwritten", "stale", "unfinished", "size"],
+)
+async def test_a_slot_with_another_payload_is_a_fault(
+    stamp: tuple[int, int, int], kind: StepFaultKind, message: str
+) -> None:
+    async with hop() as to, opened(to) as sender:
+        notice = await passed(sender, b"data")
+        assert sender._segment is not None
+        payload_memory._STAMP.pack_into(sender._segment._slot(sender._written[1]), 0, *stamp)
+        with pytest.raises(StepFault, match=message) as raised:
+            await to.receiver.take(notice)
+        assert raised.value.kind is kind
+
+
+async def test_a_slot_that_is_overwritten_meanwhile_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hop() as to, opened(to) as sender:
+        notice = await passed(sender, bytes(LIMIT))
+        segment = sender._segment
+        assert segment is not None
+        digest = xxhash.xxh3_64_intdigest
+
+        def overwrite(data: memoryview) -> int:
+            checksum = digest(data)
+            segment.write(sender._written[1], EPOCH, 2, b"later")
+            return checksum
+
+        monkeypatch.setattr(payload_memory.xxhash, "xxh3_64_intdigest", overwrite)
+        with pytest.raises(StepFault, match="no slot holds payload 1 of epoch 7"):
+            await to.receiver.take(notice)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda n: replace(n, number=2), StepFaultKind.UNDECODABLE, "names payload 2, the next is 1"),
+        (lambda n: replace(n, checksum=1), StepFaultKind.CHECKSUM, "checksum of payload 1"),
+        (lambda n: replace(n, size_bytes=0), StepFaultKind.SHAPE, "has 0 bytes"),
+        (lambda n: replace(n, size_bytes=LIMIT + 1), StepFaultKind.SHAPE, f"the limit is {LIMIT}"),
+    ],
+    ids=["order", "checksum", "empty", "too large"],
+)
+async def test_a_frame_that_names_another_payload_is_a_fault(
+    change: Callable[[PayloadNotice], PayloadNotice], kind: StepFaultKind, message: str
+) -> None:
+    async with hop() as to, opened(to) as sender:
+        notice = change(await passed(sender, b"data"))
+        with pytest.raises(StepFault, match=message) as raised:
+            await to.receiver.take(notice)
+        assert raised.value.kind is kind
+
+
+async def test_a_payload_that_was_taken_cannot_be_named_again() -> None:
+    async with hop() as to, opened(to) as sender:
+        notice = await passed(sender, b"data")
+        await to.receiver.take(notice)
+        with pytest.raises(StepFault, match="names payload 1, the next is 2"):
+            await to.receiver.take(notice)
+
+
+async def test_the_size_of_a_segment_cannot_change() -> None:
+    descriptor = payload_memory._new_segment(slot_bytes_for(1))
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _memfd(size_bytes: int, seals: int) -> int:
+    descriptor = os.memfd_create("stageline-payloads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+_WHOLE = NUM_SLOTS * slot_bytes_for(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("new_segment", "problem"),
+    [
+        (lambda: _memfd(_WHOLE, 0), "the size of the segment is not sealed"),
+        (lambda: _memfd(_WHOLE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "is not sealed"),
+        (lambda: _memfd(4096, payload_memory._FIXED_SIZE), f"has 4096 bytes, expected {_WHOLE}"),
+        (lambda: os.open("/dev/null", os.O_RDONLY), "Invalid argument"),
+    ],
+    ids=["unsealed", "shrinkable", "truncated", "no segment"],
+)
+async def test_another_segment_is_refused_before_the_epoch(
+    new_segment: Callable[[], int], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with hop() as to:
+        descriptor = new_segment()
+        with to.connect() as connection:
+            socket.send_fds(connection, [to.receiver.key.greeting()], [descriptor])
+            os.close(descriptor)
+            await until(lambda: to.num_refused == 1)
+            assert connection.recv(1) == b""
+        assert not to.receiver.is_open
+    assert problem in caplog.text
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        PayloadKey(EPOCH, b"x" * 32, b"t" * 16).greeting(),
+        b"",
+        b"short",
+        bytes(65),
+    ],
+    ids=["another secret", "empty", "short", "long"],
+)
+async def test_other_processes_are_refused(greeting: bytes) -> None:
+    async with hop() as to:
+        with to.connect() as connection:
+            connection.send(greeting)
+            await until(lambda: to.num_refused == 1)
+        assert not to.receiver.is_open
+        async with opened(to):
+            assert to.receiver.is_open
+
+
+async def test_the_right_ticket_needs_the_secret(caplog: pytest.LogCaptureFixture) -> None:
+    async with hop() as to:
+        key = PayloadKey(EPOCH, b"x" * 32, to.receiver.key.ticket)
+        with pytest.raises(ConnectionError, match="the connection was closed"):
+            await MemorySender(to.receiver.offer, key).open()
+        assert to.num_refused == 1
+    assert "no valid greeting" in caplog.text
+
+
+async def test_a_greeting_without_a_segment_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with hop() as to:
+        with to.connect() as connection:
+            connection.send(to.receiver.key.greeting())
+            await until(lambda: to.num_refused == 1)
+    assert "no segment with the greeting" in caplog.text
+
+
+async def test_a_ticket_is_valid_for_one_segment() -> None:
+    async with hop() as to, opened(to):
+        with pytest.raises(ConnectionError, match="the connection was closed"):
+            await MemorySender(to.receiver.offer, to.receiver.key).open()
+        assert to.num_refused == 1
+
+
+async def test_senders_of_other_users_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with hop() as to:
+        user = os.geteuid()
+        with to.connect() as connection:
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+            await until(lambda: to.num_refused == 1)
+            assert connection.recv(1) == b""
+        with pytest.raises(ConnectionError, match=f"next stage runs as user {user}, this worker as user"):
+            await MemorySender(to.receiver.offer, to.receiver.key).open()
+    assert f"the sender runs as user {user}, this worker as user {user + 1}" in caplog.text
+
+
+async def test_silent_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_memory, "GREETING_TIMEOUT_S", 0.1)
+    async with hop() as to:
+        silent = [to.connect() for _ in range(MAX_GREETINGS)]
+        await until(lambda: len(to.listener._greeting) == MAX_GREETINGS)
+        with to.connect():
+            await until(lambda: to.num_refused == 1)
+        await until(lambda: to.num_refused == 1 + MAX_GREETINGS)
+        for connection in silent:
+            connection.close()
+        async with opened(to):
+            assert to.receiver.is_open
+
+
+async def test_an_impostor_at_the_socket_gets_no_payload() -> None:
+    async with hop() as to:
+        name = f"stageline-test-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+            impostor.bind(f"\0{name}")
+            impostor.listen()
+            sender = MemorySender(replace(to.receiver.offer, socket=name), to.receiver.key)
+            opening = asyncio.create_task(sender.open())
+            await asyncio.sleep(0)
+            connection, _ = impostor.accept()
+            with connection:
+                connection.send(bytes(32))
+                with pytest.raises(ConnectionError, match="another process is at the socket"):
+                    await opening
+
+
+async def test_a_silent_socket_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_memory, "GREETING_TIMEOUT_S", 0.1)
+    async with hop() as to:
+        name = f"stageline-test-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.bind(f"\0{name}")
+            silent.listen()
+            with pytest.raises(ConnectionError, match="timed out"):
+                await MemorySender(replace(to.receiver.offer, socket=name), to.receiver.key).open()
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 1 << 62], ids=["none", "huge"])
+async def test_an_offer_of_impossible_slots_is_not_taken(slot_bytes: int) -> None:
+    gc.collect()
+    before = segments()
+    async with hop() as to:
+        with pytest.raises(ConnectionError):
+            await MemorySender(replace(to.receiver.offer, slot_bytes=slot_bytes), to.receiver.key).open()
+    assert segments() == before
+
+
+@pytest.mark.parametrize("message", [b"\5", bytes(8), b"\2" + bytes(7), b"\1" + bytes(8)])
+async def test_a_receiver_that_returns_what_it_does_not_have_breaks_the_hop(message: bytes) -> None:
+    async with hop() as to, opened(to) as sender:
+        await passed(sender, b"x")
+        connection = to.receiver._socket
+        assert connection is not None
+        connection.send(message)
+        await until(lambda: sender._broken != "")
+        with pytest.raises(ConnectionError):
+            await sender.send(b"x")
+
+
+async def test_without_file_descriptors_a_sender_is_accepted_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with hop() as to:
+        listening = to.listener._listening
+        assert listening is not None
+
+        class Full:
+            def accept(self) -> None:
+                raise OSError(24, "Too many open files")
+
+            def fileno(self) -> int:
+                assert listening is not None
+                return listening.fileno()
+
+        monkeypatch.setattr(to.listener, "_listening", Full())
+        opening = asyncio.create_task(MemorySender(to.receiver.offer, to.receiver.key).open())
+        await until(lambda: "cannot accept a sender of shared memory: Too many open files" in caplog.text)
+        monkeypatch.setattr(to.listener, "_listening", listening)
+        await asyncio.wait_for(opening, DEADLINE_S)
+        assert to.receiver.is_open
+
+
+async def test_nothing_is_expected_while_offers_pause() -> None:
+    async with hop() as to:
+        to.listener.suspend()
+        assert to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=1) is None
+
+
+def test_nothing_is_expected_without_a_socket() -> None:
+    listener = MemoryListener(RefusedPeers(time.monotonic))
+    assert not listener.is_listening
+    assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=1) is None
+    listener.close()
+
+
+async def test_a_system_without_boot_id_shares_no_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(payload_memory, "_BOOT_ID", tmp_path / "missing")
+    host_id.cache_clear()
+    try:
+        with pytest.raises(OSError, match="needs Linux with /proc"):
+            MemoryListener(RefusedPeers(time.monotonic)).listen()
+    finally:
+        host_id.cache_clear()
+
+
+def test_the_host_id_is_of_this_boot_and_does_not_show_it() -> None:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert len(host_id()) == 32
+    assert boot_id.replace("-", "") != host_id()
+
+
+def test_a_receiver_cannot_write_into_the_segment() -> None:
+    descriptor = payload_memory._new_segment(slot_bytes_for(1))
+    try:
+        segment = SharedSegment(descriptor, slot_bytes_for(1), is_writable=False)
+        with pytest.raises(TypeError, match="read-write"):
+            segment.write(0, EPOCH, 1, b"x")
+    finally:
+        os.close(descriptor)

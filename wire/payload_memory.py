@@ -1,0 +1,578 @@
+"""Payloads of a hop in memory that its two processes share, where they run on one host.
+
+The sender creates a segment of NUM_SLOTS slots (memfd), seals its size, and passes it with its greeting over
+a Unix socket. It writes a payload into a free slot; the frame on the gRPC stream names the payload, and
+decides order and contents. The receiver uses the payload where it is, or copies it, and returns the slot by a
+message on the socket. A segment has no name: the kernel frees it with the last of the two processes, however
+they end.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from wire.errors import StepFault, StepFaultKind
+from wire.payload_sockets import BufferPool
+from wire.payloads import (
+    GREETING_BYTES,
+    GREETING_TIMEOUT_S,
+    MAX_GREETINGS,
+    PROOF_BYTES,
+    ArrivedPayload,
+    Bytes,
+    OfferPause,
+    PayloadKey,
+    PayloadNotice,
+    check_payload,
+    new_ticket,
+    ticket_of,
+)
+from wire.peer_secrets import RefusedPeers
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 8
+"""Payloads that are written and not returned; then the sender waits."""
+MAX_HELD = 4
+"""Payloads that a receiver uses where they are; others are copied, so that their slots are returned."""
+MAX_UNRETURNED = NUM_SLOTS - MAX_HELD
+"""Small payloads that were copied and are returned in one message, which wakes the sender once."""
+DATA_OFFSET = 64
+"""Of a slot's payload, behind its stamp."""
+INLINE_BYTES = 128 * 1024
+"""Larger payloads are moved in a thread: to wake one takes as long as to copy these."""
+PIECE_BYTES = 1024 * 1024
+"""A piece is in the processor's cache when it is hashed."""
+
+ACCEPT_RETRY_S = 0.05
+"""Pause without file descriptors."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STAMP = struct.Struct("<QQQ")
+_RETURNED = struct.Struct("<Q")
+_MAX_MESSAGE_BYTES = PROOF_BYTES + 1
+_PEER = struct.Struct("3i")
+_PAGE_BYTES = 4096
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_CLOSED = "the connection was closed"
+
+Array = NDArray[np.uint8]
+T = TypeVar("T")
+
+
+@cache
+def host_id() -> str:
+    """The same in all processes under this kernel since it started; empty where the system tells no such id.
+
+    Equal ids make it likely that two processes can share memory; a passed segment proves it.
+    """
+    try:
+        boot_id = _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return ""
+    return hashlib.sha256(b"stageline host " + boot_id).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOffer:
+    """Where a stage takes the segment of one hop and epoch, valid for one connection."""
+
+    host_id: str
+    socket: str
+    ticket: bytes = field(repr=False)
+    slot_bytes: int
+
+
+class SharedSegment:
+    """Slots that two processes have mapped; the sender writes, the receiver maps them for reading only.
+
+    Its size is sealed, so that no process can take away memory that the other one reads.
+    """
+
+    def __init__(self, descriptor: int, slot_bytes: int, *, is_writable: bool) -> None:
+        """Map it; the descriptor is the caller's to close. Raises OSError or ValueError."""
+        size_bytes = NUM_SLOTS * slot_bytes
+        if not is_writable:
+            _check_sealed(descriptor, size_bytes)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        # Unmapped when nothing refers to it: a thread may still copy.
+        self._memory: Array = np.frombuffer(
+            mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=access), np.uint8
+        )
+        self._slot_bytes = slot_bytes
+
+    def write(self, slot: int, epoch: int, number: int, data: Bytes) -> int:
+        """Write a payload into a slot; return its XXH3-64."""
+        target, source = self._slot(slot), np.frombuffer(data, np.uint8)
+        _STAMP.pack_into(target.data, 0, 0, 0, 0)
+        digest = xxhash.xxh3_64()
+        for begin in range(0, len(source), PIECE_BYTES):
+            piece = source[begin : begin + PIECE_BYTES]
+            np.copyto(target[DATA_OFFSET + begin : DATA_OFFSET + begin + len(piece)], piece)
+            digest.update(piece.data)
+        _STAMP.pack_into(target.data, 0, epoch, number, len(source))
+        return digest.intdigest()
+
+    def find(self, epoch: int, number: int, size_bytes: int) -> Array:
+        """The bytes of a payload.
+
+        Raises StepFault: UNDECODABLE if no slot holds it, SHAPE for another size.
+        """
+        for index in range(NUM_SLOTS):
+            slot = self._slot(index)
+            if _STAMP.unpack_from(slot.data) == (epoch, number, size_bytes):
+                return slot[DATA_OFFSET : DATA_OFFSET + size_bytes]
+        stamps = [_STAMP.unpack_from(self._slot(index).data) for index in range(NUM_SLOTS)]
+        for found_epoch, found_number, found_bytes in stamps:
+            if (found_epoch, found_number) == (epoch, number):
+                raise StepFault(
+                    StepFaultKind.SHAPE,
+                    f"payload {number} has {found_bytes} bytes in its slot, the frame says {size_bytes}",
+                )
+        held = ", ".join(f"{found_number} of epoch {found_epoch}" for found_epoch, found_number, _ in stamps)
+        raise StepFault(
+            StepFaultKind.UNDECODABLE, f"no slot holds payload {number} of epoch {epoch}, but payloads {held}"
+        )
+
+    def _slot(self, index: int) -> Array:
+        return self._memory[index * self._slot_bytes : (index + 1) * self._slot_bytes]
+
+
+def slot_bytes_for(max_bytes: int) -> int:
+    """Size of slots for payloads of up to `max_bytes`."""
+    return -(-(DATA_OFFSET + max_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _new_segment(slot_bytes: int) -> int:
+    """Descriptor of a segment whose size is fixed. Raises OSError or OverflowError."""
+    descriptor = os.memfd_create("stageline-payloads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, NUM_SLOTS * slot_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_sealed(descriptor: int, size_bytes: int) -> None:
+    """Raises ValueError for a segment of another size, or with a size that may change; OSError for a file."""
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
+        raise ValueError("the size of the segment is not sealed")
+    if (actual := os.fstat(descriptor).st_size) != size_bytes:
+        raise ValueError(f"the segment has {actual} bytes, expected {size_bytes}")
+
+
+def _copied(buffer: memoryview, source: Array) -> int:
+    """Copy; return the XXH3-64 of the copy."""
+    target = np.frombuffer(buffer, np.uint8)
+    digest = xxhash.xxh3_64()
+    for begin in range(0, len(target), PIECE_BYTES):
+        piece = target[begin : begin + PIECE_BYTES]
+        np.copyto(piece, source[begin : begin + PIECE_BYTES])
+        digest.update(piece.data)
+    return digest.intdigest()
+
+
+class _Mover:
+    """Copies and hashes payloads: small ones at once, large ones in a thread, while the event loop runs."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def run(self, size_bytes: int, move: Callable[[], T]) -> T:
+        if size_bytes <= INLINE_BYTES:
+            return move()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="payload-memory")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, move)
+
+    def end(self) -> None:
+        """Let the thread end by itself. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+
+class MemorySender:
+    """The sending end of one hop and epoch."""
+
+    def __init__(self, offer: MemoryOffer, key: PayloadKey) -> None:
+        self.offer = offer
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._segment: SharedSegment | None = None
+        self._mover = _Mover()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._num_sent = 0
+        self._free = list(range(NUM_SLOTS))
+        self._written: dict[int, int] = {}
+        self._broken = ""
+        self._changed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Pass the segment on. Raises ConnectionError with the reason."""
+        try:
+            self._connect()
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                await self._opened
+        except TimeoutError:
+            self.close()
+            raise ConnectionError("timed out") from None
+        except (OSError, ValueError, OverflowError) as error:
+            self.close()
+            raise ConnectionError(_reason(error)) from None
+
+    async def send(self, data: Bytes) -> PayloadNotice | None:
+        """Write one payload into its slot, as soon as that is free; None if the payload is too large.
+
+        Raises ConnectionError when the receiver has gone.
+        """
+        size_bytes = memoryview(data).nbytes
+        if size_bytes > self.offer.slot_bytes - DATA_OFFSET:
+            return None
+        self._num_sent += 1
+        number = self._num_sent
+        while not self._broken and not self._free:
+            self._changed.clear()
+            await self._changed.wait()
+        segment = self._segment
+        if self._broken or segment is None:
+            raise ConnectionError(self._broken or _CLOSED)
+        # The last one that was returned is most likely in the processor's cache.
+        slot = self._written[number] = self._free.pop()
+        checksum = await self._mover.run(
+            size_bytes, lambda: segment.write(slot, self._key.epoch, number, data)
+        )
+        return PayloadNotice(number, size_bytes, checksum)
+
+    def close(self) -> None:
+        """End the connection and fail calls of `send`. Idempotent."""
+        self._break(_CLOSED)
+        self._segment = None
+        self._mover.end()
+
+    def _connect(self) -> None:
+        connection = self._socket = _new_socket()
+        connection.connect(_address(self.offer.socket))
+        _check_user(connection, "the next stage")
+        descriptor = _new_segment(self.offer.slot_bytes)
+        try:
+            self._segment = SharedSegment(descriptor, self.offer.slot_bytes, is_writable=True)
+            socket.send_fds(connection, [self._key.greeting()], [descriptor])
+        finally:
+            os.close(descriptor)
+        self._loop.add_reader(connection, self._receive)
+
+    def _receive(self) -> None:
+        connection = self._socket
+        assert connection is not None, "a closed socket has no reader"
+        try:
+            while True:
+                self._take_message(connection.recv(_MAX_MESSAGE_BYTES))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._break(_reason(error))
+
+    def _take_message(self, message: bytes) -> None:
+        """Raises ConnectionError for what no receiver sends."""
+        if not message:
+            raise ConnectionError(_CLOSED)
+        if not self._opened.done():
+            if not self._key.is_answer(message):
+                raise ConnectionError("another process is at the socket")
+            self._opened.set_result(None)
+            return
+        if len(message) % _RETURNED.size:
+            raise ConnectionError(f"the receiver sent {len(message)} bytes, which are no numbers")
+        for (number,) in _RETURNED.iter_unpack(message):
+            slot = self._written.pop(number, None)
+            if slot is None:
+                raise ConnectionError(f"the receiver returned payload {number}, which it does not have")
+            self._free.append(slot)
+        self._changed.set()
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            self._loop.remove_reader(connection)
+            connection.close()
+        if not self._opened.done():
+            self._opened.set_exception(ConnectionError(reason))
+            self._opened.exception()  # nobody may wait for it
+        self._changed.set()
+
+
+class MemoryReceiver:
+    """The receiving end of one hop and epoch: expects one segment, then takes the payloads in it."""
+
+    def __init__(self, key: PayloadKey, offer: MemoryOffer, *, max_bytes: int) -> None:
+        self.key = key
+        self.offer = offer
+        self._max_bytes = max_bytes
+        self._socket: socket.socket | None = None
+        self._segment: SharedSegment | None = None
+        self._mover = _Mover()
+        self._pool = BufferPool(max_bytes)
+        self._num_taken = 0
+        self._held: set[int] = set()
+        self._copied: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        """A sender has passed its segment."""
+        return self._segment is not None
+
+    def open(self, connection: socket.socket, segment: SharedSegment) -> None:
+        """Use the segment of the sender that proved to know the secret. Raises OSError."""
+        self._socket, self._segment = connection, segment
+        connection.send(self.key.answer())
+
+    async def take(self, notice: PayloadNotice) -> ArrivedPayload:
+        """The payload that a frame names; it was written before the frame was sent.
+
+        Raises StepFault: UNDECODABLE for another number than the next one and for a slot that holds another
+        payload, SHAPE for another size, CHECKSUM for other contents.
+        """
+        began_s, number, segment = time.monotonic(), self._num_taken + 1, self._segment
+        assert segment is not None, "take before open"
+        if notice.number != number:
+            raise StepFault(
+                StepFaultKind.UNDECODABLE, f"the frame names payload {notice.number}, the next is {number}"
+            )
+        if not 0 < notice.size_bytes <= self._max_bytes:
+            raise StepFault(
+                StepFaultKind.SHAPE,
+                f"payload {number} has {notice.size_bytes} bytes, the limit is {self._max_bytes}",
+            )
+        slot = segment.find(self.key.epoch, number, notice.size_bytes)
+        stays = notice.size_bytes > INLINE_BYTES and len(self._held) < MAX_HELD
+        data = slot.data if stays else self._buffer(notice.size_bytes)
+        checksum = await self._mover.run(
+            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(slot.data) if stays else _copied(data, slot)
+        )
+        segment.find(self.key.epoch, number, notice.size_bytes)  # it was not overwritten meanwhile
+        check_payload(PayloadNotice(number, notice.size_bytes, checksum), notice)
+        self._num_taken = number
+        if stays:
+            self._held.add(number)
+            weakref.finalize(slot, self._release, number).atexit = False
+        else:
+            self._copied.append(number)
+            if len(self._copied) >= MAX_UNRETURNED or notice.size_bytes > INLINE_BYTES:
+                self._return(*self._copied)
+                self._copied.clear()
+        return ArrivedPayload(notice, data.toreadonly(), began_s)
+
+    def close(self) -> None:
+        """End the connection. Idempotent. Payloads that were taken stay as they are."""
+        connection, self._socket, self._segment = self._socket, None, None
+        if connection is not None:
+            connection.close()
+        self._mover.end()
+
+    def _buffer(self, size_bytes: int) -> memoryview:
+        return (
+            memoryview(bytearray(size_bytes)) if size_bytes <= INLINE_BYTES else self._pool.lease(size_bytes)
+        )
+
+    def _release(self, number: int) -> None:
+        """Nothing refers to a payload that stayed in its slot; called in any thread."""
+        self._held.discard(number)
+        self._return(number)
+
+    def _return(self, *numbers: int) -> None:
+        connection = self._socket
+        if connection is not None:
+            # A sender that has gone needs no slot; its stream says why.
+            with contextlib.suppress(OSError):
+                connection.send(b"".join(map(_RETURNED.pack, numbers)))
+
+
+class MemoryListener:
+    """Takes the segments of a worker's senders at one socket, and passes each to the hop that expects it.
+
+    Other connections are refused, counted and logged as `RefusedPeers` does. Used on the event loop only.
+    """
+
+    def __init__(self, refused: RefusedPeers) -> None:
+        self._refused = refused
+        self._pause = OfferPause("hidden states do not travel in shared memory")
+        self._name = ""
+        self._listening: socket.socket | None = None
+        self._expected: dict[bytes, MemoryReceiver] = {}
+        self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
+
+    @property
+    def is_listening(self) -> bool:
+        """Memory can be shared with this process."""
+        return self._listening is not None
+
+    def listen(self) -> None:
+        """Bind and accept. Raises OSError where the system has no such sockets or segments."""
+        if not sys.platform.startswith("linux") or not host_id():
+            raise OSError(errno.ENOSYS, "it needs Linux with /proc")
+        os.close(_new_segment(_PAGE_BYTES))
+        self._name = f"stageline-{secrets.token_hex(8)}"
+        listening = _new_socket()
+        try:
+            listening.bind(_address(self._name))
+            listening.listen(MAX_GREETINGS)
+        except OSError:
+            listening.close()
+            raise
+        self._listening = listening
+        asyncio.get_running_loop().add_reader(listening, self._accept)
+
+    def expect(self, *, epoch: int, secret: bytes, max_bytes: int) -> MemoryReceiver | None:
+        """Expect one segment of this hop until it is forgotten; None without a socket or while paused."""
+        if self._listening is None or self._pause.reason:
+            return None
+        key = PayloadKey(epoch, secret, new_ticket())
+        offer = MemoryOffer(host_id(), self._name, key.ticket, slot_bytes_for(max_bytes))
+        receiver = self._expected[key.ticket] = MemoryReceiver(key, offer, max_bytes=max_bytes)
+        return receiver
+
+    def suspend(self) -> None:
+        """Expect no segment for a while, after a fault of one. Idempotent."""
+        self._pause.begin()
+
+    def forget(self, receiver: MemoryReceiver) -> None:
+        """End the receiver's connection, or expect none any longer. Idempotent."""
+        self._expected.pop(receiver.key.ticket, None)
+        receiver.close()
+
+    def close(self) -> None:
+        """Close the socket and all connections without a receiver. Idempotent."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        for connection in tuple(self._greeting):
+            self._end_greeting(connection)
+            connection.close()
+
+    def _accept(self) -> None:
+        assert self._listening is not None, "a closed socket has no reader"
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._accept_later(_reason(error))
+                return
+            connection.setblocking(False)
+            try:
+                _check_user(connection, "the sender")
+            except ConnectionError as error:
+                self._refuse(connection, str(error))
+                continue
+            if len(self._greeting) >= MAX_GREETINGS:
+                problem = f"{MAX_GREETINGS} connections have not greeted, the limit is {MAX_GREETINGS}"
+                self._refuse(connection, problem)
+                continue
+            self._begin_greeting(connection)
+
+    def _accept_later(self, problem: str) -> None:
+        """Out of file descriptors: the socket stays readable, and the sender may give up meanwhile."""
+        log.warning("cannot accept a sender of shared memory: %s", problem)
+        assert self._listening is not None, "called while it listens"
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listening)
+
+        def accept_again() -> None:
+            if self._listening is not None:
+                loop.add_reader(self._listening, self._accept)
+
+        loop.call_later(ACCEPT_RETRY_S, accept_again)
+
+    def _begin_greeting(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._greeting[connection] = loop.call_later(GREETING_TIMEOUT_S, self._time_out, connection)
+        loop.add_reader(connection, self._greet, connection)
+
+    def _end_greeting(self, connection: socket.socket) -> None:
+        self._greeting.pop(connection).cancel()
+        asyncio.get_running_loop().remove_reader(connection)
+
+    def _time_out(self, connection: socket.socket) -> None:
+        self._end_greeting(connection)
+        self._refuse(connection, "no greeting: timed out")
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Receive the only packet of a sender."""
+        self._end_greeting(connection)
+        descriptors: list[int] = []
+        try:
+            greeting, descriptors, _, _ = socket.recv_fds(
+                connection, GREETING_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            self._open(connection, greeting, descriptors)
+        except (OSError, ValueError) as error:
+            self._refuse(connection, _reason(error))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _open(self, connection: socket.socket, greeting: bytes, descriptors: list[int]) -> None:
+        """Raises ValueError for what is no greeting of an expected sender with its segment, or OSError."""
+        receiver = None
+        if len(greeting) == GREETING_BYTES:
+            receiver = self._expected.get(ticket_of(greeting))
+        if receiver is None or not receiver.key.is_greeting(greeting):
+            raise ValueError("no valid greeting")
+        if len(descriptors) != 1:
+            raise ValueError("no segment with the greeting")
+        segment = SharedSegment(descriptors[0], receiver.offer.slot_bytes, is_writable=False)
+        del self._expected[receiver.key.ticket]
+        receiver.open(connection, segment)
+
+    def _refuse(self, connection: socket.socket, problem: str) -> None:
+        connection.close()
+        self._refused.note("a segment of shared memory", problem, host="this host")
+
+
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def _address(name: str) -> str:
+    """In the abstract namespace, which leaves no file behind."""
+    return f"\0{name}"
+
+
+def _check_user(connection: socket.socket, peer: str) -> None:
+    """Any process of the network namespace may connect. Raises ConnectionError for those of other users."""
+    _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user != os.geteuid():
+        raise ConnectionError(f"{peer} runs as user {user}, this worker as user {os.geteuid()}")
+
+
+def _reason(error: OSError | ValueError | OverflowError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
