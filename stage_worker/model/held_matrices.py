@@ -5,8 +5,10 @@ See `triton_kernels.nibble_products` and `triton_kernels.byte_products`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -16,7 +18,8 @@ from checkpoint.dtypes import INT4_GROUP
 from checkpoint.held import HeldBytes, HeldNibbles, HeldPlan
 from checkpoint.quantization import PackedMatrix, Scaled, StoredPart
 from stage_worker.model.quantize import int4_groups, int8_rows
-from stage_worker.model.unpack import ReadElements, nibble_codes, stored_groups, tiles
+from stage_worker.model.unpack import ReadElements, Tile, nibble_codes, stored_groups, tiles
+from stage_worker.model.weight_reads import WeightPiece
 
 _QUANTIZED_ROWS = 4096
 """Rows whose codes are made or packed at a time."""
@@ -135,7 +138,7 @@ HeldMatrix = NibbleMatrix | ByteMatrix
 
 
 def empty_matrix(plan: HeldPlan, device: torch.device) -> HeldMatrix:
-    """An uninitialised matrix for `load_held`."""
+    """An uninitialised matrix for `held_load`."""
     if isinstance(plan, HeldNibbles):
         return NibbleMatrix.empty(plan, device)
     return ByteMatrix.empty(plan, device)
@@ -152,12 +155,35 @@ class HeldRows:
 
 _NAN = 0x7F
 """The bits of a NaN of fp8 without its sign."""
+_CHECKED = 1 << 16
+"""Elements that are checked at a time: larger temporaries would stay with the thread of a reader."""
+
+ReadInto = Callable[[StoredPart, int, Tensor], None]
+"""Fill memory, uint8 and contiguous, with the bytes of elements from the given one on."""
 
 
-def load_held(
-    matrix: PackedMatrix, into: HeldRows, read: ReadElements, *, max_elements: int
-) -> Iterator[int]:
-    """Fill rows from a stored matrix; yields the number of elements read, about `max_elements` at a time.
+class HeldLoad(ABC):
+    """Load of rows of a matrix: `pieces` are filled on the host, then `finish` ends it on the device."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[WeightPiece]:
+        """Pieces of about `max_elements`. Filling one raises like `held_load`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Call when all pieces are copied. Raises like `held_load`."""
+
+
+def held_load(
+    matrix: PackedMatrix,
+    into: HeldRows,
+    read: ReadElements,
+    read_into: ReadInto,
+    bytes_of: Callable[[int], int],
+    *,
+    max_elements: int,
+) -> HeldLoad:
+    """The load of rows from a stored matrix. `bytes_of` is the share of the file of so many more elements.
 
     Codes of 4 bits take one byte each on the device until all are read.
 
@@ -166,59 +192,104 @@ def load_held(
         ValueError: A weight is not a number, or columns are in an order that no product reads.
     """
     if isinstance(into.matrix, ByteMatrix):
-        yield from _load_bytes(matrix, into.matrix, into, read, max_elements)
-    else:
-        yield from _load_nibbles(matrix, into.matrix, into, read, max_elements)
+        return _ByteLoad(matrix, into.matrix, into, read, read_into, bytes_of, max_elements)
+    return _NibbleLoad(matrix, into.matrix, into, read, bytes_of, max_elements)
 
 
-def _load_bytes(
-    matrix: PackedMatrix, held: ByteMatrix, into: HeldRows, read: ReadElements, max_elements: int
-) -> Iterator[int]:
-    rows, columns = matrix.shape
-    for tile in tiles(matrix, 0, rows, max_elements=max_elements):
-        elements = read(StoredPart.WEIGHT, tile.row_begin * columns, tile.row_end * columns)
-        codes = elements.view(torch.uint8).view(tile.num_rows, columns)
-        if held.plan.is_fp8 and bool(((codes & _NAN) == _NAN).any()):
-            raise ValueError(f"tensor {matrix.name} has weights that are not numbers")
-        held.codes[into.begin + tile.row_begin : into.begin + tile.row_end].copy_(codes)
-        yield tile.size
-    _load_scales(matrix, held, into, read)
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByteLoad(HeldLoad):
+    """Bytes are read into their place; the readers look for NaN."""
+
+    matrix: PackedMatrix
+    held: ByteMatrix
+    into: HeldRows
+    read: ReadElements
+    read_into: ReadInto
+    bytes_of: Callable[[int], int]
+    max_elements: int
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        rows, columns = self.matrix.shape
+        for tile in tiles(self.matrix, 0, rows, max_elements=self.max_elements):
+            target = self.held.codes[self.into.begin + tile.row_begin : self.into.begin + tile.row_end]
+            fill = partial(self._fill_codes, tile.row_begin * columns)
+            yield WeightPiece(target, fill, self.bytes_of(tile.size))
+        scales = self._scales()
+        first = self.into.begin // self.held.plan.height
+        yield _small_piece(self.held.scales[:, first : first + scales.shape[1]], scales)
+
+    def finish(self) -> None:
+        pass
+
+    def _fill_codes(self, begin: int, memory: Tensor) -> None:
+        self.read_into(StoredPart.WEIGHT, begin, memory)
+        if not self.held.plan.is_fp8:
+            return
+        if any(bool(((part & _NAN) == _NAN).any()) for part in torch.split(memory.view(-1), _CHECKED)):
+            raise ValueError(f"tensor {self.matrix.name} has weights that are not numbers")
+
+    def _scales(self) -> Tensor:
+        """Float32 [blocks of a row, blocks of a column]."""
+        assert isinstance(self.matrix.scheme, Scaled), "a matrix of another format"
+        height, plan = self.matrix.scheme.block[0], self.held.plan
+        scales = self.read(StoredPart.SCALE, 0, -1).float().view(-1, plan.num_blocks)
+        if plan.height == 1:
+            rows = torch.arange(self.matrix.shape[0])
+            scales = scales[rows // height if height else torch.zeros_like(rows)]
+        return scales.t()
 
 
-def _load_scales(matrix: PackedMatrix, held: ByteMatrix, into: HeldRows, read: ReadElements) -> None:
-    assert isinstance(matrix.scheme, Scaled), "a matrix of another format"
-    height, plan = matrix.scheme.block[0], held.plan
-    scales = read(StoredPart.SCALE, 0, -1).float().view(-1, plan.num_blocks)
-    if plan.height == 1:
-        rows = torch.arange(matrix.shape[0])
-        scales = scales[rows // height if height else torch.zeros_like(rows)]
-    first = into.begin // plan.height
-    held.scales[:, first : first + len(scales)].copy_(scales.t())
+class _NibbleLoad(HeldLoad):
+    """Codes are unpacked to one byte each on the host, and packed for products on the device."""
+
+    def __init__(
+        self,
+        matrix: PackedMatrix,
+        held: NibbleMatrix,
+        into: HeldRows,
+        read: ReadElements,
+        bytes_of: Callable[[int], int],
+        max_elements: int,
+    ) -> None:
+        self._matrix, self._held, self._into = matrix, held, into
+        self._read, self._bytes_of, self._max_elements = read, bytes_of, max_elements
+        self._groups = stored_groups(matrix, read)
+        index = self._groups.index
+        self._order = None if index is None else _order(matrix, held, index)
+        self._codes = torch.empty(tuple(matrix.shape), dtype=torch.uint8, device=held.codes.device)
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        held, groups, part = self._held, self._groups, slice(self._into.begin, self._into.end)
+        yield _small_piece(held.scales[:, part], groups.scales)
+        if held.zeros is not None:
+            assert groups.zeros is not None, "zero points of another format"
+            yield _small_piece(held.zeros[:, part], groups.zeros)
+        for tile in tiles(self._matrix, 0, self._matrix.shape[0], max_elements=self._max_elements):
+            window = self._codes[tile.row_begin : tile.row_end, tile.column_begin : tile.column_end]
+            fill = partial(self._fill_codes, tile)
+            yield WeightPiece(window, fill, self._bytes_of(tile.size), is_unpacked=True)
+
+    def _fill_codes(self, tile: Tile, memory: Tensor) -> None:
+        memory.copy_(nibble_codes(self._matrix, tile, self._read))
+
+    def finish(self) -> None:
+        held, into = self._held, self._into
+        _set_order(self._matrix, held, into, self._order)
+        for begin in range(0, len(self._codes), _QUANTIZED_ROWS):
+            chunk = self._codes[begin : begin + _QUANTIZED_ROWS]
+            if held.order is not None:
+                chunk = chunk[:, held.order.long()]
+            first = into.begin + begin
+            held.codes[first : first + len(chunk)].copy_(packed_nibbles(chunk, held.plan.half))
 
 
-def _load_nibbles(
-    matrix: PackedMatrix, held: NibbleMatrix, into: HeldRows, read: ReadElements, max_elements: int
-) -> Iterator[int]:
-    rows, columns = matrix.shape
-    groups = stored_groups(matrix, read)
-    part = slice(into.begin, into.end)
-    held.scales[:, part].copy_(groups.scales)
-    if held.zeros is not None:
-        assert groups.zeros is not None, "zero points of another format"
-        held.zeros[:, part].copy_(groups.zeros)
-    order = None if groups.index is None else _order(matrix, held, groups.index)
-    codes = torch.empty((rows, columns), dtype=torch.uint8, device=held.codes.device)
-    for tile in tiles(matrix, 0, rows, max_elements=max_elements):
-        window = codes[tile.row_begin : tile.row_end, tile.column_begin : tile.column_end]
-        window.copy_(nibble_codes(matrix, tile, read))
-        yield tile.size
-    _set_order(matrix, held, into, order)
-    for begin in range(0, rows, _QUANTIZED_ROWS):
-        chunk = codes[begin : begin + _QUANTIZED_ROWS]
-        if held.order is not None:
-            chunk = chunk[:, held.order.long()]
-        first = into.begin + begin
-        held.codes[first : first + len(chunk)].copy_(packed_nibbles(chunk, held.plan.half))
+def _small_piece(target: Tensor, values: Tensor) -> WeightPiece:
+    """A piece whose `values` are known, and whose bytes in the file count with the codes."""
+
+    def fill(memory: Tensor) -> None:
+        memory.copy_(values)
+
+    return WeightPiece(target, fill, 0, is_unpacked=True)
 
 
 def _order(matrix: PackedMatrix, held: NibbleMatrix, index: Tensor) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 Tensors are read in pieces of a few MiB by the threads of `WeightReads`: straight into their place on a CPU,
 if they are stored in the run dtype, or else through memory of each reader. Quantised matrices are unpacked
-by the thread of the load, in pieces that take the memory of some windows. Files are read and not mapped: a
-read error ends the load, not the process.
+by the thread of the load, in pieces that take the memory of some windows; bytes that stay as they are stored
+are read like other tensors. Files are read and not mapped: a read error ends the load, not the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, TensorEntry, open_regular
 from checkpoint.quantization import PackedMatrix, StoredPart
-from stage_worker.model.held_matrices import HeldRows, load_held
+from stage_worker.model.held_matrices import HeldLoad, HeldRows, held_load
 from stage_worker.model.unpack import STORED_TORCH_DTYPES, ReadElements, Tile, num_rows, tiles, unpack
 from stage_worker.model.weight_reads import WINDOW_BYTES, WeightPiece, WeightReads
 
@@ -65,8 +65,8 @@ def load_tensors(
     rows of a matrix that stays as it is stored.
 
     `reads` has the threads, and windows for destinations on a device; None reads here, for a CPU, in pieces
-    of `window_bytes`. Files are read in order of position, then those of matrices that stay as they are,
-    which are always read here. `progress` is called after each piece; its exceptions end the load.
+    of `window_bytes`. Files are read in order of position, then matrices that stay as they are, one after the
+    other. `progress` is called after each piece; its exceptions end the load.
 
     Raises:
         CheckpointNotFound: A file cannot be opened or read.
@@ -83,14 +83,12 @@ def load_tensors(
             if isinstance(destination := destinations[name], Tensor)
             for piece in _pieces(checkpoint, files, name, destination, window_bytes=window_bytes)
         )
-        copied = _fill_here(pieces) if reads is None else reads.copy(pieces)
-        with closing(copied):
-            for num_bytes in copied:
-                progress.advance(num_bytes)
+        _fill(pieces, reads, progress)
         for name in order:
             if isinstance(held := destinations[name], HeldRows):
-                for num_bytes in _fill_held(checkpoint, files, name, held, window_bytes):
-                    progress.advance(num_bytes)
+                load = _held_load(checkpoint, files, name, held, window_bytes)
+                _fill(load.pieces(), reads, progress)
+                load.finish()
 
 
 @torch.inference_mode()
@@ -109,6 +107,13 @@ def load_rows(checkpoint: Checkpoint, name: str, destination: Tensor, *, first_r
     with _Files(checkpoint.directory) as files:
         for _ in _fill_here(make(checkpoint, files, name, destination, first_row, WINDOW_BYTES)):
             pass
+
+
+def _fill(pieces: Iterator[WeightPiece], reads: WeightReads | None, progress: ReadProgress) -> None:
+    copied = _fill_here(pieces) if reads is None else reads.copy(pieces)
+    with closing(copied):
+        for num_bytes in copied:
+            progress.advance(num_bytes)
 
 
 def _fill_here(pieces: Iterator[WeightPiece]) -> Generator[int, None, None]:
@@ -252,15 +257,19 @@ def _fill_packed(matrix: PackedMatrix, tile: Tile, read: ReadElements, name: str
     _check_range(memory, name, matrix.scheme.label)
 
 
-def _fill_held(
+def _held_load(
     checkpoint: Checkpoint, files: _Files, name: str, destination: HeldRows, window_bytes: int
-) -> Iterator[int]:
-    """Yield the number of bytes read after each window."""
+) -> HeldLoad:
     matrix = checkpoint.packed[name]
     assert matrix.shape[0] == destination.end - destination.begin, f"rows of {name}"
     shares, read = _Shares(checkpoint, matrix), _reader(checkpoint, files, matrix)
-    for num_elements in load_held(matrix, destination, read, max_elements=_most_elements(window_bytes)):
-        yield shares.bytes_of(num_elements)
+
+    def read_into(part: StoredPart, begin: int, memory: Tensor) -> None:
+        entry = checkpoint.tensors[matrix.parts[part].name]
+        files.read_into(memory.view(STORED_TORCH_DTYPES[entry.dtype]), entry, begin)
+
+    max_elements = _most_elements(window_bytes)
+    return held_load(matrix, destination, read, read_into, shares.bytes_of, max_elements=max_elements)
 
 
 def _most_elements(window_bytes: int) -> int:

@@ -22,7 +22,7 @@ from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
 from tests.gpu.devices import queue_of
 from tests.quantized import FORMATS, write_quantized
-from tests.unit.stage_worker.model.test_host_weights import tensors
+from tests.unit.stage_worker.model.test_weight_reads import tensors_of
 from tests.unit.stage_worker.test_reload import LAYERS, assigned
 
 pytestmark = pytest.mark.gpu
@@ -99,9 +99,9 @@ def test_stored_forms_come_back_to_the_device_bit_by_bit(
     queue = queue_of(prepared)
     with WeightReads(queue) as reads:
         load_tensors(checkpoint, destinations, reads=reads)
-        expected = [tensor.cpu() for tensor in tensors(weights)]
+        expected = [tensor.cpu() for tensor in tensors_of(weights)]
         host = HostWeights.copied(weights, queue, pinned_limit_bytes=pinned_limit_bytes)
         del weights, destinations
         found = host.restored(prepared, reads, lambda: None)
-    for one, other in zip(tensors(found), expected, strict=True):
+    for one, other in zip(tensors_of(found), expected, strict=True):
         assert one.device == prepared and torch.equal(one.cpu(), other)

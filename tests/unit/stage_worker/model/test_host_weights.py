@@ -27,6 +27,7 @@ from stage_worker.model.weights import load_tensors
 from tests.fake_device import FakeQueue
 from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, write_quantized
 from tests.unit.stage_worker.model.test_held_loading import loaded
+from tests.unit.stage_worker.model.test_weight_reads import tensors_of
 
 CPU = torch.device("cpu")
 
@@ -47,21 +48,10 @@ class PinnedQueue(FakeQueue):
         return super().upload(target, source)
 
 
-def tensors(weights: LayerWeights) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def noted(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    with_tensors(weights, noted)
-    return found
-
-
 def round_trip(weights: LayerWeights, pinned_limit_bytes: int) -> LayerWeights:
     queue = FakeQueue()
     host = HostWeights.copied(weights, queue, pinned_limit_bytes=pinned_limit_bytes)
-    for tensor in tensors(weights):
+    for tensor in tensors_of(weights):
         tensor.view(-1).view(torch.uint8).fill_(0xEE)  # the device's memory is used again
     with WeightReads(queue) as reads:
         return host.restored(CPU, reads, lambda: None)
@@ -73,7 +63,7 @@ def test_stored_forms_come_back_bit_by_bit(form: str, pinned_limit_bytes: int, t
     _, weights, _ = loaded(tmp_path, FORMATS[form], 0)
     expected = with_tensors(weights, torch.clone)
     found = round_trip(weights, pinned_limit_bytes)
-    pairs = list(zip(tensors(found), tensors(expected), strict=True))
+    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
     assert all(one.dtype is other.dtype and torch.equal(one, other) for one, other in pairs)
     assert type(found.o) is type(expected.o)
 
@@ -126,7 +116,7 @@ def test_matrices_are_rounded_as_the_products_of_a_gpu_round_them(
     expected = rounded.quantized(weights.o)  # type: ignore[attr-defined]
     assert torch.equal(found.o.codes, expected.codes) and torch.equal(found.o.scales, expected.scales)
     assert held_for(ProductMethod.LINEAR_IN_PLACE, weights) is weights
-    kept, plain = sum(map(_num_bytes, tensors(found))), sum(map(_num_bytes, tensors(weights)))
+    kept, plain = sum(map(_num_bytes, tensors_of(found))), sum(map(_num_bytes, tensors_of(weights)))
     assert kept < 0.75 * plain, "all projections are rounded"
 
 

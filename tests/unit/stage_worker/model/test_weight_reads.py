@@ -19,6 +19,9 @@ from checkpoint import BadHeader, Checkpoint, CheckpointNotFound
 from stage_worker.backends.backend import LoadCancelled
 from stage_worker.backends.contract import DeviceError
 from stage_worker.model.attention_views import HostArray
+from stage_worker.model.held_matrices import HeldRows, NibbleMatrix
+from stage_worker.model.host_weights import with_tensors
+from stage_worker.model.layer_weights import allocate_layer
 from stage_worker.model.weight_reads import NUM_READERS, NUM_WINDOWS, WeightPiece, WeightReads
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
@@ -213,6 +216,52 @@ def test_unpacked_matrices_arrive_in_their_columns(form: str, tmp_path: Path) ->
     assert len(copies.started) > len(found)
     for name, place in found.items():
         assert torch.equal(place, expected[name])
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "pack4-actorder", "fp8-block-bf16", "int-channel"])
+def test_matrices_as_they_are_stored_arrive_through_windows(form: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS[form], seed=5)
+    checkpoint, copies = Checkpoint.open(tmp_path).with_stored(holds_stored=True), LateCopies()
+    expected, given = allocate_layer(checkpoint.config, 0, garbage)
+    load_tensors(checkpoint, given)
+    found, given = allocate_layer(checkpoint.config, 0, garbage)
+    held = [one.matrix for one in given.values() if isinstance(one, HeldRows)]
+    for matrix in held:
+        for tensor in tensors_of(matrix):
+            tensor.fill_(GARBAGE % 100)
+    with WeightReads(copies, window_bytes=1 << 12) as reads:
+        load_tensors(checkpoint, given, reads=reads)
+    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
+    assert all(torch.equal(one, other) for one, other in pairs)
+    arrived = sum(copy.source.nbytes for copy in copies.started)
+    assert arrived == sum(uploaded_bytes(one) for one in given.values()), "every byte by a window"
+
+
+def garbage(*shape: int) -> Tensor:
+    return torch.full(shape, float(GARBAGE))
+
+
+def tensors_of(weights: object) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(weights, noted)
+    return found
+
+
+def uploaded_bytes(destination: Tensor | HeldRows) -> int:
+    """4-bit codes arrive one by one, and are packed on the device."""
+    if isinstance(destination, Tensor):
+        return destination.nbytes
+    matrix, rows = destination.matrix, destination.end - destination.begin
+    per_row = matrix.scales.nbytes / matrix.scales.shape[1]
+    if isinstance(matrix, NibbleMatrix):
+        zeros = 0 if matrix.zeros is None else len(matrix.zeros)
+        return round(rows * (matrix.plan.columns + per_row + zeros))
+    return round(rows * (matrix.plan.columns + per_row / matrix.plan.height))
 
 
 @pytest.mark.parametrize("copies", [None, LateCopies()], ids=["in place", "windows"])
