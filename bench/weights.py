@@ -4,7 +4,7 @@ python -m bench.weights [--directory DIR] [--mib 1024] [--rounds 5]
 
 A server process on loopback sends files by sendfile. "raw" are plain range requests of equal size on as many
 connections, written to a file at their offsets: no hashes, no records, no retries. Both write to DIR and
-flush it to the device.
+flush it to the device; which one begins changes with each round.
 """
 
 from __future__ import annotations
@@ -149,14 +149,21 @@ def _measure(port: int, directory: Path, *, rounds: int) -> None:
     size = pins.file(FILE).size_bytes
     ratios = []
     for number in range(rounds):
-        raw, fetch = raw_s(port, size, directory), fetch_s(source, pins, directory)
+        times = {}
+        for name in ("raw", "fetch") if number % 2 == 0 else ("fetch", "raw"):
+            is_raw = name == "raw"
+            times[name] = raw_s(port, size, directory) if is_raw else fetch_s(source, pins, directory)
+        raw, fetch = times["raw"], times["fetch"]
         ratios.append(raw / fetch)
         print(
             f"round {number}: raw {size / raw / MiB:.0f} MiB/s, fetch {size / fetch / MiB:.0f} MiB/s,"
             f" ratio {raw / fetch:.2f}",
             flush=True,
         )
-    print(f"median ratio {statistics.median(ratios):.2f}, target 0.8")
+    print(
+        f"median ratio {statistics.median(ratios):.2f}, target 0.8; load average {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} CPUs"
+    )
     source.close()
 
 

@@ -27,6 +27,8 @@ class TransferPolicy:
     """Maximum share of such bytes in a request."""
     piece_bytes: int = MiB
     """Bytes that are written, hashed and recorded at once; a kill loses less than this per connection."""
+    sync_bytes: int = 256 * MiB
+    """Bytes of a connection after which they are flushed: hashes find what a loss of power takes."""
     give_up_s: float = 300.0
     """A transfer without a byte on any connection for this time fails."""
     first_wait_s: float = 0.5

@@ -96,9 +96,16 @@ class Transfer:
     def _work(self) -> None:
         buffer = memoryview(bytearray(self._policy.piece_bytes))
         try:
+            files: set[str] = set()
+            num_bytes = 0
             while (wanted := self._take()) is not None:
                 self._fetch(wanted, buffer)
-                self._target.sync(wanted.file)
+                files.add(wanted.file)
+                num_bytes += wanted.end - wanted.begin
+                if num_bytes >= self._policy.sync_bytes:
+                    self._sync(files)
+                    num_bytes = 0
+            self._sync(files)
         except _Stopped:
             pass
         except BaseException as error:
@@ -109,6 +116,11 @@ class Transfer:
             with self._changed:
                 self._num_busy -= 1
                 self._changed.notify_all()
+
+    def _sync(self, files: set[str]) -> None:
+        for file in files:
+            self._target.sync(file)
+        files.clear()
 
     def _take(self) -> FileRange | None:
         with self._changed:
