@@ -6,11 +6,13 @@ import errno
 import hashlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +167,38 @@ def test_a_flipped_byte_in_the_cache_is_named_and_fetched_again(
             sent = fetch.run(ALL)
         assert "tensor model.layers.4.b differs from the recorded hash" in caplog.text
         assert sent == fetch.size(["model.layers.4.b"]) and not fetch.wrong(ALL)
+
+
+def test_a_limit_of_file_sizes_is_named(server: RangeServer, tmp_path: Path) -> None:
+    text = r"00002\.safetensors in .* is larger than files may be: raise `ulimit -f`"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Fetch(server, tmp_path / "cache") as fetch, closing(TensorCache(tmp_path / "small")) as cache:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(CacheFull, match=text):
+                cache.model(fetch.source, fetch.pins)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_that_do_not_fit_on_the_disk_are_named_and_lose_nothing(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.write, [2000]
+
+    def write(descriptor: int, data: bytes) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data)
+
+    with Fetch(server, tmp_path / "cache") as fetch, monkeypatch.context() as patched:
+        patched.setattr("weights.piece_log.os.write", write)
+        with pytest.raises(CacheFull, match=r"the disk of .* is full: \d+ bytes of model\.layers\.\d"):
+            fetch.run(layer_names(0, 1))
+    with Fetch(server, tmp_path / "cache") as again:
+        again.run(layer_names(0, 1))
+        assert not again.wrong(layer_names(0, 1))
 
 
 def test_a_flipped_byte_on_the_wire_is_named_and_fetched_again(
