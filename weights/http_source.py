@@ -33,7 +33,7 @@ from weights.errors import (
     SourceRefused,
     SourceUnavailable,
 )
-from weights.location import RemoteModel
+from weights.location import LOOPBACK, RemoteModel
 from weights.source import TIMEOUT_S, RangeBody, WeightSource
 
 MAX_REDIRECTS = 5
@@ -182,9 +182,7 @@ class HttpRanges:
                 return response, connection
             response.read()
             connection.keep()
-            url = urljoin(url, response.getheader("Location", ""))
-            if urlsplit(url).scheme not in ("https", own.scheme):
-                raise SourceRefused(f"{shown} redirects to an address that is not https://")
+            url = _redirected(url, response, shown, allows_http=own.scheme == "http")
         raise SourceRefused(f"{shown} redirects more than {MAX_REDIRECTS} times")
 
     def _connection(self, parts: SplitResult) -> _Connection:
@@ -324,6 +322,26 @@ class _HttpBody(RangeBody):
 
     def abort(self) -> None:
         self._connection.abort()
+
+
+def _redirected(url: str, response: http.client.HTTPResponse, shown: str, *, allows_http: bool) -> str:
+    """The address that a response names; plain http is for loopback. Raises SourceRefused."""
+    if not (location := response.getheader("Location", "")):
+        raise SourceRefused(f"{shown} answered {response.status} without an address")
+    try:
+        found = urljoin(url, location)
+        parts = urlsplit(found)
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_place = False
+    if not has_place:
+        raise SourceRefused(f"{shown} redirects to an address that is invalid")
+    is_allowed = parts.scheme == "https" or (
+        allows_http and parts.scheme == "http" and parts.hostname in LOOPBACK
+    )
+    if not is_allowed:
+        raise SourceRefused(f"{shown} redirects to an address that is not https://")
+    return found
 
 
 def _check_status(response: http.client.HTTPResponse, shown: str) -> None:

@@ -13,7 +13,8 @@ from wire.flags import checkpoint_directory
 _REMOTE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.ASCII | re.DOTALL)
 _HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _PATH = re.compile(r"[!-~]+", re.ASCII)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Hosts of addresses that may be http://."""
 
 
 class SourceKind(Enum):
@@ -100,7 +101,7 @@ def _with_path(scheme: SourceKind, rest: str) -> RemoteModel:
     has_port = _valid_port(parts.netloc, scheme)
     if not parts.hostname or not has_port or not _PATH.fullmatch(path) or ".." in path.split("/"):
         raise ValueError(f"{scheme.value}://{rest} is not the address of a model: {_EXAMPLES}")
-    if scheme is SourceKind.HTTP and parts.hostname not in _LOOPBACK:
+    if scheme is SourceKind.HTTP and parts.hostname not in LOOPBACK:
         raise ValueError(
             f"http://{rest} sends weights in plain text, which anyone on the way can change: use https://"
         )

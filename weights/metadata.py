@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +40,7 @@ NUM_TRIES = 5
 
 def pin(source: WeightSource) -> Pins:
     """Find out which files the checkpoint has, and their versions. Raises SourceError, CheckpointError."""
-    found = source.find((*CONFIG_FILES, *TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE))
+    found = _find(source, (*CONFIG_FILES, *TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE))
     if CONFIG_FILES[0] not in found:
         raise CheckpointNotFound(f"{source.location} has no {CONFIG_FILES[0]}")
     if SINGLE_FILE in found:
@@ -53,12 +53,26 @@ def pin(source: WeightSource) -> Pins:
     return Pins(source=str(source.location), files=files)
 
 
+def _find(source: WeightSource, names: Iterable[str]) -> dict[str, PinnedFile]:
+    """Find files, and wait where the source names a time. A wrong address fails at once."""
+    for _ in range(NUM_TRIES - 1):
+        try:
+            return source.find(names)
+        except SourceUnavailable as error:
+            if error.retry_after_s is None:
+                raise
+            wait_s = min(error.retry_after_s, DEFAULT_TRANSFER.max_wait_s)
+            log.info("%s: trying again in %.1f s", error, wait_s)
+            time.sleep(wait_s)
+    return source.find(names)
+
+
 def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
     weight_map = parse_weight_map(read_small(source, index), f"{source.location}/{INDEX_FILE}")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise BadHeader(f"{source.location} has {len(names)} files with weights, the limit is {MAX_FILES}")
-    shards = source.find(names)
+    shards = _find(source, names)
     if missing := [name for name in names if name not in shards]:
         raise CheckpointNotFound(f"{source.location} lacks {', '.join(missing[:5])}, named in {INDEX_FILE}")
     return shards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _CHUNK_BYTES = 1024 * 1024
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINT = re.compile(r"https?://[\w.\[\]:-]+(/[\w./~-]*)?", re.ASCII)
 
 
 class StoreSource(WeightSource):
@@ -33,6 +37,7 @@ class StoreSource(WeightSource):
             ) from None
         self.location = location
         self._library = obstore
+        _check_endpoints()
         try:
             # The transfer retries, and goes on where a range broke off. Client options given here would
             # replace those of the environment.
@@ -82,6 +87,13 @@ class StoreSource(WeightSource):
             f"{where} does not respond: {_kind(error)}; endpoint, region and credentials are those of the "
             "environment (docs/weights.md)"
         )
+
+
+def _check_endpoints() -> None:
+    """The library reads these variables, and panics on those that are no address. Raises SourceRefused."""
+    for name in _ENDPOINTS:
+        if (text := os.environ.get(name)) is not None and _ENDPOINT.fullmatch(text) is None:
+            raise SourceRefused(f"{name} in the environment is not https://HOST[:PORT] or http://HOST[:PORT]")
 
 
 class _StoreBody(RangeBody):

@@ -107,9 +107,11 @@ def index(
         raise typer.BadParameter("is required for a remote model", param_hint="--output")
     if isinstance(model, RemoteModel) and reference:
         raise typer.BadParameter("needs the weights in a directory", param_hint="--reference")
+    path = output or model / MANIFEST_FILE
+    if not os.access(path.parent, os.W_OK):
+        raise CommandFailed(f"{path.parent} is not a directory that can be written", reason="OS_ERROR")
     with _failures():
         manifest = _index_remote(model) if isinstance(model, RemoteModel) else _index_local(model, reference)
-        path = output or model / MANIFEST_FILE
         write_manifest(path, manifest)
     print(f"wrote {path}: {len(manifest.sha256s)} tensors, SHA-256 {manifest.digest}")
     print(f"references of the self-check: {', '.join(manifest.references) or 'none'}")

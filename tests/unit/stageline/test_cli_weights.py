@@ -128,6 +128,9 @@ def test_a_reference_needs_a_directory(server: RangeServer, tmp_path: Path) -> N
     output = ["--output", str(tmp_path / "m.json")]
     assert main(["weights", "index", server.url, *output, "--reference", "f32"]) == 2
     assert main(["weights", "index", str(server.directory), "--reference", "f33"]) == 2
+    before = server.sent_bytes
+    assert main(["weights", "index", server.url, "--output", str(tmp_path / "no" / "m.json")]) == 1
+    assert server.sent_bytes == before, "found before the weights are read"
 
 
 def test_a_manifest_beside_the_weights_proves_what_is_pulled(

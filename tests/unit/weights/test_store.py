@@ -86,6 +86,13 @@ def test_a_refusal_names_the_environment_and_no_secret(server: RangeServer) -> N
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("endpoint", ["nonsense", "", "https://", "ftp://store", "https://store:80 80"])
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(SourceRefused, match="AWS_ENDPOINT_URL in the environment is not https://HOST"):
+        StoreSource(remote_model(MODEL))
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(LibraryMissing, match=r"pip install 'stageline\[object-stores\]'"):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import pytest
 from tests.range_server import Handler, RangeServer, Request, range_server
 from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
 from weights.errors import RangesIgnored, SourceChanged, SourceRefused, SourceUnavailable
+from weights.http_source import HttpSource
+from weights.location import remote_model
+from weights.metadata import pin
 from weights.pieces import ranges_of
 from weights.transfer import Transfer
 
@@ -99,6 +103,49 @@ def test_a_busy_server_is_asked_again_when_it_wants(server: RangeServer, tmp_pat
         accepted = [request for request in server.requests if is_of_weights(request) and request.sent_bytes]
         assert len(refused) == 4 and accepted and not fetch.wrong(layer_names(0, 1, 2))
         assert time.monotonic() - refused[0] >= 1.0, "it waited as the server asked"
+
+
+@pytest.mark.parametrize(
+    ("location", "problem"),
+    [
+        ("", "answered 302 without an address"),
+        ("https://host:99999/a", "redirects to an address that is invalid"),
+        ("https://[host/a", "redirects to an address that is invalid"),
+        ("https:///a", "redirects to an address that is invalid"),
+        ("http://models.example.com/a", "redirects to an address that is not https://"),
+        ("file:///etc/passwd", "redirects to an address that is"),
+        ("/config.json", "redirects more than 5 times"),
+    ],
+)
+def test_a_redirect_that_cannot_be_followed_is_named(
+    server: RangeServer, location: str, problem: str
+) -> None:
+    def redirect(handler: Handler, request: Request) -> bool:
+        handler.answer(302, {"Location": location} if location else {})
+        return True
+
+    server.misbehave = redirect
+    with (
+        closing(HttpSource(remote_model(server.url))) as source,
+        pytest.raises(SourceRefused, match=rf"{server.url}/config\.json {problem}"),
+    ):
+        source.find(["config.json"])
+
+
+def test_a_server_that_is_busy_when_the_model_is_opened_is_asked_again(server: RangeServer) -> None:
+    refused: list[str] = []
+
+    def too_many(handler: Handler, request: Request) -> bool:
+        if request.path.endswith("config.json") and not refused:
+            refused.append(request.path)
+            handler.answer(429, {"Retry-After": "0"})
+            return True
+        return False
+
+    server.misbehave = too_many
+    with closing(HttpSource(remote_model(server.url))) as source:
+        assert pin(source).file("config.json").size_bytes == 2
+    assert len(refused) == 1
 
 
 def test_a_server_without_ranges_is_named(server: RangeServer, tmp_path: Path) -> None:
