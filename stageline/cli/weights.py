@@ -103,11 +103,9 @@ def index(
     ] = None,
 ) -> int:
     """Write SHA-256 of every tensor and self-check references, for the source or `--weights-manifest`."""
-    if isinstance(model, RemoteModel) and output is None:
-        raise typer.BadParameter("is required for a remote model", param_hint="--output")
     if isinstance(model, RemoteModel) and reference:
         raise typer.BadParameter("needs the weights in a directory", param_hint="--reference")
-    path = output or model / MANIFEST_FILE
+    path = output or _manifest_beside(model)
     if not os.access(path.parent, os.W_OK):
         raise CommandFailed(f"{path.parent} is not a directory that can be written", reason="OS_ERROR")
     with _failures():
@@ -116,6 +114,12 @@ def index(
     print(f"wrote {path}: {len(manifest.sha256s)} tensors, SHA-256 {manifest.digest}")
     print(f"references of the self-check: {', '.join(manifest.references) or 'none'}")
     return ExitCode.DONE
+
+
+def _manifest_beside(model: Path | RemoteModel) -> Path:
+    if isinstance(model, RemoteModel):
+        raise typer.BadParameter("is required for a remote model", param_hint="--output")
+    return model / MANIFEST_FILE
 
 
 def _index_remote(location: RemoteModel) -> Manifest:
