@@ -1,4 +1,5 @@
-"""Every kernel compiles for each architecture, without spills and within its shared memory.
+"""Every kernel compiles for each architecture, without spills and within its shared memory, and multiplies on
+tensor cores, float32 in three parts.
 
 Kernels are those that operations start for shapes of known models: launches are recorded, not run.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -307,18 +308,70 @@ def test_kernels_compile_without_spills(
         options = {"num_warps": one.launched.num_warps, "num_stages": one.launched.num_stages}
         compiled = triton.compile(one.source(), GPUTarget("cuda", capability, 32), options)
         assert compiled.metadata.shared <= SHARED_BYTES[capability] * KIB
-        assert _local_bytes(compiled.asm["cubin"], tmp_path) == 0, one.launched
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        assert _local_bytes(file) == 0, one.launched
+        products = [Product(*found) for found in _DOT.findall(compiled.asm["ttir"])]
+        check_products(case, capability, products, _tensor_cores(file))
+
+
+class Product(NamedTuple):
+    """Precision and dtype of the operands of a product of matrices."""
+
+    precision: str
+    dtype: str
+
+
+ASYNCHRONOUS = {90: "HGMMA", 100: "UTCHMMA"}
+"""Products of bf16 and f16 that read their operands from shared memory, by several warps."""
+WITH_LONG_TILES = re.compile(r"(?!.*-f32).*-prompt.*|experts-many-rows")
+"""Cases whose tiles have the 64 rows that these need."""
+_DOT = re.compile(r"tt\.dot [^:]*?(?:inputPrecision = (\w+) )?: tensor<[0-9x]+x(\w+)>")
+
+
+def check_products(case: str, capability: int, products: Sequence[Product], found: set[str]) -> None:
+    """A kernel has `products` exactly if it has instructions `found` of tensor cores.
+
+    Products of float32 have three parts of tf32: one alone would keep 10 bits.
+    """
+    assert bool(found) == bool(products), f"{products} by {found or 'no tensor cores'}"
+    assert all(one.precision == "tf32x3" for one in products if one.dtype == "f32"), products
+    if products and WITH_LONG_TILES.fullmatch(case) and capability in ASYNCHRONOUS:
+        assert ASYNCHRONOUS[capability] in found, found
+
+
+@pytest.mark.parametrize(
+    ("products", "found"),
+    [
+        ([Product("", "bf16")], set()),
+        ([], {"HMMA"}),
+        ([Product("tf32", "f32")], {"HGMMA"}),
+        ([Product("", "f16")], {"HMMA"}),
+    ],
+    ids=["no tensor cores", "no products", "one part", "synchronous"],
+)
+def test_products_on_other_units_than_expected_are_found(products: list[Product], found: set[str]) -> None:
+    with pytest.raises(AssertionError):
+        check_products("llama-prompt-f16", 90, products, found)
 
 
 _USAGE = re.compile(r"STACK:(\d+).*?LOCAL:(\d+)")
+_TENSOR_CORE = re.compile(r"\b([A-Z]+MMA)\b")
 
 
-def _local_bytes(cubin: bytes, directory: Path) -> int:
+def _local_bytes(cubin: Path) -> int:
     """Local memory and stack of one thread: where registers are spilled to."""
-    file = directory / "kernel.cubin"
-    file.write_bytes(cubin)
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    printed = subprocess.run([program, "-res-usage", file], capture_output=True, text=True, check=True)
-    found = _USAGE.search(printed.stdout)
-    assert found is not None, printed.stdout
+    printed = _dumped("-res-usage", cubin)
+    found = _USAGE.search(printed)
+    assert found is not None, printed
     return int(found[1]) + int(found[2])
+
+
+def _tensor_cores(cubin: Path) -> set[str]:
+    """Instructions of tensor cores in the machine code."""
+    return set(_TENSOR_CORE.findall(_dumped("-sass", cubin)))
+
+
+def _dumped(option: str, cubin: Path) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([program, option, cubin], capture_output=True, text=True, check=True).stdout
