@@ -8,11 +8,14 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from stage_worker.sampling import SampledStep, Sampler
+from stage_worker.sampling.grammar_masks import MaskRows
 from stageline_rpc.internal.v1 import step_pb2
+from tests.fake_cuda import DEVICE, fake_cuda
 from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, InlinePool, Setting
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text.grammars import GrammarKind
@@ -132,6 +135,18 @@ def test_a_sampled_token_begins_the_next_mask(setting: Setting) -> None:
     assert num_pieces == 2  # of the start, and of the token
     assert device_step(sampler, [part(key, [token])]).held == frozenset()
     assert pool.num_pieces == num_pieces
+
+
+def test_masking_waits_for_no_device() -> None:
+    """More rows than are masked together, and ids that end within an octet."""
+    masks = MaskRows({row: np.full(13, 255, np.uint8) for row in range(0, 60, 3)})
+    with fake_cuda() as copies:
+        placed = {id(array): torch.from_numpy(array).to(DEVICE) for array in masks.arrays}
+        scores = torch.empty((60, 100), device=DEVICE)
+        copies.counts.clear()
+        masks.apply(scores, lambda array: placed[id(array)])
+    assert copies.counts["operations"] > 0
+    assert (copies.counts["up"], copies.counts["down"]) == (0, 0)
 
 
 class Later(InlinePool):
