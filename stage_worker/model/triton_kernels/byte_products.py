@@ -17,25 +17,23 @@ from torch import Tensor
 from stage_worker.model.held_matrices import ByteMatrix
 from stage_worker.model.triton_kernels.elements import from_e4m3
 from stage_worker.model.triton_kernels.held_products import (
-    ProductTile,
-    checked,
     code_product,
+    held_product,
     input_tile,
     write_sum,
 )
-from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, Launch
 
 
 # fmt: off
 @triton.jit
-def _block_scales(scales, block, outputs, is_output, num_row_blocks, HEIGHT: tl.constexpr):
-    places = block * num_row_blocks + outputs // HEIGHT
+def _block_scales(scales, block, outputs, is_output, num_outputs, HEIGHT: tl.constexpr):
+    places = block * tl.cdiv(num_outputs, HEIGHT) + outputs // HEIGHT
     return tl.load(scales + places, mask=is_output, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def byte_kernel(
-    x, stride, codes, scales, bias, residual, residual_stride, found, num_rows, num_outputs, num_row_blocks,
+    x, stride, codes, scales, bias, residual, residual_stride, found, num_rows, num_outputs,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
 ):
@@ -58,9 +56,9 @@ def byte_kernel(
             total = code_product(left, values, total, WIDENS)
         else:
             sums = code_product(left, values, tl.zeros([ROWS, OUTPUTS], tl.float32), WIDENS)
-            total += sums * _block_scales(scales, start // BLOCK, outputs, is_output, num_row_blocks, HEIGHT)
+            total += sums * _block_scales(scales, start // BLOCK, outputs, is_output, num_outputs, HEIGHT)
     if BLOCK == 0:
-        total = total * _block_scales(scales, 0, outputs, is_output, num_row_blocks, HEIGHT)
+        total = total * _block_scales(scales, 0, outputs, is_output, num_outputs, HEIGHT)
     write_sum(total, rows, is_row, outputs, is_output, bias, residual, residual_stride, found, num_outputs)
 # fmt: on
 
@@ -81,27 +79,13 @@ def _depth(block: int, element_bytes: int) -> int:
 def byte_product(
     x: Tensor, matrix: ByteMatrix, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """`x` [n, columns] times the matrix, plus `bias` [rows] and `residual` [n, rows], in the dtype of `x`.
-
-    Everything is added in float32, block by block, and rounded once. A row's result does not depend on the
-    other rows, but for the sizes of tiles, which depend on their number.
-    """
-    plan, num_rows = matrix.plan, len(x)
-    checked(x, plan.columns, residual, plan.rows)
-    found = x.new_empty(num_rows, plan.rows)
-    tile = ProductTile.of(num_rows, x.element_size())
+    """See `held_product`."""
+    plan = matrix.plan
     constants = {
-        "WIDTH": plan.columns,
         "BLOCK": plan.width,
         "HEIGHT": plan.height,
         "DEPTH": _depth(plan.width, x.element_size()),
-        "ROWS": tile.rows,
-        "OUTPUTS": tile.outputs,
         "IS_FP8": plan.is_fp8,
-        "WIDENS": IS_INTERPRETED,
     }
-    Launch(byte_kernel, tile.grid(num_rows, plan.rows), constants, tile.num_warps, num_stages=3)(
-        *(x, x.stride(0), matrix.codes, matrix.scales, bias, residual),
-        *(None if residual is None else residual.stride(0), found, num_rows, plan.rows, plan.num_row_blocks),
-    )
-    return found
+    tensors = (matrix.codes, matrix.scales)
+    return held_product(byte_kernel, x, plan, tensors, constants, bias, residual, num_stages=3)

@@ -9,13 +9,16 @@ scale: weights are never rounded to the run dtype.
 # ruff: noqa: N803
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_worker.model.triton_kernels.launch import PRECISION
+from checkpoint.held import HeldPlan
+from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, PRECISION, Launch
 
 
 # fmt: off
@@ -84,7 +87,37 @@ class ProductTile:
         return triton.cdiv(num_rows, self.rows), triton.cdiv(num_outputs, self.outputs)
 
 
-def checked(x: Tensor, columns: int, residual: Tensor | None, outputs: int) -> None:
+def held_product(
+    kernel: Any,
+    x: Tensor,
+    plan: HeldPlan,
+    tensors: Sequence[Tensor | None],
+    constants: Mapping[str, Any],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    num_stages: int,
+) -> Tensor:
+    """`x` [n, columns] times a matrix, plus `bias` [rows] and `residual` [n, rows], in the dtype of `x`.
+
+    Everything is added in float32, group by group, and rounded once. A row's result does not depend on the
+    other rows, but for the sizes of tiles, which depend on their number. `tensors` and `constants` are the
+    kernel's own ones of a matrix of `plan`.
+    """
+    _check(x, plan.columns, residual, plan.rows)
+    num_rows = len(x)
+    found = x.new_empty(num_rows, plan.rows)
+    tile = ProductTile.of(num_rows, x.element_size())
+    shared = {"WIDTH": plan.columns, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDENS": IS_INTERPRETED}
+    grid = tile.grid(num_rows, plan.rows)
+    Launch(kernel, grid, {**shared, **constants}, tile.num_warps, num_stages)(
+        *(x, x.stride(0), *tensors, bias, residual),
+        *(None if residual is None else residual.stride(0), found, num_rows, plan.rows),
+    )
+    return found
+
+
+def _check(x: Tensor, columns: int, residual: Tensor | None, outputs: int) -> None:
     """Assert that kernels can read `x` [n, columns] and `residual` [n, outputs]."""
     assert x.dim() == 2 and x.shape[1] == columns and x.stride(1) == 1, "rows of another width"
     if residual is not None:

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from stage_worker.model.held_matrices import NibbleMatrix
 from stage_worker.model.triton_kernels.held_products import (
-    ProductTile,
-    checked,
     code_product,
+    held_product,
     input_tile,
     write_sum,
 )
-from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, Launch
 
 _MIDDLE = tl.constexpr(8)
 
@@ -73,26 +71,8 @@ def nibble_kernel(
 def nibble_product(
     x: Tensor, matrix: NibbleMatrix, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """`x` [n, columns] times the matrix, plus `bias` [rows] and `residual` [n, rows], in the dtype of `x`.
-
-    Everything is added in float32, group by group, and rounded once. A row's result does not depend on the
-    other rows, but for the sizes of tiles, which depend on their number.
-    """
-    plan, num_rows = matrix.plan, len(x)
-    checked(x, plan.columns, residual, plan.rows)
-    found = x.new_empty(num_rows, plan.rows)
-    tile = ProductTile.of(num_rows, x.element_size())
-    constants = {
-        "WIDTH": plan.columns,
-        "GROUP": plan.group or 2 * plan.row_bytes,
-        "HALF": plan.half,
-        "ROW_BYTES": plan.row_bytes,
-        "ROWS": tile.rows,
-        "OUTPUTS": tile.outputs,
-        "WIDENS": IS_INTERPRETED,
-    }
-    Launch(nibble_kernel, tile.grid(num_rows, plan.rows), constants, tile.num_warps, num_stages=4)(
-        *(x, x.stride(0), matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets, bias),
-        *(residual, None if residual is None else residual.stride(0), found, num_rows, plan.rows),
-    )
-    return found
+    """See `held_product`."""
+    plan = matrix.plan
+    constants = {"GROUP": plan.group or 2 * plan.row_bytes, "HALF": plan.half, "ROW_BYTES": plan.row_bytes}
+    tensors = (matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets)
+    return held_product(nibble_kernel, x, plan, tensors, constants, bias, residual, num_stages=4)
