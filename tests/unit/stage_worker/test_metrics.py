@@ -1,10 +1,11 @@
 """How a stage's time is cut, step by step, on a clock that the test sets."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from checkpoint import DType
+from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import LoadedStage
 from stage_worker.backends.contract import (
     EagerReason,
@@ -73,6 +74,20 @@ class Watched:
         found = self.values(metric)[(stage,)]
         assert not isinstance(found, Buckets)
         return round(found, 6)
+
+
+def loaded_stage(assignment: Assignment, compute: type[MockCompute] = MockCompute) -> LoadedStage:
+    return LoadedStage(
+        assignment=assignment,
+        executor=StepExecutor(assignment, compute(assignment)),
+        weight_bytes=1000,
+        kv_bytes=2000,
+        read_bytes=0,
+        load_ms=1500,
+        warmup_ms=250,
+        device="cuda:1",
+        kernels="plain",
+    )
 
 
 def test_a_step_after_another_waits_from_one_to_the_other() -> None:
@@ -160,17 +175,7 @@ def test_only_the_present_stage_is_reported() -> None:
     assert watched.values(definitions.KV_BLOCKS) == {}
     for stage in (1, 2):
         assignment = mock_assignment(stage=stage)
-        watched.stage.loaded = LoadedStage(
-            assignment=assignment,
-            executor=StepExecutor(assignment, MockCompute(assignment)),
-            weight_bytes=1000,
-            kv_bytes=2000,
-            read_bytes=0,
-            load_ms=1500,
-            warmup_ms=250,
-            device="cuda:1",
-            kernels="plain",
-        )
+        watched.stage.loaded = loaded_stage(assignment)
         text = str(stage)
         assert watched.values(definitions.KV_BLOCKS) == {
             (text, "active"): 0,
@@ -219,22 +224,12 @@ class RecordedCompute(MockCompute):
 
 def test_graphs_are_reported_for_stages_that_have_them() -> None:
     watched, assignment = Watched(), mock_assignment(stage=1)
-    loaded = LoadedStage(
-        assignment=assignment,
-        executor=StepExecutor(assignment, RecordedCompute(assignment)),
-        weight_bytes=1000,
-        kv_bytes=2000,
-        read_bytes=0,
-        load_ms=1500,
-        warmup_ms=250,
-        device="cuda:1",
-    )
-    watched.stage.loaded = loaded
+    watched.stage.loaded = loaded_stage(assignment, RecordedCompute)
     assert watched.values(definitions.GRAPH_STEPS) == {("1", "replayed"): 7, ("1", "eager"): 3}
     assert watched.values(definitions.GRAPHS) == {("1", "recorded"): 2, ("1", "failed"): 1}
     assert watched.values(definitions.GRAPH_EAGER_STEPS) == {("1", "first"): 2, ("1", "no_size"): 1}
     assert watched.values(definitions.GRAPH_MEMORY) == {("1",): 5000}
-    watched.stage.loaded = replace(loaded, executor=StepExecutor(assignment, MockCompute(assignment)))
+    watched.stage.loaded = loaded_stage(assignment)
     assert watched.values(definitions.GRAPH_STEPS) == {}
     assert watched.values(definitions.GRAPHS) == {}
     assert watched.values(definitions.GRAPH_EAGER_STEPS) == {}

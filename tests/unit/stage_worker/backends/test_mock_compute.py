@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from checkpoint import DType
-from stage_worker.assignment import Assignment, ModelShape
+from stage_worker.assignment import ModelShape
 from stage_worker.backends.contract import CudaGraphs, KernelChoice
 from stage_worker.backends.mock_compute import MockCompute, MockConstraints, mock_token
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
 from tests.unit.coordinator.scheduler.pipeline_model import key_of
 from tests.unit.stage_worker.backends.mock_results import results_of
+from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from wire.frames import Frame
-from wire.ids import StageRole
 from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import Decode, Prefill, SliceError, StartRecord, Step, StepResult, StepSlice
 from wire.tensors import HiddenStates, TensorView
@@ -98,25 +98,10 @@ def test_no_token_is_sampled_if_none_is_allowed() -> None:
     assert reachable(StepSampling(allowed_token_ids=(4,), bad_words=((4,),))) == {None}
 
 
-LAST = Assignment(
-    plan_id=1,
-    stage=2,
-    num_stages=3,
-    role=StageRole.LAST,
-    layer_begin=2,
-    layer_end=3,
-    model_directory="",
-    fingerprint="mock-1",
-    dtype=DType.BF16,
-    block_size=4,
-    num_blocks=8,
-    max_step_tokens=16,
-    max_step_sequences=4,
-    max_sequence_tokens=32,
-    model_shape=ModelShape(hidden_size=6, vocab_size=20, eos_token_ids=(0, 7)),
+FIRST, MIDDLE, LAST = (
+    mock_assignment(stage=stage, model_shape=ModelShape(hidden_size=6, vocab_size=20, eos_token_ids=(0, 7)))
+    for stage in range(3)
 )
-FIRST = replace(LAST, stage=0, role=StageRole.FIRST, layer_begin=0, layer_end=1)
-MIDDLE = replace(LAST, stage=1, role=StageRole.MIDDLE, layer_begin=1, layer_end=2)
 
 
 def frame_of(*slices: StepSlice, hidden: HiddenStates = ()) -> Frame:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import Checkpoint, DType
+from checkpoint import Checkpoint
 from kvcache import group_windows
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import StageLoadError
@@ -22,32 +22,14 @@ from stage_worker.loading.warmup import LargestStep, run_largest_step
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import new_assignment
 from tests.unit.coordinator.planner.small_models import llama
+from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from wire.frames import Frame
 from wire.gpu import DeviceMemory
-from wire.ids import StageRole
 from wire.steps import Decode, StepSlice
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 RESOURCES = WorkerResources(device=CPU, memory_bytes=1 << 30, model_directory=None)
-
-
-ASSIGNMENT = Assignment(
-    plan_id=1,
-    stage=0,
-    num_stages=1,
-    role=StageRole.ONLY,
-    layer_begin=0,
-    layer_end=2,
-    model_directory="",
-    fingerprint="",
-    dtype=DType.F32,
-    block_size=16,
-    num_blocks=1,
-    max_step_tokens=1,
-    max_step_sequences=1,
-    max_sequence_tokens=1,
-)
 
 
 class FakeMeter(DeviceMeter):
@@ -135,8 +117,10 @@ def test_the_largest_step_keeps_every_limit(
     max_sequence_tokens: int,
     window: int,
 ) -> None:
-    assignment = replace(
-        ASSIGNMENT,
+    assignment = mock_assignment(
+        stage=0,
+        num_stages=1,
+        layer_end=2,
         num_blocks=num_blocks,
         other_num_blocks=tuple(others),
         block_size=block_size,
