@@ -28,8 +28,12 @@ from kvcache.errors import (
     KvCacheError,
     NothingToPop,
     OutOfBlocks,
+    OutOfStates,
     OutputLimitExceeded,
     SequenceHoldsBlocks,
+    SequenceHoldsState,
+    StateNotHeld,
+    StateTaken,
     UnknownSequence,
 )
 from kvcache.groups import KvGroup, first_needed_block, group_windows, longest_hit
@@ -38,9 +42,23 @@ from kvcache.integrity import IntegrityMonitor, IntegrityReport
 from kvcache.ledger import Announced, CachedBlock, Ledger
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence, KvWindow
+from kvcache.state_ledger import SNAPSHOT_GRID_TOKENS, StateLedger
+from kvcache.state_table import StateTable
+from kvcache.states import (
+    CopyState,
+    FreeState,
+    LiveState,
+    SlotChange,
+    Snapshot,
+    State,
+    StatePool,
+    StateSignal,
+    TakeState,
+)
 
 __all__ = [
     "DEFAULT_SALT",
+    "SNAPSHOT_GRID_TOKENS",
     "ActiveSequence",
     "Announced",
     "Block",
@@ -51,9 +69,11 @@ __all__ = [
     "BlockTable",
     "BlockTables",
     "CachedBlock",
+    "CopyState",
     "Deref",
     "Destroy",
     "Event",
+    "FreeState",
     "FullBlock",
     "Grow",
     "HashCollision",
@@ -65,15 +85,28 @@ __all__ = [
     "KvGroup",
     "KvWindow",
     "Ledger",
+    "LiveState",
     "NothingToPop",
     "OutOfBlocks",
+    "OutOfStates",
     "OutputLimitExceeded",
     "PartialBlock",
     "Promote",
     "Removed",
     "SequenceHoldsBlocks",
+    "SequenceHoldsState",
     "Signal",
+    "SlotChange",
+    "Snapshot",
+    "State",
+    "StateLedger",
+    "StateNotHeld",
+    "StatePool",
+    "StateSignal",
+    "StateTable",
+    "StateTaken",
     "Stored",
+    "TakeState",
     "UnknownSequence",
     "Use",
     "block_hash",

@@ -1,4 +1,4 @@
-"""Errors of the accounting. Only `OutOfBlocks` and `HashCollision` occur without a defect."""
+"""Errors of the accounting. Only `OutOfBlocks`, `OutOfStates` and `HashCollision` occur without a defect."""
 
 # The conformance vectors fix the name OutOfBlocks; the other names follow it and omit "Error".
 
@@ -14,6 +14,22 @@ class OutOfBlocks(KvCacheError):
         super().__init__(f"{needed} blocks needed, {available} free or evictable")
         self.needed = needed
         self.available = available
+
+
+class OutOfStates(KvCacheError):
+    """All slots have live states; a sequence must end, or be preempted, before another one starts."""
+
+    def __init__(self, num_states: int) -> None:
+        super().__init__(f"all {num_states} states are in use")
+        self.num_states = num_states
+
+
+class StateNotHeld(KvCacheError):
+    """A signal or query names a state that has no slot, or that another sequence owns."""
+
+
+class StateTaken(KvCacheError):
+    """A state begins that has a slot already, or a sequence gets a second one."""
 
 
 class BlockNotActive(KvCacheError):
@@ -67,3 +83,8 @@ class SequenceHoldsBlocks(KvCacheError):
     def __init__(self, key: object, num_blocks: int) -> None:
         super().__init__(f"sequence {key!r} ended but still holds {num_blocks} blocks")
         self.num_blocks = num_blocks
+
+
+class SequenceHoldsState(KvCacheError):
+    def __init__(self, key: object) -> None:
+        super().__init__(f"sequence {key!r} ended but still holds a state")

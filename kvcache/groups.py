@@ -4,7 +4,7 @@ The first group has the widest window (None: full attention) and decides how man
 others follow by descending window.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.sequence import KvWindow
@@ -41,15 +41,19 @@ def longest_hit(
     *,
     block_size: int,
     max_tokens: int,
+    ends: Container[int] | None = None,
 ) -> int:
     """Return the most leading tokens, at most `max_tokens`, whose computation all groups can save.
 
     `cached` has, per group, whether each full block of a sequence is cached. A group needs only the blocks
-    that the first query after the hit can see; others may be missing.
+    that the first query after the hit can see; others may be missing. With `ends`, the hit has such a number
+    of blocks, all of whose tokens are within `max_tokens`.
     """
     runs = [_run_lengths(flags) for flags in cached]
     for num_blocks in range(min(len(flags) for flags in cached), 0, -1):
         num_tokens = min(num_blocks * block_size, max_tokens)
+        if ends is not None and (num_blocks not in ends or num_tokens < num_blocks * block_size):
+            continue
         if all(
             run[num_blocks] >= num_blocks - first_needed_block(window, num_tokens, block_size)
             for run, window in zip(runs, windows, strict=True)

@@ -226,6 +226,10 @@ class StreamDigest:
         kind = _DEREF if isinstance(signal, Deref) else _DESTROY
         return _pack((self.value, kind, isinstance(signal.block, PartialBlock), key))
 
+    def begin_states(self, kind: int, fields: tuple[int, ...]) -> bytes:
+        """A signal of recurrent states, see `kvcache.states`; its outcome is the snapshot that it evicts."""
+        return _pack((self.value, kind, *fields))
+
     def add_grow(self, grow: Grow, evicted: int | None) -> None:
         """Add both signals of `grow`, whose blocks take pages of their own; the second one evicts `evicted`.
 

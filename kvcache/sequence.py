@@ -7,6 +7,7 @@ from typing import overload
 from kvcache.blocks import Block, Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Signal, Use
 from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
 from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, BlockChain, Content, pack_tokens
+from kvcache.states import LiveState
 
 
 class TokensView(Sequence[int]):
@@ -93,6 +94,8 @@ class ActiveSequence:
         self._new_id = new_id
         self.group = group
         self.others = tuple(others)
+        self.state: LiveState | None = None
+        """Recurrent state of the sequence; only that of group 0 has one, in models with such states."""
         private_from = self._always_private_from = None if prefix_caching else 0
         salts = (salt, num_public_blocks)
         self._chain = BlockChain(block_size=block_size, salts=salts, private_from=private_from, new_id=new_id)
@@ -152,6 +155,10 @@ class ActiveSequence:
         """Sequence hash and content of each full block, from the first token on."""
         names = (block.sequence_hash for block in self._chain.blocks)
         return zip(names, self._chain.contents, strict=True)
+
+    def full_block(self, index: int) -> tuple[int, Content]:
+        """Sequence hash and content of full block number `index`."""
+        return self._chain.blocks[index].sequence_hash, self._chain.contents[index]
 
     @property
     def held_blocks(self) -> tuple[Block, ...]:

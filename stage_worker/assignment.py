@@ -195,6 +195,7 @@ class Assignment:
     remote model, whose `model_directory` is empty, or of the coordinator's directory; `manifest` has the
     SHA-256 of the stage's tensors, if they are known. `implementation` computes the layers. The plan counts
     `activation_bytes` for the largest step. `holds_stored`: see `Blueprint.with_stored`.
+    `num_states` are the slots for recurrent states, 0 for models without recurrent layers.
     """
 
     plan_id: int
@@ -224,6 +225,7 @@ class Assignment:
     implementation: Implementation = Implementation.NATIVE
     activation_bytes: int = 0
     holds_stored: bool = False
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -319,6 +321,7 @@ def decode_assignment(
         block_size=message.block_size,
         num_blocks=message.num_blocks,
         other_num_blocks=tuple(message.other_num_blocks),
+        num_states=message.num_states,
         max_step_tokens=message.max_step_tokens,
         max_step_sequences=message.max_step_sequences,
         max_sequence_tokens=message.max_sequence_tokens,

@@ -21,6 +21,9 @@ from kvcache import (
     IntegrityReport,
     InvalidSignal,
     KvCacheError,
+    SlotChange,
+    StateSignal,
+    StateTable,
     combined_digest,
 )
 from stage_worker.assignment import Assignment
@@ -60,6 +63,9 @@ class ExecutorStats:
     blocks_free: int = 0
     blocks_wanted: int = 0
     blocks_hit: int = 0
+    states_live: int = 0
+    states_saved: int = 0
+    states_free: int = 0
     integrity: IntegrityReport = field(default_factory=IntegrityReport)
     graphs: GraphCounts | None = None
 
@@ -69,11 +75,13 @@ class _PreparedStep:
     """A step that waits for its hidden states.
 
     `refusal` is raised in the place of its computation. `has_records` says that the stage's computation has
-    still to take its ends and starts. `prepared` is None for a step without slices.
+    still to take its ends and starts. `states` change before the step is computed. `prepared` is None for a
+    step without slices.
     """
 
     step: Step
     refusal: StepFault | None = None
+    states: list[SlotChange] = field(default_factory=list)
     has_records: bool = False
     prepared: object = None
 
@@ -101,10 +109,12 @@ class StepExecutor:
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
         """`compute` holds the assigned layers and their KV blocks.
 
-        The executor accounts for the blocks of all groups, also those that no layer of the stage uses.
+        The executor accounts for the blocks of all groups, also those that no layer of the stage uses, and
+        for recurrent states.
         """
         self._role = assignment.role
         self._group_blocks = assignment.group_blocks
+        self._num_states = assignment.num_states
         self._block_size = assignment.block_size
         self._compute = compute
         self._rules = StepRules.of(assignment, boundary=compute.boundary, vocab_size=compute.vocab_size)
@@ -131,6 +141,7 @@ class StepExecutor:
         self._integrity.restart()
         self._groups = [BlockTables(count, block_size=self._block_size) for count in self._group_blocks]
         self._tables = self._groups[0]
+        self._states = StateTable(self._num_states) if self._num_states else None
         self._sequences = StageSequences()
         self._begin_computation(stage)
 
@@ -209,6 +220,7 @@ class StepExecutor:
     def stats(self) -> ExecutorStats:
         """Current counters; during a step, some of them may include it already."""
         pools = [tables.pool for tables in self._groups]
+        states = None if self._states is None else self._states.pool
         return ExecutorStats(
             num_steps=self._num_steps,
             busy_s=self._busy_s,
@@ -217,14 +229,19 @@ class StepExecutor:
             blocks_free=sum(pool.num_free for pool in pools),
             blocks_wanted=self._tables.num_wanted_blocks,
             blocks_hit=self._tables.num_hit_blocks,
+            states_live=0 if states is None else states.num_live,
+            states_saved=0 if states is None else states.num_snapshots,
+            states_free=0 if states is None else states.num_free,
             integrity=self._integrity.report,
             graphs=self._compute.graphs,
         )
 
     def check_integrity(self) -> None:
-        """Verify pools and block tables. Raises kvcache.IntegrityBroken."""
+        """Verify pools, block tables and recurrent states. Raises kvcache.IntegrityBroken."""
         for tables in self._groups:
             tables.check_integrity()
+        if self._states is not None:
+            self._states.check_integrity()
 
     @property
     def is_check_due(self) -> bool:
@@ -250,13 +267,13 @@ class StepExecutor:
         step = ahead.step
         self._check_order(step)
         check_limits(step, self._rules)
-        self._apply(step)
+        self._apply(step, ahead.states)
         ahead.has_records = bool(step.ends or step.starts)
         if len(self._ahead) == 1:
             self._take_records(ahead)
         if self._integrity.count_step():
             self.verify_accounting()
-        slices = check_slices(step, self._sequences, self._groups, self._rules)
+        slices = check_slices(step, self._sequences, self._groups, self._rules, self._states)
         ahead.prepared = self._compute.prepare(step, slices) if slices else None
         slices.advance(self._sequences)
 
@@ -275,6 +292,8 @@ class StepExecutor:
             raise InvariantBroken(f"step {step.step_id} is computed where {ahead.step.step_id} was prepared")
         check_hidden_states(frame, self._rules)
         self._take_records(ahead)
+        if ahead.states:
+            self._compute.change_states(ahead.states)
         return self._compute.begin(frame, ahead.prepared) if step.num_slices else None
 
     def _finish(self, begun: BegunStep) -> StageOutput:
@@ -288,16 +307,18 @@ class StepExecutor:
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
         return HandedOn(step.step_id, begun.step_checksum, computed or ())
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: Step, changes: list[SlotChange]) -> None:
+        """Apply records and signals; `changes` takes what happens to the slots of states."""
         for end in step.ends:
             self._sequences.end(end)
         for start in step.starts:
             self._sequences.start(start)
         position = step.grows.position
-        self._apply_signals(step.signals[:position])
+        self._apply_signals(step.signals[:position], changes)
         self._apply_grows(step.grows)
-        self._apply_signals(step.signals[position:])
-        digest = combined_digest([tables.digest for tables in self._groups])
+        self._apply_signals(step.signals[position:], changes)
+        states = [] if self._states is None else [self._states.digest]
+        digest = combined_digest([tables.digest for tables in self._groups] + states)
         if digest != step.digest:
             raise StepFault(
                 StepFaultKind.KV_DIVERGENCE,
@@ -305,15 +326,25 @@ class StepExecutor:
             )
         self._drop_tables(step)
 
-    def _apply_signals(self, signals: Sequence[SequenceSignal]) -> None:
+    def _apply_signals(self, signals: Sequence[SequenceSignal], changes: list[SlotChange]) -> None:
         for entry in signals:
             key = entry.sequence
             try:
+                if isinstance(entry.signal, StateSignal):
+                    self._apply_state(key, entry.signal, changes)
+                    continue
                 tables = self._group(entry.group)
                 tables.apply(key, entry.signal, is_counted=key.request_id != CHECK_REQUEST)
             except KvCacheError as error:
                 raise _bad_signal(key, error) from error
             self._sequences.blocks_changed(key)
+
+    def _apply_state(self, key: SequenceKey, signal: StateSignal, changes: list[SlotChange]) -> None:
+        if self._states is None:
+            raise InvalidSignal("a signal of recurrent states, which the model does not have")
+        change = self._states.apply(key, signal)
+        if change is not None:
+            changes.append(change)
 
     def _group(self, number: int) -> BlockTables:
         if number >= len(self._groups):
@@ -338,6 +369,8 @@ class StepExecutor:
                 for tables in self._groups:
                     if key in tables:
                         tables.drop(key)
+                if self._states is not None:
+                    self._states.check_ended(key)
             except KvCacheError as error:
                 raise StepFault(
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)

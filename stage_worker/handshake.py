@@ -101,6 +101,7 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
         other_num_blocks=assignment.other_num_blocks,
+        num_states=assignment.num_states,
         wire_dtype=number_of(None if assignment.role.has_head else assignment.wire_dtype),
         kv_dtype=number_of(assignment.kv_dtype),
         secret=epoch.outgoing_secret,
@@ -137,6 +138,7 @@ def check_hop(hello: forward_pb2.HopHello, epoch: Epoch, assignment: Assignment)
         ("block size", assignment.block_size, hello.block_size),
         ("number of blocks", assignment.num_blocks, hello.num_blocks),
         ("numbers of windowed blocks", assignment.other_num_blocks, tuple(hello.other_num_blocks)),
+        ("number of states", assignment.num_states, hello.num_states),
     ):
         if expected != got:
             raise HandshakeMismatch(what, expected=expected, got=got)

@@ -294,6 +294,9 @@ class StageManager:
         heartbeat.kv.blocks_free = stats.blocks_free
         heartbeat.kv.blocks_wanted = stats.blocks_wanted
         heartbeat.kv.blocks_hit = stats.blocks_hit
+        heartbeat.kv.states_live = stats.states_live
+        heartbeat.kv.states_saved = stats.states_saved
+        heartbeat.kv.states_free = stats.states_free
         heartbeat.kv_integrity.CopyFrom(encode_integrity(stats.integrity))
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn, overload
 
 from checkpoint import BoundaryTensor, DType
-from kvcache import BlockTable, BlockTables
+from kvcache import BlockTable, BlockTables, KvCacheError, StateTable
 from stage_worker.assignment import Assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
@@ -376,7 +376,8 @@ class StepSlices(Sequence[SliceLayout]):
 
     `chunks` are the layouts of its chunks. Layouts of decodes are made when first read: mocks do not need
     them, and models only where `are_decodes_plain` is false. They are those of the first block group;
-    `groups` has the slices in every group.
+    `groups` has the slices in every group. `states` are the recurrent states of the sequences; None in
+    models without.
     """
 
     def __init__(
@@ -386,8 +387,10 @@ class StepSlices(Sequence[SliceLayout]):
         chunks: list[SliceLayout],
         tables: BlockTables,
         others: Sequence[StepSlices] = (),
+        states: StateTable | None = None,
     ) -> None:
         self._others = tuple(others)
+        self._states = states
         self.decodes = decodes
         self.chunks = chunks
         self._columns = step.decodes
@@ -415,6 +418,14 @@ class StepSlices(Sequence[SliceLayout]):
         """Return the tables of the decodes, which stay the same for every step of the batch."""
         return [self._tables.table(sequence.key) for sequence in self.decodes.sequences]
 
+    def state_slots(self) -> list[int]:
+        """Return the slot of each slice's recurrent state, now; empty in models without."""
+        if self._states is None:
+            return []
+        keys = [sequence.key for sequence in self.decodes.sequences]
+        keys += [chunk.sequence for chunk in self._step.chunks]
+        return [self._states.slot(key) for key in keys]
+
     def __len__(self) -> int:
         return len(self.decodes.sequences) + len(self.chunks)
 
@@ -433,6 +444,11 @@ class StepSlices(Sequence[SliceLayout]):
             sequence.num_computed += 1
         for chunk in self._step.chunks:
             sequences.get(chunk.sequence).advance(chunk)
+        if self._states is not None:
+            for sequence in self.decodes.sequences:
+                self._states.advance(sequence.key, sequence.num_computed or 0)
+            for chunk in self._step.chunks:
+                self._states.advance(chunk.sequence, chunk.first_position + len(chunk.tokens))
 
     def _made(self) -> list[SliceLayout]:
         if self._layouts is None:
@@ -443,9 +459,13 @@ class StepSlices(Sequence[SliceLayout]):
 
 
 def check_slices(
-    step: Step, sequences: StageSequences, groups: Sequence[BlockTables], rules: StepRules
+    step: Step,
+    sequences: StageSequences,
+    groups: Sequence[BlockTables],
+    rules: StepRules,
+    states: StateTable | None = None,
 ) -> StepSlices:
-    """Check every slice against its sequence and its blocks in each group. Raises StepFault."""
+    """Check every slice against its sequence, its blocks in each group, and its state. Raises StepFault."""
     batch = sequences.decoding(step.decodes) if step.decodes else DecodeBatch([])
     if step.chunks:
         keys = [sequence.key for sequence in batch.sequences] + [chunk.sequence for chunk in step.chunks]
@@ -457,7 +477,26 @@ def check_slices(
         StepSlices(step, batch, layouts, tables)
         for layouts, tables in zip(chunks[1:], groups[1:], strict=True)
     ]
-    return StepSlices(step, batch, chunks[0], groups[0], others)
+    if states is not None:
+        _check_states(step, batch.sequences, states)
+    return StepSlices(step, batch, chunks[0], groups[0], others, states)
+
+
+def _check_states(step: Step, decoding: list[StageSequence], states: StateTable) -> None:
+    """Check that the state of each sequence has seen exactly the tokens before its slice."""
+    positions = unpack_column(step.decodes.positions)
+    slices = [(sequence.key, position) for sequence, position in zip(decoding, positions, strict=True)]
+    slices += [(chunk.sequence, chunk.first_position) for chunk in step.chunks]
+    for key, position in slices:
+        try:
+            seen = states.position(key)
+        except KvCacheError as error:
+            raise StepFault(StepFaultKind.POSITION, f"slice of {key}: {error}") from error
+        if seen != position:
+            raise StepFault(
+                StepFaultKind.POSITION,
+                f"slice of {key} at position {position}, its recurrent state has seen {seen} tokens",
+            )
 
 
 def _check_decodes(

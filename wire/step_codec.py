@@ -11,7 +11,23 @@ from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
-from kvcache import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
+from kvcache import (
+    Block,
+    CopyState,
+    Deref,
+    Destroy,
+    FreeState,
+    FullBlock,
+    LiveState,
+    PartialBlock,
+    Promote,
+    Signal,
+    Snapshot,
+    State,
+    StateSignal,
+    TakeState,
+    Use,
+)
 from stageline_rpc.internal.v1 import join_pb2, step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
@@ -41,7 +57,7 @@ from wire.steps import (
 _ID_BYTES = 16
 
 
-def encode_signal(signal: Signal, message: step_pb2.SequenceSignal) -> None:
+def encode_signal(signal: Signal | StateSignal, message: step_pb2.SequenceSignal) -> None:
     match signal:
         case Use():
             message.use.blocks.extend(_encode_block(block) for block in signal.blocks)
@@ -59,9 +75,17 @@ def encode_signal(signal: Signal, message: step_pb2.SequenceSignal) -> None:
             message.deref.CopyFrom(_encode_block(signal.block))
         case Destroy():
             message.destroy.CopyFrom(_encode_block(signal.block))
+        case TakeState():
+            message.take_state.CopyFrom(_encode_state(signal.state))
+        case CopyState():
+            message.copy_state.source.CopyFrom(_encode_state(signal.source))
+            message.copy_state.target.CopyFrom(_encode_state(signal.target))
+            message.copy_state.position = signal.position
+        case FreeState():
+            message.free_state.CopyFrom(_encode_state(signal.state))
 
 
-def decode_signal(message: step_pb2.SequenceSignal) -> Signal:
+def decode_signal(message: step_pb2.SequenceSignal) -> Signal | StateSignal:
     """Decode a signal. Raises StepFault UNDECODABLE for an empty oneof."""
     match message.WhichOneof("signal"):
         case "use":
@@ -85,7 +109,38 @@ def decode_signal(message: step_pb2.SequenceSignal) -> Signal:
         case "destroy":
             return Destroy(_decode_block(message.destroy))
         case _:
+            return _decode_state_signal(message)
+
+
+def _decode_state_signal(message: step_pb2.SequenceSignal) -> StateSignal:
+    match message.WhichOneof("signal"):
+        case "take_state":
+            if isinstance(state := _decode_state(message.take_state), LiveState):
+                return TakeState(state)
+            raise StepFault(StepFaultKind.UNDECODABLE, "a sequence takes a snapshot for its state")
+        case "copy_state":
+            copy = message.copy_state
+            return CopyState(_decode_state(copy.source), _decode_state(copy.target), copy.position)
+        case "free_state":
+            return FreeState(_decode_state(message.free_state))
+        case _:
             raise StepFault(StepFaultKind.UNDECODABLE, "KV signal has no content")
+
+
+def _encode_state(state: State) -> step_pb2.RecurrentState:
+    if isinstance(state, LiveState):
+        return step_pb2.RecurrentState(live=state.id)
+    return step_pb2.RecurrentState(snapshot=state.sequence_hash)
+
+
+def _decode_state(message: step_pb2.RecurrentState) -> State:
+    match message.WhichOneof("state"):
+        case "live":
+            return LiveState(message.live)
+        case "snapshot":
+            return Snapshot(message.snapshot)
+        case _:
+            raise StepFault(StepFaultKind.UNDECODABLE, "state of a KV signal has no content")
 
 
 def _encode_block(block: Block) -> step_pb2.Block:

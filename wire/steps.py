@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from kvcache import Grow, Signal
+from kvcache import Grow, Signal, StateSignal
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling import StepSampling
@@ -183,10 +183,13 @@ class EndRecord:
 
 @dataclass(slots=True, unsafe_hash=True)
 class SequenceSignal:
-    """A KV signal, and the sequence and block group whose block table it changes."""
+    """A signal, and the sequence and block group whose block table it changes.
+
+    Signals of recurrent states belong to no block group; theirs is 0.
+    """
 
     sequence: SequenceKey
-    signal: Signal
+    signal: Signal | StateSignal
     group: int = 0
 
 

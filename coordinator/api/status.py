@@ -114,6 +114,7 @@ class StatusReporter:
             block_size=0 if plan is None else plan.block_size,
             num_blocks=0 if plan is None else plan.num_blocks,
             window_blocks=[] if plan is None else _window_blocks(plan),
+            num_states=0 if plan is None else plan.num_states,
             workers=workers,
             requests=self._requests(),
             health=self._availability.health,

@@ -272,6 +272,7 @@ class PlanChecks:
                 block_size=plan.block_size,
                 window=plan.window,
                 other_groups=plan.other_groups,
+                num_states=plan.num_states,
             ),
             first_step_id=0,
             send=self._pipeline.send,

@@ -489,6 +489,7 @@ class Controller:
             prefix_caching=self.prefix_caching,
             window=plan.window,
             other_groups=plan.other_groups,
+            num_states=plan.num_states,
         )
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)

@@ -90,6 +90,7 @@ def encode_assign(
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         other_num_blocks=plan.other_num_blocks,
+        num_states=plan.num_states,
         max_step_tokens=plan.limits.max_step_tokens,
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
@@ -265,6 +266,7 @@ def encode_hop_hello(
         block_size=action.plan.block_size,
         num_blocks=action.plan.num_blocks,
         other_num_blocks=action.plan.other_num_blocks,
+        num_states=action.plan.num_states,
         kv_dtype=number_of(action.plan.kv_dtype),
     )
 
@@ -287,6 +289,7 @@ def check_results_hello(
         ("block size", plan.block_size, hello.block_size),
         ("number of blocks", plan.num_blocks, hello.num_blocks),
         ("numbers of windowed blocks", plan.other_num_blocks, tuple(hello.other_num_blocks)),
+        ("number of states", plan.num_states, hello.num_states),
     ):
         if expected != got:
             raise HandshakeMismatch(what, expected=expected, got=got)

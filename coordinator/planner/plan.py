@@ -135,6 +135,7 @@ class Plan:
     `window` belongs to the first group: the widest sliding window of the layers; None if a layer has none.
     `other_groups` have the layers with other windows. `kv_dtype` is the dtype of keys and values (None:
     `dtype`). `holds_stored`: matrices stay as a checkpoint stores them, see `Blueprint.with_stored`.
+    Every stage has `num_states` slots for recurrent states, 0 for models without recurrent layers.
     """
 
     stages: tuple[StagePlan, ...]
@@ -146,6 +147,7 @@ class Plan:
     other_groups: tuple[KvGroup, ...] = ()
     kv_dtype: ScaledDType | None = None
     holds_stored: bool = False
+    num_states: int = 0
 
     @property
     def other_num_blocks(self) -> tuple[int, ...]:

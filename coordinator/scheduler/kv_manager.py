@@ -12,6 +12,7 @@ from typing import NamedTuple
 from coordinator.scheduler.sequence import Sequence
 from kvcache import (
     DEFAULT_SALT,
+    SNAPSHOT_GRID_TOKENS,
     ActiveSequence,
     Announced,
     CachedBlock,
@@ -21,6 +22,8 @@ from kvcache import (
     Ledger,
     OutOfBlocks,
     Signal,
+    StateLedger,
+    StateSignal,
     Use,
     combined_digest,
     first_needed_block,
@@ -116,7 +119,9 @@ class _Group:
 class KvCacheManager:
     """Allocates KV blocks of all block groups and collects the signals for the next step.
 
-    A sequence has the same tokens in every group; groups with a window hold only the last ones.
+    A sequence has the same tokens in every group; groups with a window hold only the last ones. In models
+    with recurrent states, every sequence has one of `num_states` from its first chunk to its release, and its
+    prefix hits end where a state was saved.
     """
 
     def __init__(
@@ -127,10 +132,13 @@ class KvCacheManager:
         prefix_caching: bool = True,
         window: KvWindow | None = None,
         other_groups: Items[KvGroup] = (),
+        num_states: int = 0,
+        grid_tokens: int = SNAPSHOT_GRID_TOKENS,
     ) -> None:
         """`num_blocks` and `window` are those of the first group.
 
-        With a window, sequences release blocks that no later query can see.
+        With a window, sequences release blocks that no later query can see. `num_states` is 0 for models
+        without recurrent layers; `grid_tokens` are between the snapshots of a long sequence.
         """
         groups = (KvGroup(num_blocks, window), *other_groups)
         self._groups = tuple(_Group(group, block_size=block_size) for group in groups)
@@ -140,6 +148,11 @@ class KvCacheManager:
         self._block_size = block_size
         self._prefix_caching = prefix_caching
         self._ids = count(1)
+        self._states: StateLedger | None = None
+        if num_states:
+            self._states = StateLedger(
+                num_states, block_size=block_size, new_id=self._ids.__next__, grid_tokens=grid_tokens
+            )
         self._pending: list[SequenceSignal] = []
         self._grows = NO_GROWS
         self._events: list[Announced] = []
@@ -153,7 +166,8 @@ class KvCacheManager:
     @property
     def digest(self) -> int:
         """Digest of all applied signals."""
-        return combined_digest([group.ledger.digest for group in self._groups])
+        states = [] if self._states is None else [self._states.digest]
+        return combined_digest([group.ledger.digest for group in self._groups] + states)
 
     @property
     def has_pending(self) -> bool:
@@ -178,6 +192,21 @@ class KvCacheManager:
     def num_free(self) -> int:
         """Empty blocks, of all groups."""
         return sum(group.num_free for group in self._groups)
+
+    @property
+    def num_live_states(self) -> int:
+        """Recurrent states of sequences."""
+        return 0 if self._states is None else self._states.pool.num_live
+
+    @property
+    def num_snapshots(self) -> int:
+        """Saved recurrent states, all of which can be evicted."""
+        return 0 if self._states is None else self._states.pool.num_snapshots
+
+    @property
+    def num_free_states(self) -> int:
+        """Recurrent states without content."""
+        return 0 if self._states is None else self._states.pool.num_free
 
     def take_pending(self) -> tuple[SequenceSignal, ...]:
         """Take the signals since the last call, in the order of the ledger; see also `take_grows`."""
@@ -219,8 +248,13 @@ class KvCacheManager:
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks[0], tuple(num_new_blocks[1:]))
 
     def can_admit(self, plan: AdmissionPlan, *, is_alone: bool) -> bool:
-        """Whether the blocks are available; a sequence that is not alone must also leave the watermark."""
+        """Whether blocks and a state are available.
+
+        A sequence that is not alone must also leave the watermark.
+        """
         needed = (plan.num_new_blocks, *plan.other_new_blocks)
+        if self._states is not None and not self._states.has_room(plan.active, plan.num_cached_tokens):
+            return False
         return all(
             num_blocks + (0 if is_alone else group.watermark) <= group.num_available
             for group, num_blocks in zip(self._groups, needed, strict=True)
@@ -229,8 +263,11 @@ class KvCacheManager:
     def chunk_size(self, start: int, end: int, budget: int) -> int:
         """Tokens of the next chunk of a prefill from `start` to `end`, at most `budget`.
 
-        A chunk ends at `end` or on a block boundary; 0 if `budget` does not reach the next boundary.
+        A chunk ends at `end` or on a block boundary; 0 if `budget` does not reach the next boundary. It does
+        not pass the next place where a state is saved.
         """
+        if self._states is not None:
+            end = self._states.next_stop(start, end)
         if end - start <= budget:
             return end - start
         return max(0, (start + budget) // self._block_size * self._block_size - start)
@@ -249,9 +286,11 @@ class KvCacheManager:
 
         Raises:
             OutOfBlocks: no block was added. It does not occur directly after `can_admit` returned True.
+            OutOfStates: the same for the state of a sequence that begins.
         """
         self._planned = None
         parts = active.groups
+        self._place_state(key, active, first_query)
         for group, part in zip(self._groups, parts, strict=True):
             if group.window is not None:
                 if part.num_allocated_blocks == part.num_released_blocks:
@@ -273,7 +312,8 @@ class KvCacheManager:
         rows, others = [], []
         for sequence in sequences:
             active = sequence.kv
-            grow = self._ledger.grow(active, sequence.newest_token, self._events)
+            is_saved = self._states is not None and self._states.is_stop(len(active), None)
+            grow = None if is_saved else self._ledger.grow(active, sequence.newest_token, self._events)
             if grow is None:
                 others.append(sequence)
             else:
@@ -307,6 +347,8 @@ class KvCacheManager:
         for part in active.groups:
             if signals := part.push(token):
                 self._open_block(key, part, signals)
+        if self._states is not None and self._states.is_stop(position := len(active) - 1, None):
+            self._save_state(key, active, position)
 
     def _open_block(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
         """Apply the signals of the last push, or revert it and raise OutOfBlocks."""
@@ -329,6 +371,7 @@ class KvCacheManager:
 
     def free_blocks(self, key: SequenceKey, active: ActiveSequence, *, keep_content: bool) -> None:
         """Like `release`, but the last block is dropped unless it was promoted before."""
+        self._release_state(key, active, keep_content=keep_content)
         for part in active.groups:
             self.free(key, part, part.free_signals() if keep_content else part.destroy_signals())
 
@@ -351,7 +394,7 @@ class KvCacheManager:
 
     def num_cached_tokens(self, active: ActiveSequence) -> int:
         """Leading tokens whose computation the cache saves; never the last token, whose logits are needed."""
-        if not self._has_windows:
+        if not self._has_windows and self._states is None:
             return self._ledger.num_cached_tokens(active)
         return longest_hit(
             [
@@ -361,6 +404,7 @@ class KvCacheManager:
             [group.window for group in self._groups],
             block_size=self._block_size,
             max_tokens=max(0, len(active) - 1),
+            ends=None if self._states is None else self._states.hit_blocks(active),
         )
 
     def free(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
@@ -372,6 +416,8 @@ class KvCacheManager:
         """Check the ledgers, and that `sequences` are all owners of blocks. Raises IntegrityBroken."""
         for number, group in enumerate(self._groups):
             group.ledger.check_integrity([active.groups[number] for active in sequences])
+        if self._states is not None:
+            self._states.check_integrity(sequences)
 
     def _active_sequence(self, sequence: Sequence) -> ActiveSequence:
         """Cache the accounting of the queue head: hashing a long prompt in every step would be slow."""
@@ -417,6 +463,30 @@ class KvCacheManager:
         first_visible = window.first_visible(first_query)
         if first_visible // self._block_size > active.num_released_blocks:
             self.free(key, active, active.release_before(first_visible))
+
+    def _place_state(self, key: SequenceKey, active: ActiveSequence, first_query: int) -> None:
+        """Begin the state of a sequence that starts at `first_query`, or save it where a prefill stopped."""
+        if self._states is None:
+            return
+        if active.state is None:
+            self._send_states(key, self._states.start(active, first_query))
+        elif self._states.is_stop(first_query, len(active)):
+            self._save_state(key, active, first_query)
+
+    def _save_state(self, key: SequenceKey, active: ActiveSequence, position: int) -> None:
+        assert self._states is not None
+        pool = self._ledger.pool
+        signals = self._states.save(active, position, lambda name: FullBlock(name) in pool)
+        self._send_states(key, signals)
+
+    def _release_state(self, key: SequenceKey, active: ActiveSequence, *, keep_content: bool) -> None:
+        if self._states is not None:
+            self._send_states(key, self._states.end(active))
+            if not keep_content:
+                self._send_states(key, self._states.discard(active))
+
+    def _send_states(self, key: SequenceKey, signals: Items[StateSignal]) -> None:
+        self._pending += [SequenceSignal(key, signal) for signal in signals]
 
     def _apply(self, key: SequenceKey, active: ActiveSequence, signal: Signal) -> None:
         group = active.group

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from checkpoint import BoundaryTensor
+from kvcache import SlotChange
 from stage_worker.assignment import Assignment
 from stage_worker.validation import SliceLayout
 from wire.errors import StepFaultKind
@@ -190,6 +191,12 @@ class StageCompute(ABC):
         steps may not have been computed yet. Returns what `compute` takes; by default the layouts.
         """
         return list(layouts)
+
+    def change_states(self, changes: Sequence[SlotChange]) -> None:  # noqa: B027
+        """Change slots of recurrent states, in order, before the step that follows is computed.
+
+        Nothing to do without recurrent layers on the stage.
+        """
 
     @abstractmethod
     def compute(self, frame: Frame, prepared: object) -> Computed:

@@ -94,6 +94,11 @@ def windowed_blocks(window_blocks: Iterable[tuple[int, int]]) -> str:
     return "".join(f"; {num_blocks} in layers with window {window}" for window, num_blocks in window_blocks)
 
 
+def recurrent_states(num_states: int) -> str:
+    """Slots for recurrent states, to follow the blocks; empty for models without recurrent layers."""
+    return f", {num_states} recurrent states" if num_states else ""
+
+
 def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
     """Capacity of the KV cache, in one line."""
     if status.num_blocks == 0:
@@ -102,7 +107,8 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
     windowed = windowed_blocks((group.window, group.num_blocks) for group in status.window_blocks)
     blocks = f"{status.num_blocks} blocks of {status.block_size}{windowed}"
     dtype = f" in {WIRE_DTYPE_FROM_MESSAGE[status.kv_dtype].value}" if status.kv_dtype else ""
-    return f"KV cache: {num_tokens} tokens{dtype} on each stage ({blocks})"
+    states = recurrent_states(status.num_states)
+    return f"KV cache: {num_tokens} tokens{dtype} on each stage ({blocks}){states}"
 
 
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
@@ -182,9 +188,11 @@ def describe_kv_use(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def _kv_blocks(kv: cluster_pb2.KvUsage) -> str:
+    counts = (kv.states_live, kv.states_saved, kv.states_free)
+    states = "; recurrent states: {} live, {} saved, {} free".format(*counts) if any(counts) else ""
     return (
         f"{kv.blocks_active} blocks active, {kv.blocks_inactive} inactive, {kv.blocks_free} free, "
-        f"{_share(kv.blocks_hit, kv.blocks_wanted, 'hits')}"
+        f"{_share(kv.blocks_hit, kv.blocks_wanted, 'hits')}{states}"
     )
 
 

@@ -17,7 +17,19 @@ from google.protobuf.message import DecodeError, Message
 
 from checkpoint import DType
 from checkpoint.dtypes import ScaledDType
-from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
+from kvcache import (
+    CopyState,
+    Deref,
+    Destroy,
+    FreeState,
+    FullBlock,
+    LiveState,
+    PartialBlock,
+    Promote,
+    Snapshot,
+    TakeState,
+    Use,
+)
 from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, join_pb2, step_pb2
 from tests.fuzz.harness import Broken, Opened, Surface
 from tests.fuzz.mutations import mutate_bytes
@@ -70,13 +82,14 @@ def _step() -> Step:
     )
     signals = (Use((FullBlock(1), PartialBlock(2)), (4,), 9), Promote(PartialBlock(2), 3, None, 4))
     more = (Deref(FullBlock(1)), Destroy(PartialBlock(2)))
+    of_states = (TakeState(LiveState(5)), CopyState(LiveState(5), Snapshot(6), 16), FreeState(Snapshot(6)))
     return Step.of(
         (StepSlice(_KEY, 0, (5,), Decode(9)), StepSlice(_OTHER, 1, (1, 2, 3), Prefill(0, 3, 9, True))),
         epoch=4,
         step_id=11,
         starts=(StartRecord(_OTHER, 1, 9, (1, 2, 3, 4, 5, 6, 7, 8, 9), sampling, ""),),
         ends=(EndRecord(_KEY, 0),),
-        signals=tuple(SequenceSignal(_KEY, signal) for signal in (*signals, *more)),
+        signals=tuple(SequenceSignal(_KEY, signal) for signal in (*signals, *more, *of_states)),
         digest=77,
     )
 

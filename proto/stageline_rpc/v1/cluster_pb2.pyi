@@ -439,12 +439,19 @@ class KvUsage(_message.Message):
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
     BLOCKS_HIT_FIELD_NUMBER: _builtins.int
+    STATES_LIVE_FIELD_NUMBER: _builtins.int
+    STATES_SAVED_FIELD_NUMBER: _builtins.int
+    STATES_FREE_FIELD_NUMBER: _builtins.int
     blocks_active: _builtins.int
     blocks_inactive: _builtins.int
     blocks_free: _builtins.int
     blocks_wanted: _builtins.int
     """Full blocks that sequences looked up in this epoch, and the number of them that were cached."""
     blocks_hit: _builtins.int
+    states_live: _builtins.int
+    """Recurrent states of sequences, saved ones, and free slots; all 0 for models without recurrent layers."""
+    states_saved: _builtins.int
+    states_free: _builtins.int
     def __init__(
         self,
         *,
@@ -453,10 +460,13 @@ class KvUsage(_message.Message):
         blocks_free: _builtins.int = ...,
         blocks_wanted: _builtins.int = ...,
         blocks_hit: _builtins.int = ...,
+        states_live: _builtins.int = ...,
+        states_saved: _builtins.int = ...,
+        states_free: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_free", b"blocks_free", "blocks_hit", b"blocks_hit", "blocks_inactive", b"blocks_inactive", "blocks_wanted", b"blocks_wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_free", b"blocks_free", "blocks_hit", b"blocks_hit", "blocks_inactive", b"blocks_inactive", "blocks_wanted", b"blocks_wanted", "states_free", b"states_free", "states_live", b"states_live", "states_saved", b"states_saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,6 +585,7 @@ class GetStatusResponse(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     IMPLEMENTATION_FIELD_NUMBER: _builtins.int
+    NUM_STATES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -595,6 +606,8 @@ class GetStatusResponse(_message.Message):
     kv_dtype: Global___Dtype.ValueType
     """Dtype of keys and values in the cache; unspecified: `dtype`."""
     implementation: Global___Implementation.ValueType
+    num_states: _builtins.int
+    """Slots for recurrent states on every stage; 0 for models without recurrent layers."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -648,10 +661,11 @@ class GetStatusResponse(_message.Message):
         kv_dtype: Global___Dtype.ValueType = ...,
         links: _abc.Iterable[Global___LinkStatus] | None = ...,
         implementation: Global___Implementation.ValueType = ...,
+        num_states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "journal", b"journal", "kv", b"kv", "loop_lag", b"loop_lag", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "implementation", b"implementation", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "links", b"links", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "certificate", b"certificate", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "implementation", b"implementation", "journal", b"journal", "kv", b"kv", "kv_dtype", b"kv_dtype", "links", b"links", "loop_lag", b"loop_lag", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "num_states", b"num_states", "requests", b"requests", "self_check", b"self_check", "state", b"state", "weights", b"weights", "window_blocks", b"window_blocks", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,20 @@ import struct
 from hypothesis import strategies as st
 
 from checkpoint import DType
-from kvcache import Deref, Destroy, FullBlock, Grow, PartialBlock, Promote, Use
+from kvcache import (
+    CopyState,
+    Deref,
+    Destroy,
+    FreeState,
+    FullBlock,
+    Grow,
+    LiveState,
+    PartialBlock,
+    Promote,
+    Snapshot,
+    TakeState,
+    Use,
+)
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
@@ -45,11 +58,16 @@ full_blocks = st.builds(FullBlock, U64)
 partial_blocks = st.builds(PartialBlock, U64)
 blocks = full_blocks | partial_blocks
 parents = st.none() | U64
+live_states = st.builds(LiveState, U64)
+states = live_states | st.builds(Snapshot, U64)
 signals = st.one_of(
     st.builds(Use, st.lists(blocks, max_size=4).map(tuple), st.lists(U64, max_size=4).map(tuple), parents),
     st.builds(Promote, partial_blocks, U64, parents, U64),
     st.builds(Deref, blocks),
     st.builds(Destroy, blocks),
+    st.builds(TakeState, live_states),
+    st.builds(CopyState, states, states, U32),
+    st.builds(FreeState, states),
 )
 sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
 grow_rows = st.builds(

@@ -26,7 +26,7 @@ from stageline_rpc.internal.v1 import step_pb2 as stageline__rpc_dot_internal_do
 from stageline_rpc.v1 import cluster_pb2 as stageline__rpc_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'stageline_rpc/internal/v1/forward.proto\x12\x15stageline.internal.v1\x1a$stageline_rpc/internal/v1/step.proto\x1a\x1estageline_rpc/v1/cluster.proto\" \n\x10ProbeLinkRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"&\n\x11ProbeLinkResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xb2\x01\n\x0e\x46orwardRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.stageline.internal.v1.HopHello\x12/\n\x05steps\x18\x02 \x03(\x0b\x32 .stageline.internal.v1.StepFrame\x12?\n\rhidden_states\x18\x03 \x01(\x0b\x32(.stageline.internal.v1.HiddenStatesChunk\"T\n\x0f\x46orwardResponse\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.HopAcceptedH\x00\x42\t\n\x07message\"\xf4\x02\n\x08HopHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63oordinator_incarnation\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0csender_stage\x18\x04 \x01(\x11\x12\x1a\n\x12sender_incarnation\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\'\n\nwire_dtype\x18\x0b \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x18\n\x10other_num_blocks\x18\r \x03(\r\x12%\n\x08kv_dtype\x18\x0e \x01(\x0e\x32\x13.stageline.v1.Dtype\"x\n\x0bHopAccepted\x12\x35\n\x08payloads\x18\x01 \x01(\x0b\x32#.stageline.internal.v1.PayloadOffer\x12\x32\n\x06memory\x18\x02 \x01(\x0b\x32\".stageline.internal.v1.MemoryOffer\"R\n\x0bMemoryOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\":\n\x0cPayloadOffer\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"@\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x0c\x12\x13\n\x0bready_at_us\x18\x02 \x01(\x06\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xac\x01\n\x11HiddenStatesChunk\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x15\n\rstep_checksum\x18\x02 \x01(\x06\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x13\n\x0bstage_times\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x0f\n\x07is_last\x18\x07 \x01(\x08\x12\x16\n\x0eremote_payload\x18\x08 \x01(\x0c\"E\n\rRemotePayload\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xbc\x02\n\x17\x43omputeReferenceRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\"\n\x05\x64type\x18\x02 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0f\n\x07num_top\x18\x03 \x01(\r\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x33\n\x05texts\x18\x05 \x03(\x0b\x32$.stageline.internal.v1.TokenSequence\x12\'\n\nwire_dtype\x18\x06 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12+\n\x07weights\x18\x07 \x01(\x0e\x32\x1a.stageline.v1.WeightFormat\x12%\n\x08kv_dtype\x18\x08 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x15\n\rhas_long_rope\x18\t \x01(\x08\"\xae\x01\n\x18\x43omputeReferenceResponse\x12\x14\n\x0clogit_spread\x18\x01 \x01(\x02\x12\x10\n\x08rounding\x18\x02 \x01(\x02\x12\x33\n\x05texts\x18\x03 \x03(\x0b\x32$.stageline.internal.v1.TextReference\x12\x35\n\x06layers\x18\x04 \x03(\x0b\x32%.stageline.internal.v1.LayerReference\"R\n\rTextReference\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x31\n\x04rows\x18\x02 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobs\"2\n\x0eLayerReference\x12\x0e\n\x06states\x18\x01 \x01(\x0c\x12\x10\n\x08rounding\x18\x02 \x01(\x02\x32\xc3\x02\n\x0cStageService\x12\\\n\x07\x46orward\x12%.stageline.internal.v1.ForwardRequest\x1a&.stageline.internal.v1.ForwardResponse(\x01\x30\x01\x12s\n\x10\x43omputeReference\x12..stageline.internal.v1.ComputeReferenceRequest\x1a/.stageline.internal.v1.ComputeReferenceResponse\x12`\n\tProbeLink\x12\'.stageline.internal.v1.ProbeLinkRequest\x1a(.stageline.internal.v1.ProbeLinkResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'stageline_rpc/internal/v1/forward.proto\x12\x15stageline.internal.v1\x1a$stageline_rpc/internal/v1/step.proto\x1a\x1estageline_rpc/v1/cluster.proto\" \n\x10ProbeLinkRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"&\n\x11ProbeLinkResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xb2\x01\n\x0e\x46orwardRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.stageline.internal.v1.HopHello\x12/\n\x05steps\x18\x02 \x03(\x0b\x32 .stageline.internal.v1.StepFrame\x12?\n\rhidden_states\x18\x03 \x01(\x0b\x32(.stageline.internal.v1.HiddenStatesChunk\"T\n\x0f\x46orwardResponse\x12\x36\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.HopAcceptedH\x00\x42\t\n\x07message\"\x88\x03\n\x08HopHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63oordinator_incarnation\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0csender_stage\x18\x04 \x01(\x11\x12\x1a\n\x12sender_incarnation\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\'\n\nwire_dtype\x18\x0b \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x18\n\x10other_num_blocks\x18\r \x03(\r\x12%\n\x08kv_dtype\x18\x0e \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x12\n\nnum_states\x18\x0f \x01(\r\"x\n\x0bHopAccepted\x12\x35\n\x08payloads\x18\x01 \x01(\x0b\x32#.stageline.internal.v1.PayloadOffer\x12\x32\n\x06memory\x18\x02 \x01(\x0b\x32\".stageline.internal.v1.MemoryOffer\"R\n\x0bMemoryOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\":\n\x0cPayloadOffer\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"@\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x0c\x12\x13\n\x0bready_at_us\x18\x02 \x01(\x06\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xac\x01\n\x11HiddenStatesChunk\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x15\n\rstep_checksum\x18\x02 \x01(\x06\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x13\n\x0bstage_times\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x0f\n\x07is_last\x18\x07 \x01(\x08\x12\x16\n\x0eremote_payload\x18\x08 \x01(\x0c\"E\n\rRemotePayload\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xbc\x02\n\x17\x43omputeReferenceRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\"\n\x05\x64type\x18\x02 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0f\n\x07num_top\x18\x03 \x01(\r\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x33\n\x05texts\x18\x05 \x03(\x0b\x32$.stageline.internal.v1.TokenSequence\x12\'\n\nwire_dtype\x18\x06 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12+\n\x07weights\x18\x07 \x01(\x0e\x32\x1a.stageline.v1.WeightFormat\x12%\n\x08kv_dtype\x18\x08 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x15\n\rhas_long_rope\x18\t \x01(\x08\"\xae\x01\n\x18\x43omputeReferenceResponse\x12\x14\n\x0clogit_spread\x18\x01 \x01(\x02\x12\x10\n\x08rounding\x18\x02 \x01(\x02\x12\x33\n\x05texts\x18\x03 \x03(\x0b\x32$.stageline.internal.v1.TextReference\x12\x35\n\x06layers\x18\x04 \x03(\x0b\x32%.stageline.internal.v1.LayerReference\"R\n\rTextReference\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x31\n\x04rows\x18\x02 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobs\"2\n\x0eLayerReference\x12\x0e\n\x06states\x18\x01 \x01(\x0c\x12\x10\n\x08rounding\x18\x02 \x01(\x02\x32\xc3\x02\n\x0cStageService\x12\\\n\x07\x46orward\x12%.stageline.internal.v1.ForwardRequest\x1a&.stageline.internal.v1.ForwardResponse(\x01\x30\x01\x12s\n\x10\x43omputeReference\x12..stageline.internal.v1.ComputeReferenceRequest\x1a/.stageline.internal.v1.ComputeReferenceResponse\x12`\n\tProbeLink\x12\'.stageline.internal.v1.ProbeLinkRequest\x1a(.stageline.internal.v1.ProbeLinkResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,27 +42,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDRESPONSE']._serialized_start=391
   _globals['_FORWARDRESPONSE']._serialized_end=475
   _globals['_HOPHELLO']._serialized_start=478
-  _globals['_HOPHELLO']._serialized_end=850
-  _globals['_HOPACCEPTED']._serialized_start=852
-  _globals['_HOPACCEPTED']._serialized_end=972
-  _globals['_MEMORYOFFER']._serialized_start=974
-  _globals['_MEMORYOFFER']._serialized_end=1056
-  _globals['_PAYLOADOFFER']._serialized_start=1058
-  _globals['_PAYLOADOFFER']._serialized_end=1116
-  _globals['_STEPFRAME']._serialized_start=1118
-  _globals['_STEPFRAME']._serialized_end=1182
-  _globals['_HIDDENSTATESCHUNK']._serialized_start=1185
-  _globals['_HIDDENSTATESCHUNK']._serialized_end=1357
-  _globals['_REMOTEPAYLOAD']._serialized_start=1359
-  _globals['_REMOTEPAYLOAD']._serialized_end=1428
-  _globals['_COMPUTEREFERENCEREQUEST']._serialized_start=1431
-  _globals['_COMPUTEREFERENCEREQUEST']._serialized_end=1747
-  _globals['_COMPUTEREFERENCERESPONSE']._serialized_start=1750
-  _globals['_COMPUTEREFERENCERESPONSE']._serialized_end=1924
-  _globals['_TEXTREFERENCE']._serialized_start=1926
-  _globals['_TEXTREFERENCE']._serialized_end=2008
-  _globals['_LAYERREFERENCE']._serialized_start=2010
-  _globals['_LAYERREFERENCE']._serialized_end=2060
-  _globals['_STAGESERVICE']._serialized_start=2063
-  _globals['_STAGESERVICE']._serialized_end=2386
+  _globals['_HOPHELLO']._serialized_end=870
+  _globals['_HOPACCEPTED']._serialized_start=872
+  _globals['_HOPACCEPTED']._serialized_end=992
+  _globals['_MEMORYOFFER']._serialized_start=994
+  _globals['_MEMORYOFFER']._serialized_end=1076
+  _globals['_PAYLOADOFFER']._serialized_start=1078
+  _globals['_PAYLOADOFFER']._serialized_end=1136
+  _globals['_STEPFRAME']._serialized_start=1138
+  _globals['_STEPFRAME']._serialized_end=1202
+  _globals['_HIDDENSTATESCHUNK']._serialized_start=1205
+  _globals['_HIDDENSTATESCHUNK']._serialized_end=1377
+  _globals['_REMOTEPAYLOAD']._serialized_start=1379
+  _globals['_REMOTEPAYLOAD']._serialized_end=1448
+  _globals['_COMPUTEREFERENCEREQUEST']._serialized_start=1451
+  _globals['_COMPUTEREFERENCEREQUEST']._serialized_end=1767
+  _globals['_COMPUTEREFERENCERESPONSE']._serialized_start=1770
+  _globals['_COMPUTEREFERENCERESPONSE']._serialized_end=1944
+  _globals['_TEXTREFERENCE']._serialized_start=1946
+  _globals['_TEXTREFERENCE']._serialized_end=2028
+  _globals['_LAYERREFERENCE']._serialized_start=2030
+  _globals['_LAYERREFERENCE']._serialized_end=2080
+  _globals['_STAGESERVICE']._serialized_start=2083
+  _globals['_STAGESERVICE']._serialized_end=2406
 # @@protoc_insertion_point(module_scope)

@@ -137,6 +137,7 @@ class HopHello(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     OTHER_NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
+    NUM_STATES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """UUIDv7 (16 bytes) of the coordinator process that began the epoch."""
@@ -161,6 +162,8 @@ class HopHello(_message.Message):
     """Secret of this hop and epoch, known to both ends from BeginEpoch."""
     kv_dtype: _cluster_pb2.Dtype.ValueType
     """Dtype of keys and values in the cache; unspecified: `dtype`."""
+    num_states: _builtins.int
+    """As in AssignStage."""
     @_builtins.property
     def other_num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in AssignStage."""
@@ -182,10 +185,11 @@ class HopHello(_message.Message):
         secret: _builtins.bytes = ...,
         other_num_blocks: _abc.Iterable[_builtins.int] | None = ...,
         kv_dtype: _cluster_pb2.Dtype.ValueType = ...,
+        num_states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "other_num_blocks", b"other_num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "num_states", b"num_states", "other_num_blocks", b"other_num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -808,6 +808,7 @@ class AssignStage(_message.Message):
     IMPLEMENTATION_FIELD_NUMBER: _builtins.int
     ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
     HOLDS_STORED_FIELD_NUMBER: _builtins.int
+    NUM_STATES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Increases with every plan of this coordinator."""
     stage: _builtins.int
@@ -838,6 +839,8 @@ class AssignStage(_message.Message):
     """What the plan counts for the activations of the largest step, which a GPU measures in its warm-up."""
     holds_stored: _builtins.bool
     """Matrices of a quantised checkpoint stay as they are stored where a GPU multiplies by them; else they are unpacked."""
+    num_states: _builtins.int
+    """Slots for recurrent states on every stage; 0 for models without recurrent layers."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     @_builtins.property
@@ -877,10 +880,11 @@ class AssignStage(_message.Message):
         implementation: _cluster_pb2.Implementation.ValueType = ...,
         activation_bytes: _builtins.int = ...,
         holds_stored: _builtins.bool = ...,
+        num_states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "holds_stored", b"holds_stored", "implementation", b"implementation", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "sources", b"sources", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "has_long_rope", b"has_long_rope", "holds_stored", b"holds_stored", "implementation", b"implementation", "kv_dtype", b"kv_dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "manifest", b"manifest", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "num_states", b"num_states", "other_num_blocks", b"other_num_blocks", "plan_id", b"plan_id", "role", b"role", "sources", b"sources", "stage", b"stage", "weights", b"weights", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

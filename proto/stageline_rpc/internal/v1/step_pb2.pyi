@@ -429,9 +429,12 @@ class SequenceSignal(_message.Message):
     PROMOTE_FIELD_NUMBER: _builtins.int
     DEREF_FIELD_NUMBER: _builtins.int
     DESTROY_FIELD_NUMBER: _builtins.int
+    TAKE_STATE_FIELD_NUMBER: _builtins.int
+    COPY_STATE_FIELD_NUMBER: _builtins.int
+    FREE_STATE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     group: _builtins.int
-    """Block group, in the order of the plan."""
+    """Block group, in the order of the plan; 0 for signals of recurrent states."""
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
@@ -442,6 +445,12 @@ class SequenceSignal(_message.Message):
     def deref(self) -> Global___Block: ...
     @_builtins.property
     def destroy(self) -> Global___Block: ...
+    @_builtins.property
+    def take_state(self) -> Global___RecurrentState: ...
+    @_builtins.property
+    def copy_state(self) -> Global___CopyState: ...
+    @_builtins.property
+    def free_state(self) -> Global___RecurrentState: ...
     def __init__(
         self,
         *,
@@ -450,17 +459,77 @@ class SequenceSignal(_message.Message):
         promote: Global___Promote | None = ...,
         deref: Global___Block | None = ...,
         destroy: Global___Block | None = ...,
+        take_state: Global___RecurrentState | None = ...,
+        copy_state: Global___CopyState | None = ...,
+        free_state: Global___RecurrentState | None = ...,
         group: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deref", b"deref", "destroy", b"destroy", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "use", b"use"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copy_state", b"copy_state", "deref", b"deref", "destroy", b"destroy", "free_state", b"free_state", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "take_state", b"take_state", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deref", b"deref", "destroy", b"destroy", "group", b"group", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_state", b"copy_state", "deref", b"deref", "destroy", b"destroy", "free_state", b"free_state", "group", b"group", "promote", b"promote", "sequence", b"sequence", "signal", b"signal", "take_state", b"take_state", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_signal: _TypeAlias = _typing.Literal["use", "promote", "deref", "destroy"]  # noqa: Y015
+    _WhichOneofReturnType_signal: _TypeAlias = _typing.Literal["use", "promote", "deref", "destroy", "take_state", "copy_state", "free_state"]  # noqa: Y015
     _WhichOneofArgType_signal: _TypeAlias = _typing.Literal["signal", b"signal"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_signal) -> _WhichOneofReturnType_signal | None: ...
 
 Global___SequenceSignal: _TypeAlias = SequenceSignal  # noqa: Y015
+
+@_typing.final
+class RecurrentState(_message.Message):
+    """What recurrent layers keep of all tokens of a sequence so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    live: _builtins.int
+    """Id of the state of a running sequence."""
+    snapshot: _builtins.int
+    """Sequence hash of the full block after which the state was saved."""
+    def __init__(
+        self,
+        *,
+        live: _builtins.int = ...,
+        snapshot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["live", b"live", "snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live", b"live", "snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_state: _TypeAlias = _typing.Literal["live", "snapshot"]  # noqa: Y015
+    _WhichOneofArgType_state: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_state) -> _WhichOneofReturnType_state | None: ...
+
+Global___RecurrentState: _TypeAlias = RecurrentState  # noqa: Y015
+
+@_typing.final
+class CopyState(_message.Message):
+    """`target` begins as a copy of `source`, the state after `position` tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    @_builtins.property
+    def source(self) -> Global___RecurrentState: ...
+    @_builtins.property
+    def target(self) -> Global___RecurrentState: ...
+    def __init__(
+        self,
+        *,
+        source: Global___RecurrentState | None = ...,
+        target: Global___RecurrentState | None = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyState: _TypeAlias = CopyState  # noqa: Y015
 
 @_typing.final
 class Block(_message.Message):

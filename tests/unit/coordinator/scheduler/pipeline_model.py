@@ -65,7 +65,10 @@ class PipelineModel:
         prefix_caching: bool = True,
         window: int | None = None,
         other_groups: Sequence[KvGroup] = (),
+        num_states: int = 0,
+        grid_tokens: int = 8,
     ) -> None:
+        self._num_states, self._grid_tokens = num_states, grid_tokens
         self._window, self._other_groups = window, other_groups
         self.scheduler = Scheduler(DEFAULT_POLICY)
         self.limits = limits
@@ -104,6 +107,8 @@ class PipelineModel:
             prefix_caching=self._prefix_caching,
             window=KvWindow.of(self._window, self.limits.max_step_tokens),
             other_groups=self._other_groups,
+            num_states=self._num_states,
+            grid_tokens=self._grid_tokens,
         )
         self.scheduler.begin_epoch(self.epoch, kv, self.limits)
         self.stages = [
@@ -113,6 +118,7 @@ class PipelineModel:
                 limits=self.limits,
                 window=self._window,
                 other_groups=self._other_groups,
+                num_states=self._num_states,
             )
             for _ in range(self._num_stages)
         ]
@@ -236,6 +242,7 @@ class PipelineModel:
         assert not self.scheduler.running
         assert not self.scheduler.queue
         assert self.kv.num_active == 0
+        assert self.kv.num_live_states == 0
         assert not self.kv.has_pending
         self.kv.check_integrity([])
         for stage in self.stages:

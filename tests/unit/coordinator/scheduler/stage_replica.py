@@ -3,7 +3,8 @@
 The KV entry of a position is a hash of all tokens up to there. A stage writes the entries of a slice to the
 pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a
 page that was given away too early shows as a wrong entry. The last stage "samples" a function of the newest
-entry.
+entry. A recurrent state is the entry of the last token that it has seen: a state of another sequence or
+position shows as a wrong entry, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from coordinator.scheduler.policy import SchedulerLimits
-from kvcache import BlockTables, KvGroup, combined_digest
+from kvcache import BlockTables, KvGroup, StateSignal, StateTable, combined_digest
 from tests.step_slices import all_signals
 from wire.ids import SequenceKey
 from wire.steps import Decode, Prefill, StartRecord, Step, StepSlice, TokenLogprobs
@@ -91,6 +92,7 @@ class StageReplica:
         limits: SchedulerLimits,
         window: int | None = None,
         other_groups: Sequence[KvGroup] = (),
+        num_states: int = 0,
     ) -> None:
         """Queries see `window` positions including their own; None: all."""
         windows = [None if group.window is None else group.window.num_tokens for group in other_groups]
@@ -101,6 +103,8 @@ class StageReplica:
             )
         ]
         self.tables = self.groups[0].tables
+        self.states = StateTable(num_states) if num_states else None
+        self._entry_of_slot = [-1] * num_states
         self.sequences: dict[SequenceKey, _Known] = {}
         self.first_starts: dict[tuple[SequenceKey, int], int] = {}
         self._limits = limits
@@ -144,6 +148,9 @@ class StageReplica:
             assert len(group.tables) == 0
             assert group.tables.pool.num_active == 0
             group.tables.check_integrity()
+        if self.states is not None:
+            assert self.states.pool.num_live == 0
+            self.states.check_integrity()
 
     def _apply_records(self, step: Step) -> None:
         for end in step.ends:
@@ -154,8 +161,12 @@ class StageReplica:
         for start in step.starts:
             self._start(start)
         for entry in all_signals(step):
-            self.groups[entry.group].tables.apply(entry.sequence, entry.signal)
-        digest = combined_digest([group.tables.digest for group in self.groups])
+            if isinstance(entry.signal, StateSignal):
+                self._change_state(entry.sequence, entry.signal)
+            else:
+                self.groups[entry.group].tables.apply(entry.sequence, entry.signal)
+        states = [] if self.states is None else [self.states.digest]
+        digest = combined_digest([group.tables.digest for group in self.groups] + states)
         assert digest == step.digest, f"digest diverges in step {step.step_id}"
         for group in self.groups:
             tables = group.tables
@@ -163,6 +174,23 @@ class StageReplica:
                 if end.sequence not in self.sequences and end.sequence in tables:
                     tables.drop(end.sequence)
             assert len(tables) == len(self.sequences), "a table of a sequence that has not started"
+
+    def _change_state(self, key: SequenceKey, signal: StateSignal) -> None:
+        assert self.states is not None
+        if (change := self.states.apply(key, signal)) is not None:
+            slots = self._entry_of_slot
+            slots[change.target] = 0 if change.source is None else slots[change.source]
+
+    def _advance_state(self, part: StepSlice, entries: list[int]) -> None:
+        """The state continues from the entry before the slice to that of its last token."""
+        if self.states is None:
+            return
+        start, end = part.first_position, part.first_position + len(part.tokens)
+        slot = self.states.slot(part.sequence)
+        assert self.states.position(part.sequence) == start, "a state of another position"
+        assert self._entry_of_slot[slot] == (entries[start - 1] if start else 0), "a state of other tokens"
+        self._entry_of_slot[slot] = entries[end - 1]
+        self.states.advance(part.sequence, end)
 
     def _start(self, start: StartRecord) -> None:
         key, restart_count = start.sequence, start.restart_count
@@ -190,6 +218,7 @@ class StageReplica:
         for group in self.groups:
             group.write(part.sequence, known.entries, start, end)
             group.check_entries(part.sequence, known.entries, start, end)
+        self._advance_state(part, known.entries)
         return part.is_sampled
 
     def _check_position(self, part: StepSlice, known: _Known) -> None:
@@ -200,7 +229,8 @@ class StageReplica:
             # A scored prompt shares its blocks but is computed from its first token.
             is_scored = known.start.sampling.prompt_logprobs is not None
             # One group may have hits of which the others lack the window.
-            is_any = is_scored or len(self.groups) > 1
+            # A state may have been saved at fewer tokens.
+            is_any = is_scored or len(self.groups) > 1 or self.states is not None
             is_first = position <= valid if is_any else position == valid
             assert is_first, f"begins at {position}, {valid} are cached"
             self.first_starts[part.sequence, part.restart_count] = position

@@ -31,6 +31,8 @@ class Setup:
     window: int | None = None
     is_timed: bool = False
     other_groups: tuple[KvGroup, ...] = ()
+    num_states: int = 0
+    grid_tokens: int = 1
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -94,6 +96,13 @@ def setups_of_groups(draw: st.DrawFn) -> Setup:
     )
 
 
+@st.composite
+def setups_with_states(draw: st.DrawFn) -> Setup:
+    """With recurrent states, down to one, and snapshots at every block or far apart."""
+    setup = draw(st.one_of(setups(), setups_of_groups()))
+    return replace(setup, num_states=draw(st.integers(1, 5)), grid_tokens=draw(st.integers(1, 40)))
+
+
 def made_up_times(step: Step) -> tuple[StageTime, ...]:
     """Times of two stages: chunks cost more at later positions, and some steps take very long."""
     context = sum(part.first_position for part in step.slices)
@@ -133,6 +142,8 @@ class Load:
             prefix_caching=setup.prefix_caching,
             window=setup.window,
             other_groups=setup.other_groups,
+            num_states=setup.num_states,
+            grid_tokens=setup.grid_tokens,
         )
         if setup.is_timed:
             self.model.stage_times = made_up_times
@@ -238,6 +249,28 @@ def test_no_request_is_lost_or_changed_with_several_block_groups(data: st.DataOb
     kinds = st.sampled_from([*CALM * 4, *Event])
     events = data.draw(st.lists(st.tuples(kinds, PLACES), max_size=100))
     play(setup, requests, events)
+
+
+@settings(QUIET, max_examples=examples(1.25))
+@given(data=st.data())
+def test_no_request_is_lost_or_changed_with_recurrent_states(data: st.DataObject) -> None:
+    """Every slice continues the state of its own tokens, and no slot leaks."""
+    setup = data.draw(setups_with_states())
+    requests = data.draw(st.lists(arrivals(setup), max_size=10))
+    kinds = st.sampled_from([*CALM * 4, *Event])
+    events = data.draw(st.lists(st.tuples(kinds, PLACES), max_size=100))
+    play(setup, requests, events)
+
+
+@settings(QUIET, max_examples=examples(0.6))
+@given(data=st.data())
+def test_states_of_equal_hashes_are_never_shared(data: st.DataObject) -> None:
+    setup = data.draw(setups_with_states())
+    requests = data.draw(st.lists(arrivals(setup), max_size=10))
+    events = data.draw(st.lists(st.tuples(st.sampled_from(CALM), PLACES), max_size=80))
+    with two_bits_of_hash():
+        load = play(setup, requests, events)
+    assert all(client.delivered == client.expected for client in load.model.clients.values())
 
 
 @settings(QUIET, max_examples=examples(0.6))
