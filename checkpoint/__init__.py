@@ -39,11 +39,13 @@ from checkpoint.held import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
+from checkpoint.recurrent import GatedDelta, Recurrent, StatePart
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.tensors import (
     kv_bytes_per_token,
     stage_tensor_names,
     stage_tensor_shapes,
+    state_bytes,
     verify_tensors,
 )
 
@@ -61,6 +63,7 @@ __all__ = [
     "Dense",
     "Experts",
     "FileTooLarge",
+    "GatedDelta",
     "Latent",
     "LayerPlan",
     "MissingTensor",
@@ -68,9 +71,11 @@ __all__ = [
     "Norm",
     "NotRegularFile",
     "Opaque",
+    "Recurrent",
     "RopeConfig",
     "RopeKind",
     "ScaledDType",
+    "StatePart",
     "TensorEntry",
     "UnexpectedTensor",
     "UnknownDType",
@@ -90,5 +95,6 @@ __all__ = [
     "stage_tensor_names",
     "stage_tensor_shapes",
     "stage_weight_bytes",
+    "state_bytes",
     "verify_tensors",
 ]

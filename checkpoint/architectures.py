@@ -6,6 +6,13 @@ from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
 from checkpoint.config_fields import RawConfig, text
+from checkpoint.delta_architectures import (
+    DELTA_ARCHITECTURES,
+    EXPERT_KEYS,
+    SHARED_EXPERT,
+    STEP_EXPERTS,
+    STEP_KEYS,
+)
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import (
     Architecture,
@@ -30,8 +37,6 @@ def _keys(words: str) -> frozenset[str]:
 _SELECTED_WINDOW_KEYS = "sliding_window use_sliding_window max_window_layers"
 _STATICS = Pack(module="mlp.moe_statics", roles=(TensorRole.CHOICE_BIAS,), has_unit_axis=True)
 _MULTIPLIERS = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
-_EXPERT_KEYS = "num_experts num_local_experts num_experts_per_tok"
-_STEP_KEYS = f"{_EXPERT_KEYS} moe_intermediate_size decoder_sparse_step mlp_only_layers"
 _MIXTRAL_MODULES = {
     TensorRole.ROUTER: "block_sparse_moe.gate",
     TensorRole.CHOICE_BIAS: "block_sparse_moe",
@@ -61,7 +66,6 @@ _AROUND = {
 _WINDOW_DEFAULT = {"sliding_window": 4096}
 _NO_BIASES = BiasKeys(qkv=None, o=None)
 _ALL_EXPERTS = ExpertRule(width_key="intermediate_size")
-_STEP_EXPERTS = ExpertRule(layers=SparseLayers.STEP, norm_key="norm_topk_prob", is_normalised=False)
 _GATE_UP = Pack(module="mlp.gate_up_proj", roles=(TensorRole.GATE, TensorRole.UP))
 _QKV = Pack(module="self_attn.qkv_proj", roles=(TensorRole.Q, TensorRole.K, TensorRole.V))
 _GEMMA_KEYS = "query_pre_attn_scalar sliding_window sliding_window_pattern hidden_activation" \
@@ -119,17 +123,17 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
         title="Qwen3 MoE",
-        keys=_keys(f"{_SELECTED_WINDOW_KEYS} {_STEP_KEYS} attention_bias norm_topk_prob"),
+        keys=_keys(f"{_SELECTED_WINDOW_KEYS} {STEP_KEYS} attention_bias norm_topk_prob"),
         windows=Windows.SWITCHED,
         has_kv_heads_default=False,
         norms=NormRule(qk_span=NormSpan.HEAD),
-        experts=_STEP_EXPERTS,
+        experts=STEP_EXPERTS,
     ),
     Architecture(
         model_type="mixtral",
         class_name="MixtralForCausalLM",
         title="Mixtral",
-        keys=_keys(f"{_EXPERT_KEYS} sliding_window"),
+        keys=_keys(f"{EXPERT_KEYS} sliding_window"),
         names=renamed(_MIXTRAL_MODULES),
         windows=Windows.ALL,
         rope=RopeRule(theta=1_000_000.0),
@@ -141,7 +145,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
         title="OLMoE",
-        keys=_keys(f"{_EXPERT_KEYS} attention_bias norm_topk_prob"),
+        keys=_keys(f"{EXPERT_KEYS} attention_bias norm_topk_prob"),
         norms=NormRule(qk_span=NormSpan.WIDTH),
         experts=replace(_ALL_EXPERTS, norm_key="norm_topk_prob", is_normalised=False),
     ),
@@ -150,20 +154,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="Qwen2MoeForCausalLM",
         title="Qwen1.5-MoE, Qwen2-MoE",
         keys=_keys(
-            f"{_SELECTED_WINDOW_KEYS} {_STEP_KEYS} qkv_bias norm_topk_prob shared_expert_intermediate_size"
+            f"{_SELECTED_WINDOW_KEYS} {STEP_KEYS} qkv_bias norm_topk_prob shared_expert_intermediate_size"
         ),
-        names=renamed(
-            {
-                TensorRole.SHARED_GATE: "mlp.shared_expert.gate_proj",
-                TensorRole.SHARED_UP: "mlp.shared_expert.up_proj",
-                TensorRole.SHARED_DOWN: "mlp.shared_expert.down_proj",
-            }
-        ),
+        names=renamed(SHARED_EXPERT),
         windows=Windows.LISTED,
         has_kv_heads_default=False,
         biases=BiasKeys(qkv="qkv_bias", o=None, qkv_default=True),
         experts=replace(
-            _STEP_EXPERTS, shared_width_key="shared_expert_intermediate_size", has_shared_gate=True
+            STEP_EXPERTS, shared_width_key="shared_expert_intermediate_size", has_shared_gate=True
         ),
     ),
     Architecture(
@@ -178,12 +176,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         experts=GROUPED_EXPERTS,
         defaults={"num_nextn_predict_layers": 1},
     ),
+    *DELTA_ARCHITECTURES,
     *LATENT_ARCHITECTURES,
     Architecture(
         model_type="granitemoe",
         class_name="GraniteMoeForCausalLM",
         title="Granite 3 MoE",
-        keys=_keys(f"{_EXPERT_KEYS} attention_bias {_MULTIPLIERS}"),
+        keys=_keys(f"{EXPERT_KEYS} attention_bias {_MULTIPLIERS}"),
         names=renamed(
             {
                 TensorRole.ROUTER: "block_sparse_moe.router.layer",
@@ -223,7 +222,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="MiniMaxM2ForCausalLM",
         title="MiniMax-M2",
         keys=_keys(
-            f"{_EXPERT_KEYS} partial_rotary_factor rotary_dim use_qk_norm qk_norm_type scoring_func"
+            f"{EXPERT_KEYS} partial_rotary_factor rotary_dim use_qk_norm qk_norm_type scoring_func"
             " use_routing_bias shared_intermediate_size"
         ),
         names=renamed(_MIXTRAL_MODULES),
@@ -241,7 +240,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="GptOssForCausalLM",
         title="gpt-oss",
         keys=_keys(
-            f"{_EXPERT_KEYS} attention_bias sliding_window swiglu_alpha swiglu_limit experts_per_token"
+            f"{EXPERT_KEYS} attention_bias sliding_window swiglu_alpha swiglu_limit experts_per_token"
             " initial_context_length"
         ),
         names=renamed({TensorRole.ROUTER: "mlp.router"}, *_GPT_OSS_EXPERTS),

@@ -13,6 +13,7 @@ from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.errors import UnsupportedModel
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
+from checkpoint.recurrent import Recurrent
 from checkpoint.rope_config import RopeConfig, RopeKind
 
 
@@ -101,7 +102,8 @@ class Attention:
 
     With `value_is_key`, values are projected like keys, by the same matrix, and lack the norm and the
     rotation of keys. With `value_norm_eps`, values are scaled to unit mean square per head; it is added to
-    the mean square.
+    the mean square. With `has_output_gate`, the output is multiplied by the sigmoid of a gate as wide, which
+    the query projection has, too.
     """
 
     num_heads: int
@@ -118,11 +120,17 @@ class Attention:
     has_sinks: bool = False
     value_is_key: bool = False
     value_norm_eps: float | None = None
+    has_output_gate: bool = False
 
     @property
     def q_size(self) -> int:
-        """Width of the query projection."""
+        """Width of the queries."""
         return self.num_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of the query projection, which has gates beside the queries, head by head."""
+        return 2 * self.q_size if self.has_output_gate else self.q_size
 
     @property
     def kv_size(self) -> int:
@@ -204,7 +212,7 @@ class Latent:
         return PageShape(1, 1, self.kv_rank + self.rope_dim)
 
 
-Mixer = Attention | Latent
+Mixer = Attention | Latent | Recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +373,11 @@ class Implementation(Enum):
             raise UnsupportedModel(
                 f"{config.model_type!r} has no native layers: use --implementation transformers, or auto"
             )
+        if name == cls.TRANSFORMERS.value and config.is_recurrent:
+            raise UnsupportedModel(
+                f"{config.model_type!r} has recurrent states, which transformers' layers keep in caches of"
+                " their own: use --implementation native, or auto"
+            )
         is_native = name == cls.NATIVE.value or (name == AUTO and config.has_row)
         return cls.NATIVE if is_native else cls.TRANSFORMERS
 
@@ -502,7 +515,11 @@ class Blueprint:
 
         Raises ValueError for layers of several shapes, or none.
         """
-        shapes = {layer.mixer.page_shape for layer in self.kinds if layer.mixer.window == window}
+        shapes = {
+            layer.mixer.page_shape
+            for layer in self.kinds
+            if layer.mixer.window == window and not isinstance(layer.mixer, Recurrent)
+        }
         if len(shapes) != 1:
             sizes = sorted((shape.heads, shape.width) for shape in shapes)
             found = " and ".join(f"{heads} heads of {width}" for heads, width in sizes)
@@ -512,13 +529,19 @@ class Blueprint:
         return shapes.pop()
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer has recurrent states."""
+        return any(isinstance(layer.mixer, Recurrent) for layer in self.kinds)
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, see `Attention`."""
         return tuple(layer.mixer.window for layer in self.layers)
 
 
 def _with_long_rope(layer: LayerPlan, *, is_long: bool) -> LayerPlan:
-    rope = layer.mixer.rope
-    if rope is None or rope.kind is not RopeKind.LONGROPE:
+    mixer = layer.mixer
+    if isinstance(mixer, Recurrent) or mixer.rope is None or mixer.rope.kind is not RopeKind.LONGROPE:
         return layer
-    return replace(layer, mixer=replace(layer.mixer, rope=replace(rope, is_long=is_long)))
+    rope = mixer.rope
+    return replace(layer, mixer=replace(mixer, rope=replace(rope, is_long=is_long)))

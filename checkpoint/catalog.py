@@ -212,6 +212,8 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "scales": _scales,
     "experts": _experts,
     "latent": lambda row: ["latent attention"],
+    "delta": lambda row: ["Gated DeltaNet in most layers"],
+    "has_output_gate": lambda row: ["gates of attention's output"],
     "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],
     "global_head_dim": lambda row: [
         "other KV heads and head width with full attention",

@@ -31,6 +31,7 @@ from checkpoint.config_fields import (
     unknown_key,
     unknown_keys,
 )
+from checkpoint.delta_config import parse_delta, parse_delta_layers
 from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
 from checkpoint.expert_config import parse_experts, parse_sparse_layers
@@ -115,7 +116,7 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
     for parse in (
         lambda: [positive_int(known, key) for key in ("hidden_size", "vocab_size")],
         lambda: positive_int(known, "max_position_embeddings"),
-        lambda: _parse_mixer(known, row),
+        lambda: _parse_mixers(known, row, positive_int(known, "num_hidden_layers")),
         lambda: _parse_norm(known, row),
         lambda: _parse_feed_forwards(known, row, positive_int(known, "num_hidden_layers")),
         lambda: parse_quantization(known),
@@ -148,6 +149,19 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
 
 
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
+    if row.delta is None:
+        return _parse_attentions(raw, row, num_layers)
+    are_recurrent = parse_delta_layers(raw, num_layers)
+    delta = parse_delta(raw, row.delta, _parse_norm(raw, row).eps)
+    others = {key: value for key, value in raw.items() if key != "layer_types"}
+    attentions = _parse_attentions(others, row, num_layers)
+    return [
+        delta if is_recurrent else mixer
+        for is_recurrent, mixer in zip(are_recurrent, attentions, strict=True)
+    ]
+
+
+def _parse_attentions(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
     windows = parse_layer_windows(raw, num_layers, row.windows, row.window_pattern)
     mixer = _parse_mixer(raw, row)
     if not isinstance(mixer, Attention):
@@ -209,6 +223,7 @@ def _parse_attention(raw: RawConfig, row: Architecture) -> Attention:
         o_bias=_bias(raw, biases.o, default=biases.default),
         value_norm_eps=_parse_norm(raw, row).eps if rule.has_value_norm else None,
         has_sinks=row.has_sinks,
+        has_output_gate=row.has_output_gate,
     )
 
 

@@ -150,6 +150,13 @@ class LatentRule:
     is_head_whole: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """How a family reads its Gated DeltaNet layers. `is_grouped`: see `GatedDelta`."""
+
+    is_grouped: bool = False
+
+
 _USUAL_ROPE = RopeRule()
 
 
@@ -164,7 +171,8 @@ class Architecture:
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
-    `latent`: the mixer is latent attention. `aliases` are further model types of the same computation.
+    `latent`: the mixer is latent attention. `delta`: most layers are Gated DeltaNet. `has_output_gate`: see
+    `Attention`. `aliases` are further model types of the same computation.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class.
     """
@@ -194,6 +202,8 @@ class Architecture:
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     experts: ExpertRule | None = None
     latent: LatentRule | None = None
+    delta: DeltaRule | None = None
+    has_output_gate: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

@@ -106,11 +106,12 @@ STACKED = (
     (TensorRole.GATE, TensorRole.UP),
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
+    (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A),
 )
 """Roles whose tensors are one below the other in memory."""
 _NOT_HELD = EXPERT_ROLES | {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP}
 """Matrices that other code than a projection multiplies by."""
-_REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN)
+_REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.DELTA_QKV)
 """Stacks whose rows may get another order, so that they cannot share scales."""
 
 

@@ -22,6 +22,15 @@ class TensorRole(Enum):
     KV_LATENT_NORM = "norm of latents"
     KV_UP = "keys and values of latents"
     SINKS = "attention sinks"
+    DELTA_QKV = "queries, keys and values of the delta rule"
+    DELTA_Z = "gates of the delta rule's output"
+    DELTA_B = "strengths of the delta rule's updates"
+    DELTA_A = "decays of the delta rule's state"
+    DELTA_CONV = "convolution before the delta rule"
+    DELTA_DECAY = "logarithms of the delta rule's decays"
+    DELTA_DT = "biases of the delta rule's decays"
+    DELTA_NORM = "norm of the delta rule's output"
+    DELTA_OUT = "output of the delta rule"
     MIXER_NORM = "norm of the mixer's input"
     MIXER_OUT_NORM = "norm of the mixer's output"
     FFN_NORM = "norm of the feed-forward's input"
@@ -60,6 +69,15 @@ _USUAL_MODULES = {
     TensorRole.KV_LATENT_NORM: "self_attn.kv_a_layernorm",
     TensorRole.KV_UP: "self_attn.kv_b_proj",
     TensorRole.SINKS: "self_attn",
+    TensorRole.DELTA_QKV: "linear_attn.in_proj_qkv",
+    TensorRole.DELTA_Z: "linear_attn.in_proj_z",
+    TensorRole.DELTA_B: "linear_attn.in_proj_b",
+    TensorRole.DELTA_A: "linear_attn.in_proj_a",
+    TensorRole.DELTA_CONV: "linear_attn.conv1d",
+    TensorRole.DELTA_DECAY: "linear_attn",
+    TensorRole.DELTA_DT: "linear_attn",
+    TensorRole.DELTA_NORM: "linear_attn.norm",
+    TensorRole.DELTA_OUT: "linear_attn.out_proj",
     TensorRole.MIXER_NORM: "input_layernorm",
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "post_attention_layernorm",

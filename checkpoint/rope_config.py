@@ -77,7 +77,9 @@ class RopeRule:
     `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.
     `has_proportional`: "proportional" is served, by default in layers with full attention, which rotate a
     quarter of each head. `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in
-    elements, is the default instead of `partial`. `default` is the object of a config without any.
+    elements, is the default instead of `partial`. `has_sections`: parts of a head have positions of their own
+    in images; a token of a text has one position, so they change nothing. `default` is the object of a config
+    without any.
     """
 
     theta: float = 10_000.0
@@ -90,6 +92,7 @@ class RopeRule:
     has_proportional: bool = False
     has_query_growth: bool = False
     has_rotary_dim: bool = False
+    has_sections: bool = False
     default: Mapping[str, object] | None = field(default=None, hash=False)
 
 
@@ -276,6 +279,8 @@ class _RopeReader:
             known |= _FIXED_ALPHA_KEYS
         if self.rule.has_query_growth:
             known |= {"llama_4_scaling_beta", "max_position_embeddings"}
+        if self.rule.has_sections:
+            known |= {"mrope_section", "mrope_interleaved"}
         for key, value in self.given.items():
             if key in known or is_neutral(key, value) or (key == "factor" and value == 1.0):
                 continue

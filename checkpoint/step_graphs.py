@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, Opaque
 from checkpoint.dtypes import DType
+from checkpoint.recurrent import Recurrent
 
 _MIXED_SIZES = (64, 128, 256, 512)
 _FEW_SEQUENCES = (1, 2, 4)
@@ -39,7 +40,10 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
     """Whether layers launch the same kernels whatever the values are: those with experts do not."""
-    return not any(isinstance(layer.feed_forward, Experts | Opaque) for layer in layers)
+    return not any(
+        isinstance(layer.feed_forward, Experts | Opaque) or isinstance(layer.mixer, Recurrent)
+        for layer in layers
+    )
 
 
 def graph_bytes(
@@ -72,6 +76,7 @@ def graph_bytes(
 
 def partial_bytes(mixer: Mixer) -> int:
     """Bytes of one partial result of attention: float32, with highest score and sum of weights."""
+    assert not isinstance(mixer, Recurrent), "attention has partial results"
     width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
     return 4 * mixer.num_heads * (width + 2)
 
@@ -84,6 +89,7 @@ def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
 
 
 def _mixer_elements(mixer: Mixer) -> int:
+    assert not isinstance(mixer, Recurrent), "no graphs of recurrent layers"
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)

@@ -25,6 +25,7 @@ from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, 
 from checkpoint.headers import TensorEntry
 from checkpoint.names import EXPERT_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
+from checkpoint.recurrent import GatedDelta, Recurrent
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -34,9 +35,11 @@ RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
 _LATENT = (TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP)
+_DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
-).union(_LATENT, _MLP, _SHARED_MLP, EXPERT_ROLES)
+    | {TensorRole.DELTA_OUT}
+).union(_DELTA, _LATENT, _MLP, _SHARED_MLP, EXPERT_ROLES)
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 SINKS_KIND = "sinks"
@@ -45,6 +48,8 @@ LAYER_SCALE_KIND = "layer_scalar"
 """Kind of tensor of `TensorRole.LAYER_SCALE`."""
 ROUTER_NORM_KIND, EXPERT_SCALE_KIND = "scale", "per_expert_scale"
 """Kinds of tensor of `TensorRole.ROUTER_NORM` and `TensorRole.EXPERT_SCALE`."""
+DECAY_KIND, DT_KIND = "A_log", "dt_bias"
+"""Kinds of tensor of `TensorRole.DELTA_DECAY` and `TensorRole.DELTA_DT`."""
 BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole.SHARED_OUT_NORM)
 """Norms of `Experts.branch_norm`."""
 
@@ -58,6 +63,8 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
     if isinstance(plan.mixer, Latent):
         shapes |= _latent(plan.mixer, hidden_size)
+    elif isinstance(plan.mixer, GatedDelta):
+        shapes |= _delta(plan.mixer, hidden_size)
     else:
         shapes |= _attention(plan.mixer, hidden_size)
     if isinstance(plan.feed_forward, Experts):
@@ -68,7 +75,7 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
 
 def _attention(attention: Attention, hidden_size: int) -> RoleShapes:
     shapes: RoleShapes = {}
-    projections = {TensorRole.Q: attention.q_size, TensorRole.K: attention.kv_size}
+    projections = {TensorRole.Q: attention.q_rows, TensorRole.K: attention.kv_size}
     if not attention.value_is_key:
         projections[TensorRole.V] = attention.kv_size
     for role, width in projections.items():
@@ -98,6 +105,19 @@ def _latent(latent: Latent, hidden_size: int) -> RoleShapes:
     expanded = latent.num_heads * (latent.nope_dim + latent.value_dim)
     shapes |= _projection(TensorRole.KV_UP, expanded, latent.kv_rank, bias=False)
     return shapes | _projection(TensorRole.O, hidden_size, latent.o_size, bias=bias)
+
+
+def _delta(delta: GatedDelta, hidden_size: int) -> RoleShapes:
+    shapes: RoleShapes = {}
+    for role, width in zip(
+        _DELTA, (delta.conv_size, delta.o_size, delta.num_heads, delta.num_heads), strict=True
+    ):
+        shapes |= _projection(role, width, hidden_size, bias=False)
+    shapes[TensorRole.DELTA_CONV, "weight"] = (delta.conv_size, 1, delta.kernel_size)
+    shapes[TensorRole.DELTA_DECAY, DECAY_KIND] = (delta.num_heads,)
+    shapes[TensorRole.DELTA_DT, DT_KIND] = (delta.num_heads,)
+    shapes[TensorRole.DELTA_NORM, "weight"] = (delta.value_dim,)
+    return shapes | _projection(TensorRole.DELTA_OUT, hidden_size, delta.o_size, bias=False)
 
 
 def _mlp(dense: Dense, hidden_size: int, roles: tuple[TensorRole, TensorRole, TensorRole]) -> RoleShapes:
@@ -450,8 +470,8 @@ def _listed(names: list[str]) -> str:
 
 
 def check_can_hold(config: Blueprint) -> None:
-    """Raise UnsupportedModel for families without a row, experts, latent attention, and matrices that lack
-    whole groups of the weight format.
+    """Raise UnsupportedModel for families without a row, experts, latent attention, recurrent layers, and
+    matrices that lack whole groups of the weight format.
     """
     if config.weight_format is not None and not config.has_row:
         raise UnsupportedModel(
@@ -467,6 +487,10 @@ def check_can_hold(config: Blueprint) -> None:
         raise UnsupportedModel(
             f"{config.model_type!r} has latent attention, which --quantize does not support: leave it out"
         )
+    if config.weight_format is not None and config.is_recurrent:
+        raise UnsupportedModel(
+            f"{config.model_type!r} has recurrent layers, which --quantize does not support: leave it out"
+        )
     if config.weight_format is not WeightFormat.INT4:
         return
     for layer in map(config.layers.index, config.kinds):
@@ -480,5 +504,13 @@ def check_can_hold(config: Blueprint) -> None:
 
 def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
     """Size of what one layer keeps of a token: rows of `dtype`, see `PageShape`."""
+    if isinstance(mixer, Recurrent):
+        return 0
     shape = mixer.page_shape
     return shape.parts * shape.heads * dtype.row_bytes(shape.width)
+
+
+def state_bytes(mixer: Recurrent, dtype: DType) -> int:
+    """Size of what one recurrent layer keeps of a sequence, see `GatedDelta`."""
+    sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
+    return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)

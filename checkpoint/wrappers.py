@@ -70,6 +70,15 @@ WRAPPERS: tuple[Wrapper, ...] = (
             }
         ),
     ),
+    *(
+        Wrapper(
+            model_type=model_type,
+            class_name=f"{class_prefix}ForConditionalGeneration",
+            text_types=frozenset({f"{model_type}_text"}),
+            keys=frozenset({"video_token_id", "vision_start_token_id", "vision_end_token_id"}),
+        )
+        for model_type, class_prefix in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
+    ),
     Wrapper(
         model_type="kimi_k25",
         class_name="Kimi_K25ForConditionalGeneration",
@@ -99,7 +108,7 @@ _PLACES = (
 """Prefix of the text model's tensors, and its head, as transformers 4 and 5 name them."""
 _OTHER_MODULES = (
     *("vision_tower", "multi_modal_projector", "mm_projector"),
-    *("embed_vision", "audio_tower", "embed_audio"),
+    *("embed_vision", "audio_tower", "embed_audio", "visual"),
 )
 _OTHERS = tuple(f"{prefix}{module}." for prefix in ("", "model.") for module in _OTHER_MODULES)
 """Prefixes of the tensors of other modalities."""
@@ -151,10 +160,11 @@ def named_as_in(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Bluepr
     For a wrapper, transformers reads other fields than for its text model to tie the head. So the head is
     tied if the config allows it and the checkpoint has no tensor of a head.
     """
+    ignored = (*config.names.ignored, *_OTHERS)
     for prefix, head in _PLACES:
-        names = replace(config.names, prefix=prefix, head=head, ignored=_OTHERS)
+        names = replace(config.names, prefix=prefix, head=head, ignored=ignored)
         if names.embeddings in tensors:
             is_tied = config.tie_word_embeddings and head not in tensors
             return replace(config, names=names, tie_word_embeddings=is_tied)
     prefix, head = _PLACES[-1]
-    return replace(config, names=replace(config.names, prefix=prefix, head=head, ignored=_OTHERS))
+    return replace(config, names=replace(config.names, prefix=prefix, head=head, ignored=ignored))

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.errors import KvCacheError
+from kvcache.state_store import StateStore, zeros
 
-_CPU_ALIGNMENT = 64
-"""Bytes: a cache line, as torch aligns its own CPU tensors. numpy aligns to 16 only."""
 _KEPT_BYTES = 16 * 1024 * 1024
 """Gathers up to this size reuse one buffer: allocating fresh memory costs as much as the copy."""
 
@@ -52,10 +51,11 @@ class KvPages:
         num_spare: int = 0,
     ) -> None:
         """Allocate zeroed pages at once; a CPU commits memory when a page is first written."""
-        sizes = (num_layers, num_blocks, block_size, num_kv_heads, head_dim, num_parts)
-        if min(sizes) < 1:
+        sizes = (num_blocks, block_size, num_kv_heads, head_dim, num_parts)
+        if min(sizes) < 1 or num_layers < 0:
             raise ValueError(
-                f"layers, blocks, block size, heads, head dim and parts must be at least 1, got {sizes}"
+                f"blocks, block size, heads, head dim and parts must be at least 1, got {sizes}, and layers"
+                f" at least 0, got {num_layers}"
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.num_parts = num_kv_heads, head_dim, num_parts
@@ -75,6 +75,11 @@ class KvPages:
     def groups(self) -> tuple["KvPages"]:
         """These pages, as those of a stage with one block group."""
         return (self,)
+
+    @property
+    def states(self) -> None:
+        """The stage has no recurrent layers."""
+        return None
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -206,13 +211,25 @@ class KvPages:
 class PageGroups:
     """Pages of a stage whose layers are in several block groups.
 
-    `layer_groups` has, for each layer of the stage, the index of its pages in `groups`.
+    `layer_groups` has, for each layer of the stage, the index of its pages in `groups`, or None for a
+    recurrent layer, which has its part of `states`.
     """
 
-    def __init__(self, groups: Sequence[KvPages], layer_groups: Sequence[int]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KvPages],
+        layer_groups: Sequence[int | None],
+        states: StateStore | None = None,
+    ) -> None:
         self.groups = tuple(groups)
+        self.states = states
         self.places = [(group, layer_groups[:layer].count(group)) for layer, group in enumerate(layer_groups)]
         expected = [layer_groups.count(group) for group in range(len(groups))]
+        num_recurrent = 0 if states is None else states.num_layers
+        if layer_groups.count(None) != num_recurrent:
+            raise ValueError(
+                f"states for {num_recurrent} layers, the stage has {layer_groups.count(None)} recurrent ones"
+            )
         if [pages.num_layers for pages in groups] != expected:
             raise ValueError(
                 f"pages for {[pages.num_layers for pages in groups]} layers, the stage has {expected}"
@@ -222,13 +239,3 @@ class PageGroups:
     def block_size(self) -> int:
         """Tokens per block, the same in all groups."""
         return self.groups[0].block_size
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros like torch.zeros, which writes all bytes on a CPU; numpy gets zeroed memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + _CPU_ALIGNMENT, np.uint8))
-    start = -memory.data_ptr() % _CPU_ALIGNMENT
-    return memory[start : start + size].view(dtype).view(shape)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcache.pages import KvPages, zeros
+from kvcache.pages import KvPages
+from kvcache.state_store import zeros
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny

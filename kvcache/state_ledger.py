@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from kvcache.hashing import Content
 from kvcache.sequence import ActiveSequence
-from kvcache.states import CopyState, FreeState, LiveState, Snapshot, StatePool, StateSignal, TakeState
+from kvcache.states import CopyState, FreeState, LiveState, SavedState, StatePool, StateSignal, TakeState
 
 SNAPSHOT_GRID_TOKENS = 1024
 """Tokens between the snapshots of a long sequence. A state of Qwen3.5-35B-A3B takes as much memory as keys
@@ -79,7 +79,7 @@ class StateLedger:
         return min(on_grid, end, last_boundary if start < last_boundary else end)
 
     def is_stop(self, position: int, end: int | None) -> bool:
-        """Whether a state is saved after `position` tokens: of a prefill up to `end`, or of a decode (None)."""
+        """Whether a state is saved after `position` tokens of a prefill up to `end`, or in decodes (None)."""
         if position == 0:
             return False
         return position % self._grid_tokens == 0 or (end is not None and position == self._last_boundary(end))
@@ -103,7 +103,7 @@ class StateLedger:
         freed = [] if self.pool.num_free else self._without_blocks(is_cached)
         if not self.pool.has_room():
             return freed
-        saved = self._apply([CopyState(sequence.state, Snapshot(name), position)])
+        saved = self._apply([CopyState(sequence.state, SavedState(name), position)])
         self._contents[name] = content
         return freed + saved
 
@@ -115,7 +115,7 @@ class StateLedger:
     def discard(self, sequence: ActiveSequence) -> list[StateSignal]:
         """Free the snapshots of the sequence's content, which may be wrong: it failed."""
         names = [name for name, content in sequence.full_blocks if self._contents.get(name) == content]
-        return self._apply([FreeState(Snapshot(name)) for name in names])
+        return self._apply([FreeState(SavedState(name)) for name in names])
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
         """Check the pool; with all running `sequences`, also that they own its live states.
@@ -130,12 +130,12 @@ class StateLedger:
     def _last_boundary(self, num_tokens: int) -> int:
         return (num_tokens - 1) // self._block_size * self._block_size
 
-    def _snapshot(self, sequence: ActiveSequence, num_tokens: int) -> Snapshot:
-        return Snapshot(sequence.full_block(num_tokens // self._block_size - 1)[0])
+    def _snapshot(self, sequence: ActiveSequence, num_tokens: int) -> SavedState:
+        return SavedState(sequence.full_block(num_tokens // self._block_size - 1)[0])
 
     def _without_blocks(self, is_cached: Callable[[int], bool]) -> list[StateSignal]:
         names = [name for name in self.pool.snapshots if not is_cached(name)]
-        return self._apply([FreeState(Snapshot(name)) for name in names])
+        return self._apply([FreeState(SavedState(name)) for name in names])
 
     def _apply(self, signals: list[StateSignal]) -> list[StateSignal]:
         for signal in signals:

@@ -18,8 +18,8 @@ from kvcache.states import (
 class StateTable:
     """The state pool of one stage, and the live state of each sequence.
 
-    Keys identify sequences. A sequence's state begins with a `TakeState`, or a `CopyState` to a live state, of
-    its key. A method that raises has changed nothing.
+    Keys identify sequences. A sequence's state begins with a `TakeState`, or a `CopyState` to a live state,
+    of its key. A method that raises has changed nothing.
     """
 
     def __init__(self, num_states: int) -> None:
@@ -44,7 +44,8 @@ class StateTable:
         one, and InvalidSignal for a copy at another position than the source's.
         """
         if isinstance(signal, FreeState):
-            return self._free(key, signal)
+            self._free(key, signal)
+            return None
         begun = signal.state if isinstance(signal, TakeState) else signal.target
         if isinstance(begun, LiveState) and key in self._states:
             raise StateTaken(f"{signal}: sequence {key!r} has a state already")

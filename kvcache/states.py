@@ -20,13 +20,13 @@ class LiveState:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Snapshot:
+class SavedState:
     """The state after the full block `sequence_hash`, which never changes."""
 
     sequence_hash: int
 
 
-State = LiveState | Snapshot
+State = LiveState | SavedState
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -132,7 +132,7 @@ class StatePool:
         """Record that `state` has seen the tokens before `position`."""
         self._held(state).position = position
 
-    def has_room(self, *, besides: Snapshot | None = None) -> bool:
+    def has_room(self, *, besides: SavedState | None = None) -> bool:
         """Whether another state can begin, without eviction of the snapshot `besides`."""
         is_kept = besides is not None and besides in self
         return self.num_free + self.num_snapshots - is_kept > 0
@@ -189,7 +189,7 @@ class StatePool:
         words = self._digest.begin_states(_COPY, fields)
         source = self._held(copy.source)
         self._check_begin(copy.target, copy.source)
-        if isinstance(copy.source, Snapshot):
+        if isinstance(copy.source, SavedState):
             self._snapshots.move_to_end(copy.source.sequence_hash)
         slot, evicted = self._new_slot()
         self._put(copy.target, slot, copy.position)
@@ -209,7 +209,7 @@ class StatePool:
     def _check_begin(self, state: State, source: State | None) -> None:
         if state in self:
             raise StateTaken(f"{state} is in the pool already")
-        if not self.has_room(besides=source if isinstance(source, Snapshot) else None):
+        if not self.has_room(besides=source if isinstance(source, SavedState) else None):
             raise OutOfStates(self.num_states)
 
     def _new_slot(self) -> tuple[_Slot, list[int]]:

@@ -118,7 +118,7 @@ def _perturb(model: PreTrainedModel) -> None:
             parameter.copy_(torch.empty_like(parameter).uniform_(around - 0.4, around + 0.4))
         elif name.endswith("sinks"):
             parameter.copy_(torch.empty_like(parameter).normal_(std=2.0))
-        elif name.endswith((".bias", "_proj_bias")):
+        elif name.endswith((".bias", "_proj_bias", "dt_bias")):
             parameter.copy_(torch.empty_like(parameter).normal_(std=0.3))
     for name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith("e_score_correction_bias"):

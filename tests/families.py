@@ -51,6 +51,24 @@ _LATENT = {
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
+_DELTA = {
+    "head_dim": 24,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [
+        *("linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention"),
+    ],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.25},
+}
+_DELTA_EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 _LOCAL = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
@@ -75,6 +93,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | _EXPERTS
     | _WINDOW
     | _THETA,
+    "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_5_text": _DELTA | {"attention_bias": True},
+    "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
     "mixtral": {"num_local_experts": 8, "seed": 4} | _WINDOW | _THETA,
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 3, "seed": 4} | _THETA,
     "qwen2_moe": {
@@ -266,7 +287,7 @@ BLOCK_KINDS = (
         "qwen2_moe",
         "ernie4_5_moe",
     ),
-    *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2"),
+    *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -350,6 +371,7 @@ _SHAPES = {
     *("o_bias", "has_bias", "width", "is_gated", "placement", "span", "count", "has_choice_bias"),
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"),
+    *("num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
@@ -362,6 +384,7 @@ _ALIKE = (
     (TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM),
     (TensorRole.Q_NORM, TensorRole.K_NORM),
     (TensorRole.GATE, TensorRole.UP),
+    (TensorRole.DELTA_B, TensorRole.DELTA_A),
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
     (TensorRole.SHARED_OUT_NORM, TensorRole.EXPERTS_OUT_NORM),
@@ -457,6 +480,7 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
 
 _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "eps": lambda eps: [("", 1e6 * eps)],
+    "norm_eps": lambda eps: [("", 1e6 * eps)],
     "value_norm_eps": lambda eps: [("", 1e6 * eps), ("none", None)] if eps is not None else [],
     # All experts are one group: there are no others to keep.
     "num_groups": lambda groups: [("", groups // 2)] if groups > 1 else [],

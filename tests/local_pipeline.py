@@ -23,7 +23,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence, SequenceState
-from kvcache import KvGroup, KvWindow, group_windows
+from kvcache import SNAPSHOT_GRID_TOKENS, KvGroup, KvWindow, group_windows
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.torch_backend import handed_on_states
@@ -99,8 +99,12 @@ class LocalPipeline:
         stage_type: Callable[..., PipelineStage] = DecoderStage,
         handed_on: tuple[BoundaryTensor, ...] = (),
         queue: DeviceQueue | None = None,
+        num_states: int = 8,
+        grid_tokens: int = SNAPSHOT_GRID_TOKENS,
     ) -> None:
-        """`queue` copies to and from the device of the stages, which is a CPU without one.
+        """`num_states` are for models with recurrent layers, whose snapshots are `grid_tokens` apart.
+
+        `queue` copies to and from the device of the stages, which is a CPU without one.
 
         `releases_window` False keeps the blocks that a sliding window hides, to compare with.
 
@@ -118,6 +122,8 @@ class LocalPipeline:
         )
         self._block_size, self._num_blocks, self._dtype = block_size, num_blocks, dtype
         self._kv_dtype = kv_dtype
+        self._num_states = num_states if checkpoint.config.is_recurrent else 0
+        self._grid_tokens = grid_tokens
         windows = group_windows(self._checkpoint.config.layer_windows)
         self._windows = [KvWindow.of(w if releases_window else None, max_step_tokens) for w in windows]
         self._other_num_blocks = tuple(other_num_blocks or (num_blocks,) * (len(windows) - 1))
@@ -164,6 +170,7 @@ class LocalPipeline:
         for executor in self.stages:
             executor.check_integrity()
             assert executor.stats.blocks_active == 0
+            assert executor.stats.states_live == 0
         return run
 
     def play(self, script: Script) -> tuple[list[StepResult], dict[int, array[float]]]:
@@ -187,6 +194,8 @@ class LocalPipeline:
             prefix_caching=self._prefix_caching,
             window=self._windows[0],
             other_groups=list(map(KvGroup, self._other_num_blocks, self._windows[1:])),
+            num_states=self._num_states,
+            grid_tokens=self._grid_tokens,
         )
 
     def _run(self, run: Run, requests: Tokens[Request]) -> None:
@@ -252,6 +261,7 @@ class LocalPipeline:
             block_size=self._block_size,
             num_blocks=self._num_blocks,
             other_num_blocks=self._other_num_blocks,
+            num_states=self._num_states,
             max_step_tokens=self._limits.max_step_tokens,
             max_step_sequences=self._limits.max_step_sequences,
             max_sequence_tokens=config.max_position_embeddings,

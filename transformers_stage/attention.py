@@ -77,6 +77,7 @@ class CurrentStep:
         """Keys and values of the stage's layer number `layer`, from its first."""
         assert self.layout is not None and self.pages is not None, "no step is being computed"
         group, index = self.pages.places[layer]
+        assert group is not None, "a recurrent layer"
         return LayerKv(self.layout.groups[group], self.pages.groups[group], index)
 
 

@@ -21,8 +21,8 @@ from kvcache import (
     LiveState,
     PartialBlock,
     Promote,
+    SavedState,
     Signal,
-    Snapshot,
     State,
     StateSignal,
     TakeState,
@@ -138,7 +138,7 @@ def _decode_state(message: step_pb2.RecurrentState) -> State:
         case "live":
             return LiveState(message.live)
         case "snapshot":
-            return Snapshot(message.snapshot)
+            return SavedState(message.snapshot)
         case _:
             raise StepFault(StepFaultKind.UNDECODABLE, "state of a KV signal has no content")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoint import Blueprint, Experts, Latent, LayerPlan, Opaque
+from checkpoint import Blueprint, Experts, Latent, LayerPlan, Opaque, Recurrent
 from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
 from coordinator.planner.stage_memory import StageMemory
 
@@ -50,11 +50,14 @@ def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
 
 def _name(layer: LayerPlan) -> str:
     mixer, inner = layer.mixer, layer.feed_forward
-    name = "latent attention" if isinstance(mixer, Latent) else "attention"
+    if isinstance(mixer, Recurrent):
+        name = "Gated DeltaNet"
+    else:
+        name = "latent attention" if isinstance(mixer, Latent) else "attention"
     words = [name if mixer.window is None else f"{name} window {mixer.window}"]
     if isinstance(inner, Opaque):
         return f"{words[0]} by transformers"
-    if mixer.rope is None:
+    if mixer.rope is None and not isinstance(mixer, Recurrent):
         words[0] += " without rotation"
     if isinstance(inner, Experts):
         words.append(f"{inner.per_token} of {inner.count} experts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import NoReturn
@@ -45,6 +46,12 @@ def validate_counts(
     max_kv_tokens: int | None,
 ) -> None:
     """Raise PlanImpossible for contradicting counts, and ValueError for a block size below 1."""
+    on_gpu = [worker.name for worker in workers if worker.device is not DeviceKind.HOST]
+    if config.is_recurrent and on_gpu:
+        raise PlanImpossible(
+            f"{config.model_type!r} has recurrent layers, which are computed on CPUs only, but worker"
+            f" {on_gpu[0]} has a GPU: start it with --device cpu"
+        )
     if block_size < 1:
         raise ValueError(f"block size is {block_size} tokens, must be at least 1")
     if not workers:
@@ -142,7 +149,8 @@ def _stage_need(
         f" + {format_size(memory.activation_bytes(role, num_blocks, worker.device))} activations"
         f"{f' + {format_size(buffers)} buffers and workspaces' if buffers else ''}"
         f" + {format_size(memory.kv_bytes(begin, end, num_blocks))} KV"
-        f" for {num_blocks * memory.block_size} tokens,"
+        f" for {num_blocks * memory.block_size} tokens"
+        f"{f' and {memory.num_states} recurrent states' if memory.num_states else ''},"
         f" but {worker.name} has {format_size(worker.memory_bytes)} ({format_size(short)} too little)"
     )
 
@@ -188,9 +196,8 @@ def make_plan(
     most enough for the sequences of all steps in flight at full length. Few sequences are that long, which
     leaves room for prefix reuse, and a small model does not take all memory.
 
-    `layers` fixes the number of layers per worker, in the given order. `limits.max_sequence_tokens` is
-    lowered to the limit of the model. Raises PlanImpossible with the numbers, and ValueError for arguments
-    that are invalid for every model.
+    `layers` fixes the number of layers per worker, in order. `limits.max_sequence_tokens` is lowered to the
+    model's limit. Raises PlanImpossible with the numbers, ValueError for arguments invalid for every model.
     """
     limits = limits.capped(config.max_position_embeddings)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
@@ -203,8 +210,40 @@ def make_plan(
         kv_dtype=kv_dtype,
         wire_dtype=wire_dtype,
     )
+    if config.is_recurrent:
+        return _plan_with_states(memory, workers, layers, max_kv_tokens)
     problem = _split_problem(memory, workers, max_kv_tokens)
     return _made_plan(memory, workers, _choose_split(memory, workers, layers, problem))
+
+
+MIN_STATES = 2
+"""Recurrent states of a plan at least: that of a sequence, and one that it continues from."""
+
+
+def _plan_with_states(
+    memory: StageMemory,
+    workers: Sequence[WorkerCapacity],
+    layers: Sequence[int] | None,
+    max_kv_tokens: int | None,
+) -> Plan:
+    """A plan with states for all sequences in flight and as many snapshots, or with fewer of them.
+
+    They are halved until the KV cache holds the longest sequence. Raises PlanImpossible.
+    """
+    num_states = max(MIN_STATES, 2 * memory.num_in_flight)
+    while True:
+        sized = replace(memory, num_states=num_states)
+        problem = _split_problem(sized, workers, max_kv_tokens)
+        try:
+            plan = _made_plan(sized, workers, _choose_split(sized, workers, layers, problem))
+        except PlanImpossible:
+            if num_states == MIN_STATES:
+                raise
+        else:
+            longest = min(memory.limits.max_sequence_tokens, problem.max_blocks * memory.block_size)
+            if num_states == MIN_STATES or plan.num_kv_tokens >= longest:
+                return plan
+        num_states = max(MIN_STATES, num_states // 2)
 
 
 def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split) -> Plan:
@@ -215,6 +254,7 @@ def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Sp
         dtype=memory.dtype,
         kv_dtype=memory.kv_dtype,
         holds_stored=memory.config.holds_stored,
+        num_states=memory.num_states,
         limits=memory.limits,
         window=memory.windows[0],
         other_groups=memory.other_groups(split.num_blocks),
@@ -255,7 +295,10 @@ def _split_problem(
     return SplitProblem(
         num_workers=len(workers),
         costs=_costs(memory, _rates(workers)),
-        weight_bytes=memory.layer_bytes,
+        weight_bytes=tuple(
+            weights + memory.num_states * state
+            for weights, state in zip(memory.layer_bytes, memory.state_bytes, strict=True)
+        ),
         block_bytes=memory.block_bytes,
         block_limits=memory.block_limits(most),
         legal_cuts=memory.config.legal_cuts,

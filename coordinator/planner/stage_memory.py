@@ -18,6 +18,7 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
   temporary (2), in the run dtype and aligned for a kernel (2 * s). Scores are not counted: the fused kernels
   of scaled_dot_product_attention do not store them.
+* S recurrent states of one layer, gathered, their changes, and as they are written.
 * with the head, min(S, T) rows of logits: in the run dtype (s), for sampling in float32 with a filtered copy
   (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and cut (48).
 
@@ -62,6 +63,7 @@ from checkpoint import (
     LayerPlan,
     Mixer,
     Opaque,
+    Recurrent,
     ScaledDType,
     expert_weight_bytes,
     head_bytes,
@@ -69,6 +71,7 @@ from checkpoint import (
     layer_sizes,
     layer_weight_bytes,
     stage_weight_bytes,
+    state_bytes,
 )
 from checkpoint.blueprint import CHUNK_SPLIT, KEPT_POSITIONS, KEY_SPLIT, SHORT_CHUNK
 from checkpoint.step_graphs import graph_bytes
@@ -100,6 +103,7 @@ class StageMemory:
     num_stages: int
     kv_dtype: ScaledDType | None = None
     wire_dtype: WireDType | None = None
+    num_states: int = 0
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -167,6 +171,18 @@ class StageMemory:
         sizes = (kv_bytes_per_token(layer.mixer, dtype) for layer in self.config.layers)
         return tuple(self.block_size * size for size in sizes)
 
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Bytes of one recurrent state in each layer, 0 in layers without."""
+        return tuple(
+            state_bytes(layer.mixer, self.dtype) if isinstance(layer.mixer, Recurrent) else 0
+            for layer in self.config.layers
+        )
+
+    def states_bytes(self, layer_begin: int, layer_end: int) -> int:
+        """Recurrent states of a stage, in all its slots."""
+        return self.num_states * sum(self.state_bytes[layer_begin:layer_end])
+
     @property
     def head_cost(self) -> int:
         """Cost of the head in a decode step: final norm and output matrix, tied or not."""
@@ -231,9 +247,10 @@ class StageMemory:
         return (self.num_stages + 1) * self.limits.max_step_sequences
 
     def kv_bytes(self, layer_begin: int, layer_end: int, num_blocks: int) -> int:
-        """KV pages of a stage, with `num_blocks` blocks in the first block group."""
+        """KV pages of a stage, with `num_blocks` blocks in the first block group, and recurrent states."""
         counts = self.block_limits(num_blocks)[layer_begin:layer_end]
-        return sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
+        pages: int = sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
+        return pages + self.states_bytes(layer_begin, layer_end)
 
     def activation_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind = DeviceKind.HOST) -> int:
         """Activation memory of the largest step with `num_blocks` blocks in the cache."""
@@ -253,12 +270,13 @@ class StageMemory:
             for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
         size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
+        size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
 
     def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
         """The memory of a step with its tables of rotary angles, or while the widest one is computed."""
-        mixers = (kind.mixer for kind in self.config.kinds)
+        mixers = [kind.mixer for kind in self.config.kinds if not isinstance(kind.mixer, Recurrent)]
         tables = {(mixer.rope, _rotated_width(mixer), mixer.query_growth) for mixer in mixers}
         num_positions = min(KEPT_POSITIONS, 2 * longest)
         of_element, tokens = 2 * self.dtype.size_bytes, self.limits.max_step_tokens
@@ -389,15 +407,26 @@ def _attends_in_place(layer: LayerPlan) -> bool:
     return isinstance(layer.mixer, Attention) and not isinstance(layer.feed_forward, Opaque)
 
 
-def _rotated_width(mixer: Mixer) -> int:
+def _delta_elements(mixer: Recurrent) -> int:
+    """Elements of one token: inputs, before and after the convolution; and queries, keys, values and output
+    in float32 for every value head.
+    """
+    inputs = 2 * mixer.conv_size + mixer.o_size
+    return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
+
+
+def _rotated_width(mixer: Attention | Latent) -> int:
     """Elements of a head, or of the part of it that has positions."""
     return mixer.rope_dim if isinstance(mixer, Latent) else mixer.head_dim
 
 
 def _mixer_elements(mixer: Mixer) -> int:
     """Elements of one token within a mixer."""
+    if isinstance(mixer, Recurrent):
+        return _delta_elements(mixer)
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
         down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
         return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size
-    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size
+    gates = mixer.q_size if mixer.has_output_gate else 0
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates

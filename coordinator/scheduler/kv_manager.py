@@ -193,21 +193,6 @@ class KvCacheManager:
         """Empty blocks, of all groups."""
         return sum(group.num_free for group in self._groups)
 
-    @property
-    def num_live_states(self) -> int:
-        """Recurrent states of sequences."""
-        return 0 if self._states is None else self._states.pool.num_live
-
-    @property
-    def num_snapshots(self) -> int:
-        """Saved recurrent states, all of which can be evicted."""
-        return 0 if self._states is None else self._states.pool.num_snapshots
-
-    @property
-    def num_free_states(self) -> int:
-        """Recurrent states without content."""
-        return 0 if self._states is None else self._states.pool.num_free
-
     def take_pending(self) -> tuple[SequenceSignal, ...]:
         """Take the signals since the last call, in the order of the ledger; see also `take_grows`."""
         pending, self._pending = tuple(self._pending), []

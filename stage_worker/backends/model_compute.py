@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint import DType, ScaledDType
 from checkpoint.dtypes import SCALE_BYTES
-from kvcache import KvCacheError
+from kvcache import KvCacheError, SlotChange
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.backends.contract import Computed, Finish, GraphCounts, StageCompute
 from stage_worker.backends.step_graphs import FittedStep, StepGraphs
@@ -38,7 +38,7 @@ from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTra
 from stage_worker.model.attention_views import HostArray, Place
 from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.step_layout import StepArrays, StepLayout
+from stage_worker.model.step_layout import StepArrays, StepLayout, state_rows
 from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices
@@ -230,6 +230,12 @@ class ModelCompute(StageCompute):
             self._sampler.end(sequence)
 
     @torch.inference_mode()
+    def change_states(self, changes: Sequence[SlotChange]) -> None:
+        states = self._pages.states
+        if states is not None:
+            states.change(changes)
+
+    @torch.inference_mode()
     def prepare(self, step: Step, layouts: Sequence[SliceLayout]) -> _Prepared:
         arrays = self._arrays(layouts)
         self._check_writes(arrays)
@@ -365,7 +371,13 @@ class ModelCompute(StageCompute):
         """Those of each block group."""
         if not isinstance(slices, StepSlices):
             return [self._model.step_arrays(list(slices), block_size=self._pages.block_size)]
-        return [self._group_arrays(slices.groups[number], number, window) for number, window in self._windows]
+        found = [
+            self._group_arrays(slices.groups[number], number, window) for number, window in self._windows
+        ]
+        if self._model.is_recurrent:
+            lengths = [1] * len(slices.decodes.sequences) + [chunk.num_tokens for chunk in slices.chunks]
+            found[0] = replace(found[0], states=state_rows(lengths, slices.state_slots()))
+        return found
 
     def _group_arrays(self, slices: StepSlices, number: int, window: int | None) -> StepArrays:
         """The arrays for the layers of one block group."""

@@ -22,9 +22,9 @@ from checkpoint import (
     Dense,
     DType,
     Experts,
+    GatedDelta,
     Latent,
     LayerPlan,
-    Mixer,
     Norm,
     RopeKind,
     ScaledDType,
@@ -44,6 +44,8 @@ from checkpoint.blueprint import (
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     CHOICE_BIAS_KIND,
+    DECAY_KIND,
+    DT_KIND,
     EXPERT_SCALE_KIND,
     LAYER_SCALE_KIND,
     ROUTER_NORM_KIND,
@@ -59,19 +61,16 @@ from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
 from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, project, to_wire
 from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference
+from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
+from stage_worker.loading.streamed_delta import delta_inputs
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import attention_factor, inverse_frequencies
-from stage_worker.model.weight_reads import WINDOW_BYTES
-from stage_worker.model.weights import UNPACKING_WINDOWS, load_rows
+from stage_worker.model.weights import load_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
 from wire.tensors import WireDType
-
-BLOCK_ELEMENTS = 1 << 22
-_ROUNDING_BYTES = 16
-"""Memory for one element while it is rounded to a weight format."""
 
 
 class StreamedModel:
@@ -101,29 +100,6 @@ class StreamedModel:
         # Reused by all blocks: freed ones of megabytes stay with the allocator, which then holds several.
         self._stored_block = torch.empty(0, dtype=self._dtype)
         self._block = torch.empty(0)
-
-    @staticmethod
-    def memory_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]) -> int:
-        """Upper bound, of a block of weights (as read and float32), a file window, and activations of the
-        tokens.
-        """
-        config = checkpoint.config
-        kinds = config.kinds
-        widest = max(max(_inner_size(kind), kind.mixer.q_size, _expanded_size(kind.mixer)) for kind in kinds)
-        width = max(config.hidden_size, widest)
-        shapes = [entry.shape for entry in checkpoint.tensors.values()]
-        shapes += [matrix.shape for matrix in checkpoint.packed.values()]
-        largest = max(math.prod(shape) for shape in shapes)
-        block = min(largest, max(BLOCK_ELEMENTS, width))
-        of_a_layer = 6 * config.hidden_size + 3 * max(
-            kind.mixer.q_size + _expanded_size(kind.mixer) + _inner_size(kind) for kind in kinds
-        )
-        of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, _num_rows(config.hidden_size))
-        of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
-        of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
-        of_unpacking = UNPACKING_WINDOWS * WINDOW_BYTES if checkpoint.packed else 0
-        of_rounding = block * _ROUNDING_BYTES if config.weight_format is not None else 0
-        return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 8 * of_tokens
 
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield the hidden states [2, n, width] after each layer. Raises like `load_tensors`."""
@@ -176,6 +152,11 @@ class StreamedModel:
         found = self._rows(rows.name, rows.begin, rows.end)
         return found.flatten()[rows.first :: rows.step] if rows.is_across else found
 
+    def kernel(self, rows: RoleRows) -> Tensor:
+        """Weights [channels, 1, kernel size] of a convolution of each channel alone."""
+        shape = (rows.end - rows.begin, self._checkpoint.shape_of(rows.name)[-1])
+        return self._load(rows.name, 0, torch.empty(shape, dtype=self._dtype)).float()[:, None]
+
     def exact(self, rows: RoleRows) -> Tensor:
         """A whole vector that stages keep in float32."""
         return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name))).flatten()
@@ -183,8 +164,8 @@ class StreamedModel:
     def exact_blocks(self, matrix: RoleRows) -> Iterator[Tensor]:
         """Blocks of rows of a matrix that stages keep in float32."""
         width = self._checkpoint.shape_of(matrix.name)[-1]
-        for begin in range(matrix.begin, matrix.end, _num_rows(width)):
-            end = min(begin + _num_rows(width), matrix.end)
+        for begin in range(matrix.begin, matrix.end, rows_per_block(width)):
+            end = min(begin + rows_per_block(width), matrix.end)
             yield self._load(matrix.name, begin, torch.empty(end - begin, width))
 
     def projected(self, x: Tensor, weight: RoleRows, bias: RoleRows | None) -> Tensor:
@@ -212,7 +193,7 @@ class StreamedModel:
         The next block overwrites the rows.
         """
         num_rows, width = matrix.end - matrix.begin, self._checkpoint.shape_of(matrix.name)[-1]
-        step = min(_num_rows(width), num_rows)
+        step = min(rows_per_block(width), num_rows)
         if self._block.numel() < step * width:
             self._stored_block = torch.empty(step * width, dtype=self._dtype)
             self._block = torch.empty(step * width)
@@ -378,7 +359,27 @@ class _StreamedLayer:
         mixer = self._plan.mixer
         if isinstance(mixer, Latent):
             return self._latent_attention(x, lengths, mixer)
+        if isinstance(mixer, GatedDelta):
+            return self._delta(x, lengths, mixer)
         return self._attention(x, lengths, mixer)
+
+    def _delta(self, x: Tensor, lengths: Sequence[int], mixer: GatedDelta) -> Tensor:
+        """The gated delta rule, token by token."""
+        model, places = self._model, self._places
+        decay, dt_bias = (
+            model.exact(places[role, kind, None])
+            for role, kind in ((TensorRole.DELTA_DECAY, DECAY_KIND), (TensorRole.DELTA_DT, DT_KIND))
+        )
+        inputs = delta_inputs(
+            mixer,
+            torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_QKV, TensorRole.DELTA_Z)], -1),
+            torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_B, TensorRole.DELTA_A)], -1),
+        )
+        kernel = model.kernel(places[TensorRole.DELTA_CONV, "weight", None])
+        mixed = inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded)
+        norm = Norm(eps=mixer.norm_eps)
+        output = self._normed(model.rounded(mixed), TensorRole.DELTA_NORM, norm).flatten(2)
+        return self._projected(model.rounded(output * silu(inputs.gate)), TensorRole.DELTA_OUT)
 
     def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
         """Expanded: each head has keys and values."""
@@ -409,6 +410,9 @@ class _StreamedLayer:
         source_of_values = TensorRole.K if mixer.value_is_key else TensorRole.V
         projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, source_of_values))
         query, key, value = (y.view(*y.shape[:2], -1, mixer.head_dim) for y in projected)
+        gate = None
+        if mixer.has_output_gate:
+            query, gate = query[:, :, ::2], query[:, :, 1::2].flatten(2)
         if mixer.value_norm_eps is not None:
             mean_square = value.square().mean(dim=-1, keepdim=True)
             value = self._model.rounded(value * torch.rsqrt(mean_square + mixer.value_norm_eps))
@@ -423,7 +427,10 @@ class _StreamedLayer:
                 q, k = self._normed_heads(q, k, qk_norm)
             keys, values = self._model.cached(k), self._model.cached(v)
             mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
-        return self._projected(torch.cat(mixed, 1), TensorRole.O)
+        output = torch.cat(mixed, 1)
+        if gate is not None:
+            output = self._model.rounded(output * self._model.rounded(gate.sigmoid()))
+        return self._projected(output, TensorRole.O)
 
     def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
         pairs = ((query, TensorRole.Q_NORM), (key, TensorRole.K_NORM))
@@ -433,7 +440,7 @@ class _StreamedLayer:
             query, key = (self._normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)
         return query, key
 
-    def _grown(self, query: Tensor, mixer: Mixer) -> Tensor:
+    def _grown(self, query: Tensor, mixer: Attention | Latent) -> Tensor:
         growth = mixer.query_growth
         if growth is None:
             return query
@@ -441,7 +448,7 @@ class _StreamedLayer:
         factors = 1 + growth.beta * torch.log(1 + turns.float())
         return self._model.rounded(query * factors[:, None, None])
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mixer: Mixer) -> Tensor:
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mixer: Attention | Latent) -> Tensor:
         """[2, n, heads * width] for query [2, n, heads, head_dim], key [2, n, kv_heads, head_dim] and value
         [2, n, kv_heads, width].
         """
@@ -463,7 +470,7 @@ class _StreamedLayer:
         weights = self._model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
         return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
-    def _rotated(self, heads: Tensor, mixer: Mixer) -> Tensor:
+    def _rotated(self, heads: Tensor, mixer: Attention | Latent) -> Tensor:
         """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
         rope = mixer.rope
         if rope is None:
@@ -487,27 +494,6 @@ def _is_among(ranks: Tensor, count: int) -> Tensor:
     """Whether each of `ranks` [..., n] is one of the `count` highest; of equal ones, the first are."""
     places = ranks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return places < count
-
-
-def _inner_size(plan: LayerPlan) -> int:
-    """Elements of one token between the matrices of a feed-forward, of one expert at a time."""
-    inner = plan.known_feed_forward
-    if isinstance(inner, Dense):
-        return inner.width
-    shared = 0 if inner.shared is None else inner.shared.width
-    return max(inner.width, shared) + 3 * inner.count
-
-
-def _expanded_size(mixer: Mixer) -> int:
-    """Elements of the keys and values of one token."""
-    if isinstance(mixer, Latent):
-        return mixer.num_heads * (mixer.query_dim + mixer.value_dim) + mixer.page_shape.width
-    return 2 * mixer.kv_size
-
-
-def _num_rows(width: int) -> int:
-    """Rows per block of a matrix with rows of `width` elements."""
-    return max(1, BLOCK_ELEMENTS // width)
 
 
 def compute_reference(
@@ -545,7 +531,7 @@ def _check_size(request: ReferenceRequest, checkpoint: Checkpoint, free_bytes: i
     if largest >= vocab_size:
         raise InvalidRequest(f"token {largest} is outside the vocabulary [0, {vocab_size})")
     lengths = [len(text) for text in request.texts]
-    needed_bytes = StreamedModel.memory_bytes(checkpoint, request.dtype, lengths)
+    needed_bytes = reference_bytes(checkpoint, request.dtype, lengths)
     if needed_bytes > free_bytes:
         raise Overloaded(f"the reference needs {needed_bytes} bytes of memory, {free_bytes} are free")
 

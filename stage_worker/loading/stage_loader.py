@@ -16,9 +16,11 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import (
     Blueprint,
     Checkpoint,
+    Recurrent,
     differing_parts,
     kv_bytes_per_token,
     stage_tensor_names,
+    state_bytes,
 )
 from checkpoint.blueprint import Implementation
 from checkpoint.directory import files_directory
@@ -30,6 +32,7 @@ from checkpoint.step_graphs import graph_bytes
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
+from kvcache.state_store import StateStore
 from stage_worker.assignment import Assignment, WantedModel
 from stage_worker.backends.backend import (
     DeviceFailedInLoad,
@@ -422,6 +425,12 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
         raise HandshakeMismatch(
             "number of block groups", expected=len(assignment.group_blocks), got=num_groups
         )
+    if checkpoint.config.is_recurrent != (assignment.num_states > 0):
+        raise HandshakeMismatch(
+            "recurrent states",
+            expected=f"{assignment.num_states} states",
+            got=f"a model {'with' if checkpoint.config.is_recurrent else 'without'} recurrent layers",
+        )
 
 
 def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
@@ -536,10 +545,35 @@ def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
     return [windows.index(layer.mixer.window) for layer in layers]
 
 
+def _states_of(assignment: Assignment, config: Blueprint, device: torch.device) -> StateStore | None:
+    """States of a stage's recurrent layers; None without such layers."""
+    mixers = _recurrent_mixers(assignment, config)
+    if not mixers:
+        return None
+    wide, narrow = torch.float32, TORCH_DTYPES[assignment.dtype]
+    return StateStore(
+        num_layers=len(mixers),
+        num_states=assignment.num_states,
+        parts=[(part.shape, wide if part.is_wide else narrow) for part in mixers[0].state_parts],
+        device=device,
+    )
+
+
+def _recurrent_mixers(assignment: Assignment, config: Blueprint) -> list[Recurrent]:
+    """Those of the stage's layers, which have states of one shape."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)]
+    if len({mixer.state_parts for mixer in mixers}) > 1:
+        raise StageLoadError("recurrent layers with states of several shapes are not supported")
+    return mixers
+
+
 def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
+    """Memory of pages and of recurrent states."""
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
-    return assignment.block_size * sum(
+    states = sum(state_bytes(mixer, assignment.dtype) for mixer in _recurrent_mixers(assignment, config))
+    return assignment.num_states * states + assignment.block_size * sum(
         count * kv_bytes_per_token(layer.mixer, assignment.kv_dtype or assignment.dtype)
         for count, layer in zip(counts, layers, strict=True)
     )
@@ -548,10 +582,18 @@ def _kv_bytes(assignment: Assignment, config: Blueprint) -> int:
 def new_pages(
     assignment: Assignment, config: Blueprint, device: torch.device, *, num_spare: int = 0
 ) -> KvPages | PageGroups:
-    """Pages of a stage's layers, one set for each block group that they are in, each of its own shape."""
+    """Pages of a stage's layers, one set for each block group that they are in, each of its own shape, and
+    states of its recurrent layers.
+    """
     windows = group_windows(config.layer_windows)
     layer_groups = _layer_groups(assignment, config)
     numbers = sorted(set(layer_groups))
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    # A recurrent layer counts with a group for the step's layout, and has no pages in it.
+    paged = [
+        None if isinstance(layer.mixer, Recurrent) else number
+        for number, layer in zip(layer_groups, layers, strict=True)
+    ]
     new: Callable[..., KvPages] = KvPages
     if assignment.kv_dtype is not None:
         new = partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
@@ -559,7 +601,7 @@ def new_pages(
     for number in numbers:
         shape = config.page_shape(windows[number])
         pages = new(
-            num_layers=layer_groups.count(number),
+            num_layers=paged.count(number),
             num_blocks=assignment.group_blocks[number],
             block_size=assignment.block_size,
             num_kv_heads=shape.heads,
@@ -570,9 +612,11 @@ def new_pages(
             device=device,
         )
         groups.append(pages)
-    if len(groups) == 1:
+    states = _states_of(assignment, config, device)
+    if len(groups) == 1 and states is None:
         return groups[0]
-    return PageGroups(groups, [numbers.index(number) for number in layer_groups])
+    indexes = [None if number is None else numbers.index(number) for number in paged]
+    return PageGroups(groups, indexes, states)
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:

@@ -13,7 +13,12 @@ from checkpoint import Blueprint
 from kvcache import (
     ActiveSequence,
     BlockPool,
+    FreeState,
     KvWindow,
+    LiveState,
+    StatePool,
+    StateSignal,
+    TakeState,
     combined_digest,
     first_needed_block,
     group_windows,
@@ -69,7 +74,9 @@ def _largest_chunk(assignment: Assignment) -> int:
 
 
 def _largest_batch(assignment: Assignment) -> int:
-    return min(assignment.max_step_sequences, assignment.max_step_tokens, *assignment.group_blocks)
+    states = [assignment.num_states] if assignment.num_states else []
+    limits = (assignment.max_step_sequences, assignment.max_step_tokens)
+    return min(*limits, *assignment.group_blocks, *states)
 
 
 def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blueprint) -> None:
@@ -157,6 +164,7 @@ class _WarmupSteps:
         self._assignment = assignment
         self._config = config
         self._pools = [BlockPool(num_blocks) for num_blocks in assignment.group_blocks]
+        self._states = StatePool(assignment.num_states) if assignment.num_states else None
         self._new_id = count(1).__next__
         self._step_id = 0
         self._num_requests = 0
@@ -253,13 +261,15 @@ class _WarmupSteps:
             for _ in keys
             for group in range(len(self._pools))
         ]
+        states = [LiveState(self._new_id()) for _ in keys] if self._states is not None else []
+        taken = [SequenceSignal(key, TakeState(state)) for key, state in zip(keys, states, strict=False)]
         keyed = list(zip([key for key in keys for _ in self._pools], sequences, strict=True))
         self._run(
             starts=tuple(
                 StartRecord(key, 0, num_tokens, tokens, _SAMPLING[index % len(_SAMPLING)])
                 for index, key in enumerate(keys)
             ),
-            signals=[self._used(key, sequence) for key, sequence in keyed],
+            signals=[*taken, *(self._used(key, sequence) for key, sequence in keyed)],
             slices=tuple(StepSlice(key, 0, tokens, Prefill(0, num_tokens, num_tokens)) for key in keys),
         )
         if decodes:
@@ -269,6 +279,7 @@ class _WarmupSteps:
             for key, sequence in keyed
             for signal in sequence.destroy_signals()
         ]
+        freed += [SequenceSignal(key, FreeState(state)) for key, state in zip(keys, states, strict=False)]
         self._run(ends=tuple(EndRecord(key, 0) for key in keys), signals=freed)
 
     def _used(self, key: SequenceKey, sequence: ActiveSequence) -> SequenceSignal:
@@ -286,7 +297,11 @@ class _WarmupSteps:
         signals: list[SequenceSignal] | None = None,
     ) -> None:
         for entry in signals or ():
-            self._pools[entry.group].apply(entry.signal)
+            if not isinstance(entry.signal, StateSignal):
+                self._pools[entry.group].apply(entry.signal)
+            elif self._states is not None:
+                self._states.apply(entry.signal)
+        states = [] if self._states is None else [self._states.digest]
         step = Step.of(
             slices,
             epoch=0,
@@ -294,7 +309,7 @@ class _WarmupSteps:
             starts=starts,
             ends=ends,
             signals=tuple(signals or ()),
-            digest=combined_digest([pool.digest for pool in self._pools]),
+            digest=combined_digest([pool.digest for pool in self._pools] + states),
         )
         self._step_id += 1
         self._executor.run(self._frame(step))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Blueprint, Checkpoint, DType
+from checkpoint import Blueprint, Checkpoint, DType, Recurrent
 from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.host_weights import HostCopies
@@ -40,7 +40,7 @@ from stage_worker.model.parts import (
 )
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import PagedLayers, StepLayout
+from stage_worker.model.step_layout import LayerKv, LayerStates, PagedLayers, StepLayout
 from stage_worker.model.weight_reads import DeviceCopies, WeightReads
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 
@@ -68,6 +68,10 @@ class DecoderStage(PipelineStage):
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
         run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
+        if config.is_recurrent and device.type != "cpu":
+            raise ValueError(
+                f"{config.model_type!r} has recurrent layers, which are not computed on {device}"
+            )
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         super().__init__(
             config,
@@ -80,7 +84,7 @@ class DecoderStage(PipelineStage):
             kernels=kernels or Kernels.of(config, device, run_dtype, choice),
             ropes={
                 rotary: Rope(rotary.rope, rotary.head_dim, run_dtype, device)
-                for rotary in map(Rotary.of, mixers)
+                for rotary in (Rotary.of(mixer) for mixer in mixers if not isinstance(mixer, Recurrent))
             },
         )
         # Rounded like transformers' Gemma.
@@ -192,12 +196,17 @@ class DecoderStage(PipelineStage):
         """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
         self._check_input(hidden, step)
         groups = list(zip(step.groups, pages.groups, strict=True))
+        states = pages.states
         for layout, part in groups:
             if layout.writes.begun is not None:
                 part.clear(layout.writes.begun)
         hidden = _with_fewest_rows(hidden, self.kernels.layer_products)
         for (group, index), layer in zip(pages.places, self._loaded().layers, strict=True):
-            hidden = layer.forward(hidden, *groups[group], index)
+            if group is not None:
+                hidden = layer.forward(hidden, LayerKv(*groups[group], index))
+            else:
+                assert states is not None, "a recurrent layer without states"
+                hidden = layer.forward(hidden, LayerStates(step, states.layer(index)))
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, LayerPlan, Mixer
+from checkpoint import Attention, Dense, Experts, GatedDelta, LayerPlan, Mixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
@@ -23,10 +23,12 @@ from stage_worker.model.attention_views import PrefillView
 from stage_worker.model.branches import Branches
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
+from stage_worker.model.gated_delta import GatedDeltaNet
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import (
     AttentionWeights,
+    DeltaWeights,
     DenseWeights,
     LatentWeights,
     LayerWeights,
@@ -42,9 +44,9 @@ from stage_worker.model.operations import (
     prefill_products,
 )
 from stage_worker.model.rope import Rotary, RotaryTable
-from stage_worker.model.step_layout import LayerKv, PagedKv, StepLayout
+from stage_worker.model.step_layout import LayerKv, LayerMemory
 
-Mix = Callable[[Tensor, LayerKv], Tensor]
+Mix = Callable[[Tensor, LayerMemory], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""
 
 
@@ -179,14 +181,19 @@ class GroupedAttention:
         self._write: HeadFunction = fused or SeparateHeads(mixer, weights.norms, operations)
         self._qkv = project(given.qkv, given.qkv_bias, kernels.layer_products)
 
-    def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
+    def __call__(self, normed: Tensor, kv: LayerMemory) -> Tensor:
         """Attention output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
         tokens.
         """
+        assert isinstance(kv, LayerKv), "memory of another kind"
         step = kv.step
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._mixer.num_heads
         is_whole = num_rows == num_tokens  # slices of all rows would cost 3 us
         heads = self._heads(normed)
+        gates = None
+        if self._mixer.has_output_gate:
+            heads, gates = heads.tensor_split((num_heads + 2 * self._mixer.num_kv_heads,), dim=1)
+            heads = heads.contiguous()
         if not is_whole:
             heads = heads[:num_tokens]
         query = heads[:, :num_heads]
@@ -206,6 +213,8 @@ class GroupedAttention:
             kv=kv,
             sinks=self._sinks,
         )
+        if gates is not None:
+            mixed.mul_(gates.sigmoid())
         return mixed.view(num_rows, -1)
 
     def _heads(self, normed: Tensor) -> Tensor:
@@ -219,6 +228,9 @@ class GroupedAttention:
 def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels: Kernels) -> Mix:
     if isinstance(mixer, Attention):
         return GroupedAttention(mixer, weights, operations, kernels)
+    if isinstance(mixer, GatedDelta):
+        assert isinstance(weights.mixer, DeltaWeights), "weights of another kind"
+        return GatedDeltaNet(mixer, weights.mixer, kernels)
     assert isinstance(weights.mixer, LatentWeights), "weights of another kind"
     return LatentAttention(mixer, weights.mixer, weights.norms, kernels)
 
@@ -267,19 +279,18 @@ class DecoderLayer:
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
 
-    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+    def forward(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
 
-        `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
-        tokens: further rows are computed without attention.
+        `m` is at least the step's number of tokens: further rows are computed without attention.
         """
-        output = self._output(hidden, step, pages, layer)
+        output = self._output(hidden, memory)
         return output if self._scale is None else output.mul_(self._scale)
 
-    def _output(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
+    def _output(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""
         normed = self._mixer_norm(hidden)
-        mixed = self._mix(normed, LayerKv(step, pages, layer))
+        mixed, step = self._mix(normed, memory), memory.step
         if self._adds_mixed:
             hidden = self._o.added_to(hidden, mixed)
             of_sum = hidden if self._norm_of_sum is None else self._norm_of_sum(hidden)

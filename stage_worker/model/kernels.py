@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from checkpoint import Blueprint, Experts, Latent, LayerPlan, WeightFormat
+from checkpoint import Attention, Blueprint, Experts, Latent, LayerPlan, Recurrent, WeightFormat
 from checkpoint.blueprint import Activation, NormKind, NormSpan, QkNorm
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
@@ -62,6 +62,10 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
     attention, dense = layer.mixer, layer.known_feed_forward
     if isinstance(attention, Latent):
         return "latent attention is not supported by the kernels"
+    if isinstance(attention, Recurrent):
+        return "recurrent layers are not supported by the kernels"
+    if attention.has_output_gate:
+        return "gates of attention's output are not supported by the kernels"
     if isinstance(dense, Experts):
         return "mixtures of experts are not supported by the kernels"
     if attention.head_dim not in _HEAD_DIMS or attention.q_size > _MOST_ELEMENTS:
@@ -229,7 +233,7 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
     mixer, feed_forward = layer.mixer, layer.known_feed_forward
     if isinstance(mixer, Latent):
         yield "norms and rotation of latents"
-    elif mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
+    elif isinstance(mixer, Attention) and mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
         yield f"norms of queries and keys over {mixer.qk_norm.span.value}"
     if isinstance(feed_forward, Experts):
         yield "choice of experts"
@@ -283,7 +287,7 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 
 
 def _needs_products(config: Blueprint) -> bool:
-    mixers = (layer.mixer for layer in config.kinds)
+    mixers = (layer.mixer for layer in config.kinds if not isinstance(layer.mixer, Recurrent))
     return any(isinstance(mixer, Latent) or mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
 
 

@@ -29,7 +29,7 @@ from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.operations import attend_in_pages, decode_products, prefill_products
 from stage_worker.model.rope import Rotary, rotate_
-from stage_worker.model.step_layout import LayerKv
+from stage_worker.model.step_layout import LayerKv, LayerMemory
 
 
 def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
@@ -74,10 +74,11 @@ class LatentAttention:
         self._to_keys = by_head[:, : mixer.nope_dim].contiguous()
         self._to_values = by_head[:, mixer.nope_dim :].contiguous()
 
-    def __call__(self, normed: Tensor, kv: LayerKv) -> Tensor:
+    def __call__(self, normed: Tensor, kv: LayerMemory) -> Tensor:
         """Mixed values [m, heads * value_dim] of `normed` [m, hidden_size], with zeros after the step's
         tokens.
         """
+        assert isinstance(kv, LayerKv), "memory of another kind"
         step, mixer = kv.step, self._mixer
         num_rows, num_tokens = len(normed), step.num_tokens
         query = self._queries(normed)[:num_tokens]

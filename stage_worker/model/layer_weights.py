@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import Attention, Blueprint, Dense, DType, Experts, Latent, Mixer, WeightFormat
+from checkpoint import Attention, Blueprint, Dense, DType, Experts, GatedDelta, Mixer, WeightFormat
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
     BRANCH_NORMS,
     CHOICE_BIAS_KIND,
+    DECAY_KIND,
+    DT_KIND,
     EXPERT_SCALE_KIND,
     LAYER_SCALE_KIND,
     ROUTER_NORM_KIND,
@@ -37,7 +39,6 @@ from stage_worker.model.held_matrices import (
 from stage_worker.model.kernels import ProductMethod, load, load_triton
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.quantize import int4_groups, int8_rows
-from stage_worker.model.rope import head_order
 
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
 
@@ -346,7 +347,7 @@ class ExpertsWeights:
 class AttentionWeights:
     """Queries, keys and values, stacked by rows in `qkv`; `sinks` is [heads].
 
-    Layers whose values are their keys have no rows of values.
+    Layers whose values are their keys have no rows of values. Gates of the output are the last rows.
     """
 
     qkv: Weight
@@ -370,11 +371,24 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DeltaWeights:
+    """Gated DeltaNet. `input` has the rows of queries, keys, values, gates, strengths and decays; `conv` is
+    [channels, 1, kernel_size], `norm` [value_dim]; `decay` and `dt_bias` [heads] are float32.
+    """
+
+    input: Weight
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
     """One decoder layer. Matrices are [out, in]; `scale` is [1]."""
 
     norms: Mapping[TensorRole, NormWeights]
-    mixer: AttentionWeights | LatentWeights
+    mixer: AttentionWeights | LatentWeights | DeltaWeights
     o: Weight
     o_bias: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights
@@ -391,6 +405,8 @@ _NORMS = (
 def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
     """Allocate uninitialised weights of layer number `layer`, and their destinations."""
     tensors = _Allocation(config, layer, new)
+    is_delta = isinstance(config.layers[layer].mixer, GatedDelta)
+    out_role = TensorRole.DELTA_OUT if is_delta else TensorRole.O
     weights = LayerWeights(
         norms={
             role: NormWeights(tensors.found(role, "weight"), tensors.get(role, "bias"))
@@ -398,15 +414,23 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
             if tensors.get(role, "weight") is not None
         },
         mixer=_mixer(config.layers[layer].mixer, tensors),
-        o=tensors.matrix(TensorRole.O),
-        o_bias=tensors.get(TensorRole.O, "bias"),
+        o=tensors.matrix(out_role),
+        o_bias=tensors.get(out_role, "bias"),
         feed_forward=_feed_forward(config.layers[layer].known_feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
     )
     return weights, tensors.destinations()
 
 
-def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeights:
+def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeights | DeltaWeights:
+    if isinstance(mixer, GatedDelta):
+        return DeltaWeights(
+            input=tensors.matrix(TensorRole.DELTA_QKV),
+            conv=tensors.found(TensorRole.DELTA_CONV, "weight"),
+            decay=tensors.found(TensorRole.DELTA_DECAY, DECAY_KIND),
+            dt_bias=tensors.found(TensorRole.DELTA_DT, DT_KIND),
+            norm=tensors.found(TensorRole.DELTA_NORM, "weight"),
+        )
     if isinstance(mixer, Attention):
         return AttentionWeights(
             qkv=tensors.matrix(TensorRole.Q),
@@ -527,7 +551,8 @@ class _Allocation:
 def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
-    return (TensorRole.CHOICE_BIAS, TensorRole.ROUTER) if is_wide else (TensorRole.CHOICE_BIAS,)
+    always = (TensorRole.CHOICE_BIAS, TensorRole.DELTA_DECAY, TensorRole.DELTA_DT)
+    return (*always, TensorRole.ROUTER) if is_wide else always
 
 
 def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
@@ -545,50 +570,3 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
             if tensor.is_alternating:
                 ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
             stored.view(-1).copy_(ordered.reshape(-1))
-
-
-def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
-    """Reorder the rows of queries and keys so that the elements of each rotated pair are half a head apart.
-
-    Scores do not depend on the order of a head's elements, if queries and keys share it.
-    """
-    if isinstance(mixer, Latent):
-        _reorder_latent(mixer, weights)
-        return
-    if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
-        return
-    assert not mixer.value_is_key, "values would be reordered, too"
-    given = weights.mixer
-    assert isinstance(given, AttentionWeights), "weights of another kind"
-    num_rows = mixer.q_size + mixer.kv_size
-    rows = [part[:num_rows] for part in _by_row(given.qkv)]
-    if given.qkv_bias is not None:
-        rows.append(given.qkv_bias[:num_rows])
-    rows += [
-        weights.norms[role].weight.view(-1)
-        for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
-        if role in weights.norms
-    ]
-    for tensor in rows:
-        heads = torch.unflatten(tensor, 0, (-1, mixer.head_dim))
-        heads.copy_(heads[:, order])
-
-
-def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
-    """`reorder_heads` for the rotated rows: the last of each query, and the shared key."""
-    if mixer.rope is None or (order := head_order(mixer.rope, mixer.rope_dim)) is None:
-        return
-    given = weights.mixer
-    assert isinstance(given, LatentWeights), "weights of another kind"
-    for part in _by_row(given.query):
-        queries = torch.unflatten(part, 0, (mixer.num_heads, mixer.query_dim))[:, mixer.nope_dim :]
-        queries.copy_(queries[:, order])
-    biases = [] if given.latent_bias is None else [given.latent_bias]
-    for tensor in (*_by_row(given.latent), *biases):
-        shared = tensor[mixer.kv_rank :]
-        shared.copy_(shared[order])
-
-
-def _by_row(weight: Weight) -> list[Tensor]:
-    """Views of all that belongs to the rows of a matrix, which are their first dimension."""
-    return [weight] if isinstance(weight, Tensor) else weight.by_row()

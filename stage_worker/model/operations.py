@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention, Mixer, Norm
+from checkpoint import Attention, Latent, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView, PrefillView
@@ -65,7 +65,7 @@ def decode_products(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    mixer: Mixer,
+    mixer: Attention | Latent,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Like `decode_sdpa`, with a float32 mask, a limit of scores, and `sinks` float32 [heads].
@@ -100,7 +100,7 @@ def prefill_products(
     keys: Tensor,
     values: Tensor,
     view: PrefillView,
-    mixer: Mixer,
+    mixer: Attention | Latent,
     target: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
@@ -256,7 +256,7 @@ def attend_in_pages(
     query: Tensor,
     output: Tensor,
     work: AttentionWork,
-    mixer: Mixer,
+    mixer: Attention | Latent,
     kv: LayerKv,
     sinks: Tensor | None = None,
 ) -> None:

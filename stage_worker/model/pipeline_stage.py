@@ -11,7 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from checkpoint import Blueprint, Checkpoint, DType, Mixer, stage_weight_bytes
+from checkpoint import (
+    Attention,
+    Blueprint,
+    Checkpoint,
+    DType,
+    Latent,
+    Recurrent,
+    stage_weight_bytes,
+)
 from checkpoint.blueprint import HIDDEN_STATES, Implementation
 from kvcache import group_windows
 from stage_worker.model.attention_views import Place, ViewRules
@@ -53,7 +61,6 @@ class PipelineStage(ABC):
         """Describe the stage; `load` fills it. `ropes` are those of its layers that Stageline rotates.
 
         `group_windows` has number and window of each block group of the model that the stage has pages of.
-
         Raises ValueError for bad layers.
         """
         if not 0 <= layer_begin < layer_end <= config.num_layers:
@@ -75,8 +82,9 @@ class PipelineStage(ABC):
         self._ropes = ropes
         self._windows = frozenset(self.windows)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
-        self._most_kv_elements = max(mixer.page_shape.num_elements for mixer in mixers)
-        self._queries_per_item = min(self._queries_of(mixer) for mixer in mixers)
+        self._paged = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
+        self.is_recurrent = len(self._paged) < len(mixers)
+        self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
 
     @property
     def weight_bytes(self) -> int:
@@ -225,7 +233,7 @@ class PipelineStage(ABC):
         if checkpoint.config != self.config:
             raise ValueError(f"the checkpoint in {checkpoint.path} has another config than this stage")
 
-    def _queries_of(self, mixer: Mixer) -> int:
+    def _queries_of(self, mixer: Attention | Latent) -> int:
         shape = mixer.page_shape
         return queries_per_item(mixer.num_heads // shape.heads, shape.width, self.dtype.size_bytes)
 
@@ -234,7 +242,8 @@ class PipelineStage(ABC):
         """Maximum keys of one layer that a decode view gathers; unlimited on a GPU."""
         if self.device.type != "cpu":
             return sys.maxsize
-        return _GATHERED_BYTES // (self._most_kv_elements * self.dtype.size_bytes)
+        most = max((mixer.page_shape.num_elements for mixer in self._paged), default=1)
+        return _GATHERED_BYTES // (most * self.dtype.size_bytes)
 
     def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
         return PartsOrigin(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from checkpoint import Attention, Mixer, RopeConfig, RopeKind
+from checkpoint import Attention, Latent, RopeConfig, RopeKind
 from checkpoint.blueprint import KEPT_POSITIONS, QueryGrowth
 from checkpoint.rope_config import yarn_mscale
 
@@ -89,7 +89,7 @@ class Rotary:
         return self._hash
 
     @classmethod
-    def of(cls, mixer: Mixer) -> Rotary:
+    def of(cls, mixer: Attention | Latent) -> Rotary:
         width = mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
         return cls(mixer.rope, width, mixer.query_growth)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from kvcache.state_store import StateStore
 from stage_worker.model.attention_views import (
     DecodeView,
     HostArray,
@@ -39,7 +40,11 @@ class PagedLayers(Protocol):
         """Pages of each block group of the stage, widest window first."""
 
     @property
-    def places(self) -> Sequence[tuple[int, int]]: ...
+    def states(self) -> StateStore | None:
+        """Recurrent states of the stage's recurrent layers, which have no group; None without such layers."""
+
+    @property
+    def places(self) -> Sequence[tuple[int | None, int]]: ...
 
 
 class PagedKv(Protocol):
@@ -105,6 +110,35 @@ class AttentionViews:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StateRows:
+    """Rows of a step, and the slots of their recurrent states.
+
+    One-token slices are `singles` int64 [b] with `single_slots` int64 [b], None without such; `longer` are
+    the others: first row, row after the last one, and slot.
+    """
+
+    singles: Tensor | None
+    single_slots: Tensor | None
+    longer: tuple[tuple[int, int, int], ...]
+
+
+def state_rows(lengths: Sequence[int], slots: Sequence[int]) -> OnHost[StateRows]:
+    """Rows of slices of `lengths` tokens, one after the other."""
+    ends = list(itertools.accumulate(lengths))
+    found = list(zip(lengths, ends, slots, strict=True))
+    singles = np.array([end - 1 for length, end, _ in found if length == 1], np.int64)
+    single_slots = np.array([slot for length, _, slot in found if length == 1], np.int64)
+    longer = tuple((end - length, end, slot) for length, end, slot in found if length > 1)
+
+    def make(place: Place) -> StateRows:
+        if not singles.size:
+            return StateRows(singles=None, single_slots=None, longer=longer)
+        return StateRows(singles=place(singles), single_slots=place(single_slots), longer=longer)
+
+    return OnHost((singles, single_slots) if singles.size else (), make)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepLayout:
     """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
@@ -112,6 +146,7 @@ class StepLayout:
     `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
     ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
     with layers of several block groups has one layout per group, from the second group on in `others`.
+    `states` is None on a stage without recurrent layers.
     """
 
     num_tokens: int
@@ -122,6 +157,7 @@ class StepLayout:
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, AttentionViews]
     others: tuple[StepLayout, ...] = ()
+    states: StateRows | None = None
 
     @property
     def groups(self) -> tuple[StepLayout, ...]:
@@ -161,6 +197,7 @@ class StepArrays:
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, OnHost[AttentionViews]]
     works: Mapping[int | None, HostWork]
+    states: OnHost[StateRows] | None = None
 
     @classmethod
     def build(
@@ -237,6 +274,8 @@ class StepArrays:
         yield from self.writes.arrays
         for views in self.views.values():
             yield from views.arrays
+        if self.states is not None:
+            yield from self.states.arrays
 
     def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
         """The tables of a step, the same for all block groups, once `arrays` are on the device."""
@@ -253,6 +292,7 @@ class StepArrays:
             writes=self.writes.make(place),
             prefill_rows=self.prefill_rows,
             views={window: views.make(place) for window, views in self.views.items()},
+            states=None if self.states is None else self.states.make(place),
         )
 
 
@@ -297,6 +337,34 @@ class LayerKv:
     def gather(self, pages: Tensor) -> tuple[Tensor, ...]:
         """Keys and values, or latents, of `pages`, see `PagedKv.gather`."""
         return self.pages.gather(self.layer, pages)
+
+
+@dataclass(slots=True, eq=False)
+class LayerStates:
+    """Recurrent states of one layer in a step: `parts` are those of its slots, see `StateStore.layer`."""
+
+    step: StepLayout
+    parts: list[Tensor]
+
+    @property
+    def rows(self) -> StateRows:
+        """The step's slices and their slots."""
+        assert self.step.states is not None, "a layout without states"
+        return self.step.states
+
+    @property
+    def conv(self) -> Tensor:
+        """Last inputs of the convolution, [num_states, channels, kernel_size - 1]."""
+        return self.parts[0]
+
+    @property
+    def recurrent(self) -> Tensor:
+        """Float32 [num_states, heads, key_dim, value_dim]."""
+        return self.parts[1]
+
+
+LayerMemory = LayerKv | LayerStates
+"""What a layer's mixer remembers, by its kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

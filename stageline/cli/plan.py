@@ -30,7 +30,7 @@ from stageline.cli import options
 from stageline.cli.check import check, examine_layers
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
-from stageline.cli.tables import windowed_blocks
+from stageline.cli.tables import recurrent_states, windowed_blocks
 from wire.device_rates import DeviceRates
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
@@ -134,6 +134,7 @@ def plan_json(plan: Plan, model: "ServedModel", layers: LayerKinds) -> str:
         "window_blocks": [
             {"window": window, "num_blocks": num_blocks} for window, num_blocks in plan.window_blocks
         ],
+        "num_states": plan.num_states,
         "max_sequence_tokens": plan.max_sequence_tokens,
         "stages": [_stage_facts(stage) for stage in plan.stages],
         "step_sequences": layers.step_sequences,
@@ -184,7 +185,7 @@ def _cache(plan: Plan) -> str:
     dtype = "" if plan.kv_dtype is None else f" in {plan.kv_dtype.value}"
     return (
         f"KV cache: {plan.num_kv_tokens} tokens{dtype} ({plan.num_blocks} blocks of {plan.block_size}"
-        f"{windowed_blocks(plan.window_blocks)})."
+        f"{windowed_blocks(plan.window_blocks)}){recurrent_states(plan.num_states)}."
         f" Longest sequence: {plan.max_sequence_tokens} tokens."
     )
 

@@ -26,7 +26,7 @@ from kvcache import (
     LiveState,
     PartialBlock,
     Promote,
-    Snapshot,
+    SavedState,
     TakeState,
     Use,
 )
@@ -82,7 +82,11 @@ def _step() -> Step:
     )
     signals = (Use((FullBlock(1), PartialBlock(2)), (4,), 9), Promote(PartialBlock(2), 3, None, 4))
     more = (Deref(FullBlock(1)), Destroy(PartialBlock(2)))
-    of_states = (TakeState(LiveState(5)), CopyState(LiveState(5), Snapshot(6), 16), FreeState(Snapshot(6)))
+    of_states = (
+        TakeState(LiveState(5)),
+        CopyState(LiveState(5), SavedState(6), 16),
+        FreeState(SavedState(6)),
+    )
     return Step.of(
         (StepSlice(_KEY, 0, (5,), Decode(9)), StepSlice(_OTHER, 1, (1, 2, 3), Prefill(0, 3, 9, True))),
         epoch=4,

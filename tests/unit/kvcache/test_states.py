@@ -17,9 +17,9 @@ from kvcache import (
     KvCacheError,
     LiveState,
     OutOfStates,
+    SavedState,
     SequenceHoldsState,
     SlotChange,
-    Snapshot,
     State,
     StateLedger,
     StateNotHeld,
@@ -38,7 +38,7 @@ _VECTORS: list[Any] = json.loads((DATA / "state_vectors.json").read_text())
 
 
 def _state(name: str | int) -> State:
-    return Snapshot(name) if isinstance(name, int) else LiveState(int(name[1:]))
+    return SavedState(name) if isinstance(name, int) else LiveState(int(name[1:]))
 
 
 def _signal(op: str, args: list[Any]) -> StateSignal:
@@ -70,7 +70,7 @@ def test_the_pool_equals_the_vectors(case: Any) -> None:
     assert end | {"digest": pool.digest} == case["end"]
 
 
-_states = st.one_of(st.builds(LiveState, st.integers(1, 4)), st.builds(Snapshot, st.integers(1, 4)))
+_states = st.one_of(st.builds(LiveState, st.integers(1, 4)), st.builds(SavedState, st.integers(1, 4)))
 _signals = st.one_of(
     st.builds(TakeState, st.builds(LiveState, st.integers(1, 4))),
     st.builds(CopyState, _states, _states, st.integers(0, 3)),
@@ -125,11 +125,11 @@ def test_a_table_refuses_a_copy_at_another_position_than_the_states() -> None:
     table.apply("a", TakeState(LiveState(1)))
     table.advance("a", 32)
     with pytest.raises(InvalidSignal, match="has seen 32 tokens"):
-        table.apply("a", CopyState(LiveState(1), Snapshot(7), 16))
-    table.apply("a", CopyState(LiveState(1), Snapshot(7), 32))
+        table.apply("a", CopyState(LiveState(1), SavedState(7), 16))
+    table.apply("a", CopyState(LiveState(1), SavedState(7), 32))
     with pytest.raises(InvalidSignal, match="has seen 32 tokens"):
-        table.apply("b", CopyState(Snapshot(7), LiveState(2), 16))
-    table.apply("b", CopyState(Snapshot(7), LiveState(2), 32))
+        table.apply("b", CopyState(SavedState(7), LiveState(2), 16))
+    table.apply("b", CopyState(SavedState(7), LiveState(2), 32))
     assert table.position("b") == 32
     table.check_integrity()
 
@@ -202,7 +202,7 @@ def test_a_snapshot_without_its_block_is_freed_before_others_are_evicted() -> No
     ledger.save(sequence, 16, lambda name: True)
     of_16 = sequence.full_block(3)[0]
     signals = ledger.save(sequence, 24, lambda name: name != of_16)
-    assert signals[0] == FreeState(Snapshot(of_16))
+    assert signals[0] == FreeState(SavedState(of_16))
     assert ledger.hit_blocks(sequence) == {2, 6}
 
 

@@ -17,7 +17,7 @@ from kvcache import (
     LiveState,
     PartialBlock,
     Promote,
-    Snapshot,
+    SavedState,
     TakeState,
     Use,
 )
@@ -59,7 +59,7 @@ partial_blocks = st.builds(PartialBlock, U64)
 blocks = full_blocks | partial_blocks
 parents = st.none() | U64
 live_states = st.builds(LiveState, U64)
-states = live_states | st.builds(Snapshot, U64)
+states = live_states | st.builds(SavedState, U64)
 signals = st.one_of(
     st.builds(Use, st.lists(blocks, max_size=4).map(tuple), st.lists(U64, max_size=4).map(tuple), parents),
     st.builds(Promote, partial_blocks, U64, parents, U64),

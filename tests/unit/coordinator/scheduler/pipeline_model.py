@@ -242,7 +242,6 @@ class PipelineModel:
         assert not self.scheduler.running
         assert not self.scheduler.queue
         assert self.kv.num_active == 0
-        assert self.kv.num_live_states == 0
         assert not self.kv.has_pending
         self.kv.check_integrity([])
         for stage in self.stages:

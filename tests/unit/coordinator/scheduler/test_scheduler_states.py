@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
+from kvcache import StatePool
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of
 from wire.steps import Prefill
 
@@ -27,6 +28,12 @@ def model_of(
     return model
 
 
+def states_of(model: PipelineModel) -> StatePool:
+    ledger = model.kv._states
+    assert ledger is not None
+    return ledger.pool
+
+
 def chunks_of(model: PipelineModel, number: int) -> list[tuple[int, int]]:
     """Begin and end of each chunk of request `number`."""
     steps = [
@@ -43,7 +50,7 @@ def test_a_prefill_stops_where_states_are_saved() -> None:
     model.submit(range(22), max_tokens=1)
     model.drain(max_steps=9)
     assert chunks_of(model, 0) == [(0, 8), (8, 16), (16, 20), (20, 22)]
-    assert model.kv.num_snapshots == 3
+    assert states_of(model).num_snapshots == 3
     model.check_all_ended()
 
 
@@ -71,7 +78,7 @@ def test_decodes_are_saved_on_the_grid() -> None:
     model = model_of(grid_tokens=8)
     first = model.submit(range(6), max_tokens=15)
     model.drain(max_steps=40)
-    assert model.kv.num_snapshots == 3, "at 4, 8 and 16"
+    assert states_of(model).num_snapshots == 3, "at 4, 8 and 16"
     second = model.submit([*first.all_tokens, 5], max_tokens=2)
     model.drain(max_steps=20)
     assert second.num_cached_tokens == 16
@@ -103,7 +110,7 @@ def test_a_failed_sequence_leaves_neither_state_nor_snapshot() -> None:
     model.error_at = lambda part: part.sequence == bad.key
     model.drain(max_steps=9)
     assert bad.state is SequenceState.FAILED
-    assert (model.kv.num_live_states, model.kv.num_snapshots) == (0, 0)
+    assert (states_of(model).num_live, states_of(model).num_snapshots) == (0, 0)
     model.check_all_ended()
 
 
@@ -112,7 +119,7 @@ def test_a_new_epoch_begins_without_states() -> None:
     model.submit(range(11), max_tokens=6)
     for _ in range(4):
         model.run_step()
-    assert model.kv.num_live_states == 1
+    assert states_of(model).num_live == 1
     model.end_epoch()
     model.begin_epoch()
     assert [begin for begin, _ in chunks_of(model, 0)].count(0) == 2

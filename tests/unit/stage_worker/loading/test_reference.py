@@ -18,6 +18,7 @@ from stage_worker.assignment import ReferenceRequest, decode_request
 from stage_worker.backends.backend import LoadProgress
 from stage_worker.backends.tensor_views import project
 from stage_worker.loading import reference as reference_module
+from stage_worker.loading import reference_memory
 from stage_worker.loading.reference import StreamedModel, compute_reference
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stageline_rpc.internal.v1 import forward_pb2, step_pb2
@@ -186,7 +187,7 @@ def test_a_matrix_may_be_read_in_any_number_of_pieces(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = reference_of(directory)
-    monkeypatch.setattr(reference_module, "BLOCK_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(reference_memory, "BLOCK_ELEMENTS", 64 * 7)
     pieces = reference_of(directory)
     assert pieces.logit_spread == pytest.approx(whole.logit_spread, rel=1e-5)
     for text, whole_text in zip(pieces.texts, whole.texts, strict=True):
@@ -197,7 +198,7 @@ def test_a_matrix_may_be_read_in_any_number_of_pieces(
 
 
 def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_module, "BLOCK_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(reference_memory, "BLOCK_ELEMENTS", 64 * 7)
     sizes: list[int] = []
     load_rows = reference_module.load_rows
 
@@ -211,7 +212,9 @@ def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.M
 
 
 def test_memory_is_bounded_and_rejected_with_the_numbers(llama: Path) -> None:
-    needed = StreamedModel.memory_bytes(Checkpoint.open(llama), DType.F32, [len(text) for text in TEXTS])
+    needed = reference_memory.reference_bytes(
+        Checkpoint.open(llama), DType.F32, [len(text) for text in TEXTS]
+    )
     assert reference_of(llama, free_bytes=needed).texts
     with pytest.raises(Overloaded, match=f"needs {needed} bytes of memory, {needed - 1} are free"):
         reference_of(llama, free_bytes=needed - 1)
@@ -220,7 +223,7 @@ def test_memory_is_bounded_and_rejected_with_the_numbers(llama: Path) -> None:
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path, llama: Path) -> None:
     deep = Checkpoint.open(make_checkpoint(tmp_path / "deep", "llama", num_layers=9))
     flat = Checkpoint.open(llama)
-    sizes = {StreamedModel.memory_bytes(config, DType.BF16, [8]) for config in (deep, flat)}
+    sizes = {reference_memory.reference_bytes(config, DType.BF16, [8]) for config in (deep, flat)}
     assert len(sizes) == 1
 
 

@@ -11,14 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, Recurrent
 from checkpoint.blueprint import PageShape
+from kvcache import SlotChange
 from kvcache.pages import KvPages, PageGroups
+from kvcache.state_store import StateStore
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.step_layout import StepLayout
+from stage_worker.model.step_layout import StepLayout, state_rows
 from stage_worker.validation import SliceLayout
 from tests.step_layouts import layout_for
+
+NUM_STATES = 16
+"""Recurrent states of a pipeline; a sequence keeps its own for good."""
 
 
 class NanPages(KvPages):
@@ -76,6 +81,7 @@ class Running:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     first_block: int = 0
+    slot: int | None = None
 
 
 class Pipeline:
@@ -110,6 +116,7 @@ class Pipeline:
         self.block_size = block_size
         self.free = list(range(96))
         random.Random(7).shuffle(self.free)
+        self.free_slots = list(range(NUM_STATES))
         self.window = max((w for w in config.layer_windows if w), default=0)
         self.releases = all(config.layer_windows)
 
@@ -118,10 +125,15 @@ class Pipeline:
         positions of all but the first stage."""
         inputs = [s.tokens[s.num_computed : s.num_computed + n] for s, n in work]
         slices = [self._slice(s, n) for s, n in work]
+        slots = [self._slot(s) for s, _ in work]
         hidden = self.stages[0].embed(torch.tensor(list(chain.from_iterable(inputs))))
         for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
             shifted = [_shifted(item, shift if index else 0) for item in slices]
-            hidden = stage.forward(hidden, self._layout(stage, shifted), pages)
+            layout = self._layout(stage, shifted)
+            if pages.states is not None:
+                states = state_rows([n for _, n in work], slots).make(torch.from_numpy)
+                layout = replace(layout, states=states)
+            hidden = stage.forward(hidden, layout, pages)
         for s, n in work:
             s.num_computed += n
             self._release(s)
@@ -135,13 +147,39 @@ class Pipeline:
     def _new_pages(self, stage: PipelineStage, block_size: int) -> PageGroups:
         """One set for each shape; blocks of all sets have the same numbers."""
         shapes = _shapes(stage)
-        of_layers = [shapes.index(stage.config.page_shape(window)) for window in stage.windows]
+        mixers = [stage.config.layers[layer].mixer for layer in stage.layers]
+        recurrent = [mixer for mixer in mixers if isinstance(mixer, Recurrent)]
+        of_layers = [
+            None if isinstance(mixer, Recurrent) else shapes.index(stage.config.page_shape(mixer.window))
+            for mixer in mixers
+        ]
         pages = [
             NanPages.of(shape, of_layers.count(group), 96, block_size, stage.torch_dtype, stage.device)
             for group, shape in enumerate(shapes)
         ]
         self._sets += pages
-        return PageGroups(pages, of_layers)
+        if not recurrent:
+            return PageGroups(pages, of_layers)
+        parts = [
+            (part.shape, torch.float32 if part.is_wide else stage.torch_dtype)
+            for part in recurrent[0].state_parts
+        ]
+        states = StateStore(
+            num_layers=len(recurrent), num_states=NUM_STATES, parts=parts, device=stage.device
+        )
+        for layer in range(len(recurrent)):
+            for part in states.layer(layer):
+                part.fill_(float("nan"))
+        return PageGroups(pages, of_layers, states)
+
+    def _slot(self, sequence: Running) -> int:
+        """Slot of the sequence's recurrent state, zeroed when it begins."""
+        if sequence.slot is None:
+            sequence.slot = self.free_slots.pop(0)
+            for pages in self.pages:
+                if pages.states is not None:
+                    pages.states.change([SlotChange(sequence.slot, None)])
+        return sequence.slot
 
     def _layout(self, stage: PipelineStage, slices: list[SliceLayout]) -> StepLayout:
         """The layout of each set of pages."""

@@ -67,6 +67,13 @@ def spread_of(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
+def tolerance(checkpoint: Checkpoint) -> float:
+    """In units of the spread. Chunks of a scan begin elsewhere than transformers'; rounding adds up over the
+    tokens of a state, to 1.5e-4 with these wide weights.
+    """
+    return 5e-4 if checkpoint.config.is_recurrent else 1e-4
+
+
 def test_logits_of_chunks_and_decodes_equal_transformers(family: tuple[str, Checkpoint]) -> None:
     _, checkpoint = family
     reference = load_reference(checkpoint.directory)
@@ -75,7 +82,7 @@ def test_logits_of_chunks_and_decodes_equal_transformers(family: tuple[str, Chec
     for sequence, logits in zip(sequences, found, strict=True):
         expected = reference_logits(reference, sequence.tokens)
         assert expected.std() > 0.1
-        assert spread_of(logits, expected) < 1e-4
+        assert spread_of(logits, expected) < tolerance(checkpoint)
 
 
 def test_the_streamed_reference_equals_transformers(family: tuple[str, Checkpoint]) -> None:
@@ -87,7 +94,7 @@ def test_the_streamed_reference_equals_transformers(family: tuple[str, Checkpoin
         logits = torch.cat([block for _, block in model.logits(hidden)], dim=-1)[0]
     reference = load_reference(checkpoint.directory)
     expected = torch.cat([reference_logits(reference, text) for text in texts])
-    assert spread_of(logits, expected) < 1e-4
+    assert spread_of(logits, expected) < tolerance(checkpoint)
 
 
 def test_bfloat16_logits_are_close_to_transformers(family: tuple[str, Checkpoint], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_streamed_reference_reads_packed_experts(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks of rows that are odd, and end within matrices."""
-    monkeypatch.setattr("stage_worker.loading.reference.BLOCK_ELEMENTS", 64 * 7)
+    monkeypatch.setattr("stage_worker.loading.reference_memory.BLOCK_ELEMENTS", 64 * 7)
     found = []
     for directory in both:
         model = StreamedModel(Checkpoint.open(directory), DType.F32)

@@ -1,0 +1,84 @@
+"""The gated delta rule of the self-check's reference: token by token, and shared with no stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, silu, softplus
+
+from checkpoint import GatedDelta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaInputs:
+    """Projections of n tokens, exact and rounded: `fresh` [2, n, channels] before the convolution, `gate`
+    [2, n, heads * value_dim], `strength` (b) and `decay` (a) [2, n, heads].
+    """
+
+    fresh: Tensor
+    gate: Tensor
+    strength: Tensor
+    decay: Tensor
+
+    def mixed_by(
+        self,
+        mixer: GatedDelta,
+        kernel: Tensor,
+        decays: tuple[Tensor, Tensor],
+        lengths: Sequence[int],
+        rounded: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Output [2, n, heads, value_dim] before its norm, of texts of `lengths`.
+
+        `kernel` is [channels, 1, kernel_size]; `decays` are A_log and dt_bias [heads].
+        """
+        kept = (-decays[0].exp() * softplus(self.decay + decays[1])).exp()
+        of_tokens = (self.fresh, rounded(self.strength.sigmoid()), kept)
+        found = []
+        for rows, b, g in zip(*(x.split_with_sizes(list(lengths), dim=1) for x in of_tokens), strict=True):
+            padded = pad(rows.transpose(1, 2), (mixer.kernel_size - 1, 0))
+            convolved = rounded(conv1d(padded, kernel, groups=mixer.conv_size))
+            found.append(_delta_rule(rounded(silu(convolved)).transpose(1, 2), b, g, mixer))
+        return torch.cat(found, dim=1)
+
+
+def delta_inputs(mixer: GatedDelta, wide: Tensor, narrow: Tensor) -> DeltaInputs:
+    """Separate projections as they are on disk: `wide` has queries, keys, values and gates, `narrow` has
+    strengths and decays.
+    """
+    of_values, of_heads = (size // mixer.num_key_heads for size in (mixer.o_size, mixer.num_heads))
+    query, key, value, gate = _parts(wide, (mixer.key_dim, mixer.key_dim, of_values, of_values), mixer)
+    strength, decay = _parts(narrow, (of_heads, of_heads), mixer)
+    return DeltaInputs(torch.cat((query, key, value), dim=-1), gate, strength, decay)
+
+
+def _parts(joined: Tensor, sizes: tuple[int, ...], mixer: GatedDelta) -> list[Tensor]:
+    """Parts of `sizes` for each key head."""
+    if not mixer.is_grouped:
+        return list(joined.split_with_sizes([size * mixer.num_key_heads for size in sizes], dim=-1))
+    groups = torch.unflatten(joined, -1, (mixer.num_key_heads, -1))
+    return [part.flatten(-2) for part in groups.split_with_sizes(sizes, dim=-1)]
+
+
+def _delta_rule(mixed: Tensor, strength: Tensor, kept: Tensor, mixer: GatedDelta) -> Tensor:
+    """Output [2, n, heads, value_dim] for queries, keys and values `mixed` [2, n, channels]."""
+    query, key, value = mixed.split_with_sizes((mixer.q_size, mixer.q_size, mixer.o_size), dim=-1)
+    shared = mixer.num_heads // mixer.num_key_heads
+    query, key = (torch.unflatten(x, -1, (mixer.num_key_heads, -1)) for x in (query, key))
+    query, key = (
+        (x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, dim=2)
+        for x in (query, key)
+    )
+    value = torch.unflatten(value, -1, (mixer.num_heads, -1))
+    state = mixed.new_zeros(2, mixer.num_heads, mixer.key_dim, mixer.value_dim)
+    outputs = []
+    for token in range(mixed.shape[1]):
+        k, v = key[:, token], value[:, token]
+        state = state * kept[:, token, :, None, None]
+        error = (v - torch.einsum("chkv,chk->chv", state, k)) * strength[:, token, :, None]
+        state = state + torch.einsum("chk,chv->chkv", k, error)
+        outputs.append(torch.einsum("chkv,chk->chv", state, query[:, token]) / mixer.key_dim**0.5)
+    return torch.stack(outputs, dim=1)

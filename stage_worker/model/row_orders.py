@@ -1,0 +1,99 @@
+"""Orders of the rows of loaded projections that differ from those on disk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from checkpoint import Attention, GatedDelta, Latent, Mixer
+from checkpoint.names import TensorRole
+from stage_worker.model.layer_weights import (
+    AttentionWeights,
+    DeltaWeights,
+    LatentWeights,
+    LayerWeights,
+    Weight,
+)
+from stage_worker.model.rope import head_order
+
+
+def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
+    """Reorder the rows of queries and keys so that the elements of each rotated pair are half a head apart.
+
+    Scores do not depend on the order of a head's elements, if queries and keys share it.
+    """
+    if isinstance(mixer, Latent):
+        _reorder_latent(mixer, weights)
+        return
+    if isinstance(mixer, GatedDelta):
+        _reorder_delta(mixer, weights)
+        return
+    if mixer.has_output_gate:
+        _separate_gates(mixer, weights)
+    if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
+        return
+    assert not mixer.value_is_key, "values would be reordered, too"
+    given = weights.mixer
+    assert isinstance(given, AttentionWeights), "weights of another kind"
+    num_rows = mixer.q_size + mixer.kv_size
+    rows = [part[:num_rows] for part in _by_row(given.qkv)]
+    if given.qkv_bias is not None:
+        rows.append(given.qkv_bias[:num_rows])
+    rows += [
+        weights.norms[role].weight.view(-1)
+        for role in (TensorRole.Q_NORM, TensorRole.K_NORM)
+        if role in weights.norms
+    ]
+    for tensor in rows:
+        heads = torch.unflatten(tensor, 0, (-1, mixer.head_dim))
+        heads.copy_(heads[:, order])
+
+
+def _separate_gates(mixer: Attention, weights: LayerWeights) -> None:
+    """Move the gates, which follow the query of each head, behind the values."""
+    given = weights.mixer
+    assert isinstance(given, AttentionWeights), "weights of another kind"
+    by_head = torch.arange(mixer.q_rows).view(mixer.num_heads, 2, mixer.head_dim)
+    others = torch.arange(mixer.q_rows, mixer.q_rows + 2 * mixer.kv_size)
+    order = torch.cat((by_head[:, 0].flatten(), others, by_head[:, 1].flatten()))
+    biases = [] if given.qkv_bias is None else [given.qkv_bias]
+    for tensor in (*_by_row(given.qkv), *biases):
+        tensor.copy_(tensor[order.to(tensor.device)])
+
+
+def _reorder_delta(mixer: GatedDelta, weights: LayerWeights) -> None:
+    """Turn rows that are grouped by key head into the order of `DeltaWeights`."""
+    if not mixer.is_grouped:
+        return
+    given = weights.mixer
+    assert isinstance(given, DeltaWeights), "weights of another kind"
+    of_values = mixer.o_size // mixer.num_key_heads
+    of_heads = mixer.num_heads // mixer.num_key_heads
+    order, begin = [], 0
+    for sizes in ((mixer.key_dim, mixer.key_dim, of_values, of_values), (of_heads, of_heads)):
+        end = begin + mixer.num_key_heads * sum(sizes)
+        groups = torch.arange(begin, end).view(mixer.num_key_heads, -1)
+        order += [part.flatten() for part in groups.split_with_sizes(sizes, dim=1)]
+        begin = end
+    for tensor in _by_row(given.input):
+        tensor.copy_(tensor[torch.cat(order).to(tensor.device)])
+
+
+def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
+    """`reorder_heads` for the rotated rows: the last of each query, and the shared key."""
+    if mixer.rope is None or (order := head_order(mixer.rope, mixer.rope_dim)) is None:
+        return
+    given = weights.mixer
+    assert isinstance(given, LatentWeights), "weights of another kind"
+    for part in _by_row(given.query):
+        queries = torch.unflatten(part, 0, (mixer.num_heads, mixer.query_dim))[:, mixer.nope_dim :]
+        queries.copy_(queries[:, order])
+    biases = [] if given.latent_bias is None else [given.latent_bias]
+    for tensor in (*_by_row(given.latent), *biases):
+        shared = tensor[mixer.kv_rank :]
+        shared.copy_(shared[order])
+
+
+def _by_row(weight: Weight) -> list[Tensor]:
+    """Views of all that belongs to the rows of a matrix, which are their first dimension."""
+    return [weight] if isinstance(weight, Tensor) else weight.by_row()
