@@ -41,7 +41,7 @@ def with_small_residuals(model: Model) -> Model:
     scale = 1 / math.sqrt(2 * model.config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_(scale)
     return model
 
