@@ -70,13 +70,9 @@ class PayloadConnections:
         return OutgoingPayloads(self, epoch, next_stage, min_bytes=self._min_bytes)
 
     @property
-    def host_id(self) -> str:
-        """Host with whose processes this worker shares memory; empty if it shares none."""
-        return host_id() if self._memory is not None and self._memory.is_listening else ""
-
-    def is_on_host(self, other: str) -> bool:
-        """Whether a worker with this `host_id` may share memory with this one."""
-        return bool(other) and other == self.host_id
+    def shares_memory(self) -> bool:
+        """Other workers on this host may share memory with this one."""
+        return self._memory is not None and self._memory.is_listening
 
     def reason_to_avoid(self, end: Address | str) -> str:
         """Why this address, or socket of shared memory, is not tried now; empty if it is."""
@@ -122,7 +118,7 @@ class OutgoingPayloads:
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
         """Open the best way that is offered; without one, all hidden states belong into frames."""
-        if accepted.HasField("memory") and self._connections.is_on_host(accepted.memory.host_id):
+        if self._connections.shares_memory and accepted.memory.host_id == host_id():
             await self._open_memory(accepted.memory)
         if self._memory is None and accepted.HasField("payloads"):
             await self._open_connection(accepted.payloads)

@@ -309,7 +309,7 @@ class Worker:
             reads_pages_in_place=self._backend.reads_pages_in_place,
             rates=None if (rates := self._rates) is None else encode_rates(rates),
             warm_spare_bytes=self._config.warm_spare_bytes or 0,
-            host_id=self._stage.host_id,
+            memory_domain=self._stage.memory_domain,
         )
 
     @property

@@ -42,6 +42,7 @@ from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.log_context import log_context
+from wire.payload_memory import memory_domain
 from wire.payload_sockets import PayloadListener
 from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.reference import Reference
@@ -190,9 +191,9 @@ class StageManager:
         return self._session is not None and self._session.is_idle
 
     @property
-    def host_id(self) -> str:
-        """Host with whose processes this worker shares memory; empty if it shares none."""
-        return self._payloads.host_id
+    def memory_domain(self) -> str:
+        """The same for workers that share memory with this one; empty if it shares none."""
+        return memory_domain() if self._payloads.shares_memory else ""
 
     @property
     def payload_fallback(self) -> str:

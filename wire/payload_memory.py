@@ -69,6 +69,7 @@ ACCEPT_RETRY_S = 0.05
 """Pause without file descriptors."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 _STAMP = struct.Struct("<QQQ")
 _RETURNED = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = PROOF_BYTES + 1
@@ -92,6 +93,16 @@ def host_id() -> str:
     except OSError:
         return ""
     return hashlib.sha256(b"stageline host " + boot_id).hexdigest()[:32]
+
+
+@cache
+def memory_domain() -> str:
+    """The same in all processes that can reach each other's sockets: `host_id` and network namespace."""
+    try:
+        network = _NETWORK.stat().st_ino
+    except OSError:
+        return ""
+    return hashlib.sha256(f"stageline memory {host_id()} {network}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from statistics import median_low
 from coordinator.planner.plan import DeviceKind, StagePlan
 from coordinator.planner.rates import settled
 from coordinator.recovery.policy import RecoveryPolicy
+from wire.addresses import parse_address
 from wire.device_rates import DeviceRates
 from wire.errors import HandshakeMismatch
 from wire.gpu import Gpu
@@ -50,6 +51,12 @@ class WorkerIdentity:
     reads_pages_in_place: bool = False
     rates: DeviceRates | None = None
     warm_spare_bytes: int = 0
+    memory_domain: str = ""
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Names of its host: two workers with a common one are on the same host."""
+        return frozenset((parse_address(self.address).host, self.memory_domain)) - {""}
 
     @property
     def device_kind(self) -> DeviceKind:

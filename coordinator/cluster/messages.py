@@ -11,7 +11,7 @@ from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
-from wire.addresses import parse_address, parse_peer_address
+from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION, check_protocol_version
 from wire.device_rates import decode_rates
 from wire.errors import HandshakeMismatch, InvalidRequest
@@ -46,7 +46,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         raise InvalidRequest("hello of a worker needs a name, an address and a 16-byte incarnation")
     gpu = decode_gpu(hello.gpu) if hello.HasField("gpu") else None
     gpu_texts = () if gpu is None else gpu.texts
-    for text in (hello.name, hello.address, hello.device, hello.hostname, *gpu_texts):
+    for text in (hello.name, hello.address, hello.device, hello.hostname, hello.memory_domain, *gpu_texts):
         if not text.isprintable() or len(text) > MAX_TEXT:
             raise InvalidRequest(
                 f"hello of a worker has {text[:MAX_TEXT]!r}, the limit is {MAX_TEXT} printable characters"
@@ -71,6 +71,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         reads_pages_in_place=hello.reads_pages_in_place,
         rates=rates,
         warm_spare_bytes=hello.warm_spare_bytes,
+        memory_domain=hello.memory_domain,
     )
 
 
@@ -139,11 +140,10 @@ def encode_measure(
     worker: WorkerIdentity, others: Iterable[WorkerIdentity], *, round_trips_only: bool
 ) -> join_pb2.JoinResponse | None:
     """Encode the order to measure the ways to workers on other hosts; None if there are none."""
-    host = parse_address(worker.address).host
     peers = [
         join_pb2.LinkPeer(worker=other.name, address=other.address)
         for other in others
-        if other.name != worker.name and parse_address(other.address).host != host
+        if other.name != worker.name and not worker.hosts & other.hosts
     ]
     order = join_pb2.MeasureLinks(peers=peers, round_trips_only=round_trips_only)
     return join_pb2.JoinResponse(measure_links=order) if peers else None

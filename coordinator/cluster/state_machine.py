@@ -141,8 +141,8 @@ class ClusterState:
         return [stage for stage in plan.stages if self.workers[stage.worker].stage is None]
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
-        addresses = {name: self.workers[name].identity.address for name in names if name in self.workers}
-        return self._order.of(names, addresses)
+        hosts = {name: self.workers[name].identity.hosts for name in names if name in self.workers}
+        return self._order.of(names, hosts)
 
     def links_measured(self, name: str, measured: Mapping[str, Link]) -> list[Action]:
         """A worker measured its ways to others: make the first plan, or while it loads put it into order."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planner.links import Link, LinkTable, best_order
 from coordinator.recovery.rejoin import LinksOverdue, StartTimer
-from wire.addresses import parse_address
 from wire.ids import Incarnation
 
 LINKS_WAIT_S = 10.0
@@ -23,16 +22,16 @@ class WorkerOrder:
         self.links = LinkTable()
         self._measuring: dict[str, Incarnation] = {}
 
-    def of(self, names: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
-        """The order of these workers with the shortest steps."""
+    def of(self, names: Sequence[str], hosts: Mapping[str, Set[str]]) -> list[str]:
+        """The order of these workers with the shortest steps; `hosts` are as in `WorkerIdentity`."""
         if not self._by_links:
             return list(names)
-        return best_order(names, self.links.between(addresses), self._hop_bytes)
+        return best_order(names, self.links.between(hosts), self._hop_bytes)
 
     def joined(self, identity: WorkerIdentity, present: Iterable[WorkerIdentity]) -> list[StartTimer]:
         """A worker begins to measure the ways to those that are present, if any is on another host."""
-        hosts = {parse_address(worker.address).host for worker in (identity, *present)}
-        if not self._by_links or len(hosts) < 2:
+        is_apart = any(not identity.hosts & other.hosts for other in present)
+        if not self._by_links or not is_apart:
             return []
         self._measuring[identity.name] = identity.incarnation
         return [StartTimer(LINKS_WAIT_S, LinksOverdue(identity.name, identity.incarnation))]

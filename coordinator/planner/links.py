@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -10,7 +10,6 @@ from statistics import median
 
 from checkpoint.dtypes import ScaledDType
 from coordinator.planner.plan import Plan
-from wire.addresses import parse_address
 from wire.tensors import WireDType, payload_bytes, wire_dtype_name
 
 COORDINATOR = ""
@@ -93,18 +92,17 @@ class LinkTable:
         """The link between two workers, as either measured it."""
         return self._measured.get((one, other)) or self._measured.get((other, one))
 
-    def between(self, addresses: Mapping[str, str]) -> Links:
-        """Links between workers with these addresses, and from the coordinator to them.
+    def between(self, hosts: Mapping[str, Set[str]]) -> Links:
+        """Links between workers with these names of their hosts, and from the coordinator to them.
 
         Nothing was measured within a host.
         """
         found: dict[tuple[str, str], Link] = {}
-        for one, other in combinations(addresses, 2):
-            is_near = parse_address(addresses[one]).host == parse_address(addresses[other]).host
-            link = SAME_HOST if is_near else self.find(one, other)
+        for one, other in combinations(hosts, 2):
+            link = SAME_HOST if hosts[one] & hosts[other] else self.find(one, other)
             if link is not None:
                 found[one, other] = link
-        for name in addresses:
+        for name in hosts:
             if (way := self.find(COORDINATOR, name)) is not None:
                 found[COORDINATOR, name] = way
         return Links(found if any(link is not SAME_HOST for link in found.values()) else {})

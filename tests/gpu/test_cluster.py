@@ -56,6 +56,7 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
     async with LocalCluster(config) as cluster, Client(cluster.address) as client:
         status = await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         assert [worker.device for worker in status.workers] == [device] * 2
+        await wait_for_status(cluster.address, _shares_memory, timeout_s=DEADLINE_S)
         assert await _generate_all(client, reference) == reference.expected
 
         generating = asyncio.create_task(_generate_all(client, reference))
@@ -67,6 +68,10 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
         assert whole.epoch > status.epoch
         assert whole.requests.failed == 0
         assert await _generate_all(client, reference) == reference.expected
+
+
+def _shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
+    return status.workers[0].hop_transport == cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
 
 
 async def _fail(cluster: LocalCluster, fault: str, file: Path) -> None:

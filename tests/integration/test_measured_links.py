@@ -11,6 +11,7 @@ import pytest
 from coordinator.cluster import link_checks
 from coordinator.planner.links import Link
 from stage_worker import links
+from stage_worker.config import SameHost
 from stage_worker.links import measure_links
 from stage_worker.server import Worker
 from stageline_rpc.internal.v1 import forward_pb2, forward_pb2_grpc, join_pb2
@@ -161,4 +162,23 @@ async def test_the_plan_avoids_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> N
                 await until(lambda: "w0" in cluster.server.controller.connections)
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         assert [worker.name for worker in status.workers] in (["w0", "w2", "w1"], ["w1", "w2", "w0"])
+        assert (await cluster.generate(CASE.again())).succeeded
+
+
+async def test_workers_that_share_memory_measure_nothing_at_any_address() -> None:
+    async with Cluster(None, layers=(6, 6), num_workers=0, waits=False, same_host=SameHost.AUTO) as cluster:
+        for number in range(2):
+            await start_at(cluster, f"w{number}", f"127.0.0.{number + 1}")
+        status = await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_SERVING
+                and any(worker.hop_transport for worker in status.workers)
+            )
+        )
+        transports = {worker.stage: worker.hop_transport for worker in status.workers}
+        assert transports == {
+            0: cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY,
+            1: cluster_pb2.HOP_TRANSPORT_UNSPECIFIED,
+        }
+        assert not [link for link in status.links if link.from_worker and link.to_worker]
         assert (await cluster.generate(CASE.again())).succeeded

@@ -31,6 +31,7 @@ from wire.payload_memory import (
     MemorySender,
     SharedSegment,
     host_id,
+    memory_domain,
     slot_bytes_for,
 )
 from wire.payloads import MAX_GREETINGS, PayloadKey, PayloadNotice
@@ -513,6 +514,21 @@ async def test_a_system_without_boot_id_shares_no_memory(
             MemoryListener(RefusedPeers(time.monotonic)).listen()
     finally:
         host_id.cache_clear()
+
+
+def test_sockets_are_in_reach_within_one_network_namespace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory_domain.cache_clear()
+    own = memory_domain()
+    assert len(own) == 32 and own != host_id()
+    monkeypatch.setattr(payload_memory, "_NETWORK", tmp_path)
+    memory_domain.cache_clear()
+    assert len(memory_domain()) == 32 and memory_domain() != own
+    monkeypatch.setattr(payload_memory, "_NETWORK", tmp_path / "missing")
+    memory_domain.cache_clear()
+    assert memory_domain() == ""
+    memory_domain.cache_clear()
 
 
 def test_the_host_id_is_of_this_boot_and_does_not_show_it() -> None:

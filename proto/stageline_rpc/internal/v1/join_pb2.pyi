@@ -268,7 +268,7 @@ class WorkerHello(_message.Message):
     READS_PAGES_IN_PLACE_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     WARM_SPARE_BYTES_FIELD_NUMBER: _builtins.int
-    HOST_ID_FIELD_NUMBER: _builtins.int
+    MEMORY_DOMAIN_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -296,8 +296,8 @@ class WorkerHello(_message.Message):
     """A GPU whose kernels attend to pages in place, so that steps need no copies of keys and values and no masks."""
     warm_spare_bytes: _builtins.int
     """Memory for weights that the worker keeps while it has no stage, see `PrefetchWeights`; 0: none."""
-    host_id: _builtins.str
-    """As in `MemoryOffer`; empty for a worker that shares no memory."""
+    memory_domain: _builtins.str
+    """The same for workers that can share memory; empty for a worker that shares none."""
     @_builtins.property
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
@@ -326,11 +326,11 @@ class WorkerHello(_message.Message):
         reads_pages_in_place: _builtins.bool = ...,
         rates: _cluster_pb2.DeviceRates | None = ...,
         warm_spare_bytes: _builtins.int = ...,
-        host_id: _builtins.str = ...,
+        memory_domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "host_id", b"host_id", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "memory_domain", b"memory_domain", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

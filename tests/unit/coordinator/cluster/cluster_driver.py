@@ -27,6 +27,7 @@ def identity_of(
     memory_bytes: int = 1000,
     last_epoch: int = 0,
     is_mock: bool = False,
+    memory_domain: str = "",
 ) -> WorkerIdentity:
     """A worker as in its hello."""
     return WorkerIdentity(
@@ -38,6 +39,7 @@ def identity_of(
         last_epoch=last_epoch,
         pid=1,
         is_mock=is_mock,
+        memory_domain=memory_domain,
     )
 
 
@@ -111,6 +113,7 @@ class ClusterDriver:
         memory_bytes: int = 1000,
         last_epoch: int = 0,
         is_mock: bool = False,
+        memory_domain: str = "",
     ) -> list[Action]:
         return self.state.join(
             identity_of(
@@ -120,6 +123,7 @@ class ClusterDriver:
                 memory_bytes=memory_bytes,
                 last_epoch=last_epoch,
                 is_mock=is_mock,
+                memory_domain=memory_domain,
             )
         )
 

@@ -534,6 +534,12 @@ def test_nothing_is_measured_on_one_host_and_after_a_restart(*, restarted: bool)
     assert kinds(cluster.join("b", address="y:1" if restarted else "x:2")) == [AssignStage] * 2
 
 
+def test_workers_that_can_share_memory_are_on_one_host() -> None:
+    cluster = ClusterDriver(num_stages=2, orders_by_links=True)
+    cluster.join("a", memory_domain="shared")
+    assert kinds(cluster.join("b", memory_domain="shared")) == [AssignStage] * 2
+
+
 def test_workers_of_one_host_are_next_to_each_other() -> None:
     cluster = ClusterDriver(num_stages=3, orders_by_links=True)
     for name, address in (("a", "x:1"), ("b", "y:1"), ("c", "x:2")):

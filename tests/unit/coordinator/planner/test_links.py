@@ -12,6 +12,7 @@ from coordinator.planner.links import (
     COORDINATOR,
     MAX_EXACT,
     MIN_GAIN,
+    SAME_HOST,
     Link,
     Links,
     LinkTable,
@@ -58,6 +59,17 @@ def test_a_rate_stays_until_it_is_measured_again() -> None:
     assert table.find("a", "b") == Link(round_trip_s=0.5, bytes_per_s=FAST.bytes_per_s)
     table.put("a", {"b": SLOW})
     assert table.find("b", "a") == SLOW
+
+
+def test_workers_with_a_common_name_of_their_host_are_near() -> None:
+    table = LinkTable()
+    table.put("a", {"b": SLOW, "c": SLOW})
+    hosts = {"a": {"10.0.0.1", "domain"}, "b": {"10.0.0.2", "domain"}, "c": {"10.0.0.3"}, "d": {"10.0.0.3"}}
+    links = table.between(hosts)
+    assert links.between("a", "b") == links.between("c", "d") == SAME_HOST
+    assert links.between("a", "c") == SLOW
+    assert links.between("b", "c") is None
+    assert not table.between({"a": {"domain"}, "b": {"domain"}})
 
 
 def test_a_smaller_wire_dtype_is_advised_where_it_saves_much() -> None:
