@@ -18,7 +18,9 @@ from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
     ROUNDED,
     AttentionWeights,
+    DeltaWeights,
     DenseWeights,
+    LatentWeights,
     LayerWeights,
     NewTensor,
     PlainProjection,
@@ -348,11 +350,14 @@ def held_for(products: ProductMethod, weights: LayerWeights) -> LayerWeights:
         return replace(dense, up=held(dense.up), down=held(dense.down))
 
     mixer, inner = weights.mixer, weights.feed_forward
-    if isinstance(mixer, AttentionWeights):
-        mixer = replace(mixer, qkv=held(mixer.qkv))
-    else:
-        query_down = None if mixer.query_down is None else held(mixer.query_down)
-        mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))
+    match mixer:
+        case AttentionWeights():
+            mixer = replace(mixer, qkv=held(mixer.qkv))
+        case DeltaWeights():
+            mixer = replace(mixer, input=held(mixer.input))
+        case LatentWeights():
+            query_down = None if mixer.query_down is None else held(mixer.query_down)
+            mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))
     if isinstance(inner, DenseWeights):
         inner = held_dense(inner)
     elif inner.shared is not None:
