@@ -29,7 +29,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
-from stage_worker.loading.stage_loader import new_pages
+from stage_worker.loading.stage_pages import new_pages
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
 from wire.frames import Frame, FrameAssembler, StepFrame, encode_hidden_states, encode_step_frame

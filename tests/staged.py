@@ -13,7 +13,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.step_graphs import GraphRecorder, StepGraphs
 from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
-from stage_worker.loading.stage_loader import new_pages
+from stage_worker.loading.stage_pages import new_pages
 from stage_worker.model import DecoderStage
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.step_buckets import StepBuckets

@@ -23,7 +23,7 @@ from coordinator.planner.stage_memory import StageMemory
 from kvcache.pages import KvPages
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
-from stage_worker.loading.stage_loader import new_pages
+from stage_worker.loading.stage_pages import new_pages
 from stage_worker.loading.warmup import run_largest_step
 from stage_worker.model import DecoderStage
 from stage_worker.model.kernels import by_triton

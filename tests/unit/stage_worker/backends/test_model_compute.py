@@ -14,7 +14,7 @@ from checkpoint import Checkpoint, DType, ScaledDType
 from stage_worker.backends.model_compute import FiniteStates, ModelCompute
 from stage_worker.backends.tensor_views import sum_of
 from stage_worker.executor import StepExecutor
-from stage_worker.loading.stage_loader import new_pages
+from stage_worker.loading.stage_pages import new_pages
 from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint

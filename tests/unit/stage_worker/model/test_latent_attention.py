@@ -14,7 +14,7 @@ from checkpoint import kv_bytes_per_token as bytes_per_token
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.loading.reference import StreamedModel
-from stage_worker.loading.stage_loader import new_pages
+from stage_worker.loading.stage_pages import new_pages
 from stage_worker.model import latent_attention
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.latent_attention import LatentAttention, is_expanded

@@ -1,0 +1,99 @@
+"""Pages and recurrent states of a stage's layers, by its assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from checkpoint import Blueprint, Recurrent, kv_bytes_per_token, state_bytes
+from kvcache import group_windows
+from kvcache.pages import KvPages, PageGroups
+from kvcache.scaled_pages import ScaledPages
+from kvcache.state_store import StateStore
+from stage_worker.assignment import Assignment
+from stage_worker.backends.backend import StageLoadError
+from stage_worker.backends.tensor_views import ELEMENTS
+from stage_worker.model.layer_weights import TORCH_DTYPES
+
+
+def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
+    """Number of the block group of each layer of the stage."""
+    windows = group_windows(config.layer_windows)
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    return [windows.index(layer.mixer.window) for layer in layers]
+
+
+def _states_of(assignment: Assignment, config: Blueprint, device: torch.device) -> StateStore | None:
+    """States of a stage's recurrent layers; None without such layers."""
+    mixers = _recurrent_mixers(assignment, config)
+    if not mixers:
+        return None
+    wide, narrow = torch.float32, TORCH_DTYPES[assignment.dtype]
+    return StateStore(
+        num_layers=len(mixers),
+        num_states=assignment.num_states,
+        parts=[(part.shape, wide if part.is_wide else narrow) for part in mixers[0].state_parts],
+        device=device,
+    )
+
+
+def _recurrent_mixers(assignment: Assignment, config: Blueprint) -> list[Recurrent]:
+    """Those of the stage's layers, which have states of one shape."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)]
+    if len({mixer.state_parts for mixer in mixers}) > 1:
+        raise StageLoadError("recurrent layers with states of several shapes are not supported")
+    return mixers
+
+
+def kv_bytes_of(assignment: Assignment, config: Blueprint) -> int:
+    """Memory of pages and of recurrent states."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
+    states = sum(state_bytes(mixer, assignment.dtype) for mixer in _recurrent_mixers(assignment, config))
+    return assignment.num_states * states + assignment.block_size * sum(
+        count * kv_bytes_per_token(layer.mixer, assignment.kv_dtype or assignment.dtype)
+        for count, layer in zip(counts, layers, strict=True)
+    )
+
+
+def new_pages(
+    assignment: Assignment, config: Blueprint, device: torch.device, *, num_spare: int = 0
+) -> KvPages | PageGroups:
+    """Pages of a stage's layers, one set for each block group that they are in, each of its own shape, and
+    states of its recurrent layers.
+    """
+    windows = group_windows(config.layer_windows)
+    layer_groups = _layer_groups(assignment, config)
+    numbers = sorted(set(layer_groups))
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    # A recurrent layer counts with a group for the step's layout, and has no pages in it.
+    paged = [
+        None if isinstance(layer.mixer, Recurrent) else number
+        for number, layer in zip(layer_groups, layers, strict=True)
+    ]
+    new: Callable[..., KvPages] = KvPages
+    if assignment.kv_dtype is not None:
+        new = partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
+    groups = []
+    for number in numbers:
+        shape = config.page_shape(windows[number])
+        pages = new(
+            num_layers=paged.count(number),
+            num_blocks=assignment.group_blocks[number],
+            block_size=assignment.block_size,
+            num_kv_heads=shape.heads,
+            head_dim=shape.width,
+            num_parts=shape.parts,
+            num_spare=num_spare,
+            dtype=TORCH_DTYPES[assignment.dtype],
+            device=device,
+        )
+        groups.append(pages)
+    states = _states_of(assignment, config, device)
+    if len(groups) == 1 and states is None:
+        return groups[0]
+    indexes = [None if number is None else numbers.index(number) for number in paged]
+    return PageGroups(groups, indexes, states)
