@@ -9,6 +9,7 @@ they end.
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -26,11 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_sockets import BufferPool
@@ -78,7 +77,7 @@ _PAGE_BYTES = 4096
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CLOSED = "the connection was closed"
 
-Array = NDArray[np.uint8]
+Slot: TypeAlias = ctypes.Array[ctypes.c_ubyte]
 T = TypeVar("T")
 
 
@@ -116,47 +115,38 @@ class MemoryOffer:
 
 
 class SharedSegment:
-    """Slots that two processes have mapped; the sender writes, the receiver maps them for reading only.
+    """Slots that two processes have mapped.
 
     Its size is sealed, so that no process can take away memory that the other one reads.
     """
 
-    def __init__(self, descriptor: int, slot_bytes: int, *, is_writable: bool) -> None:
-        """Map it; the descriptor is the caller's to close. Raises OSError or ValueError."""
-        size_bytes = NUM_SLOTS * slot_bytes
-        if not is_writable:
-            _check_sealed(descriptor, size_bytes)
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+    def __init__(self, descriptor: int, slot_bytes: int) -> None:
+        """Map it; the descriptor is the caller's to close. Raises OSError, ValueError or OverflowError."""
+        _check_sealed(descriptor, NUM_SLOTS * slot_bytes)
         # Unmapped when nothing refers to it: a thread may still copy.
-        self._memory: Array = np.frombuffer(
-            mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=access), np.uint8
-        )
+        self._memory = mmap.mmap(descriptor, NUM_SLOTS * slot_bytes)
         self._slot_bytes = slot_bytes
+        self._type = ctypes.c_ubyte * slot_bytes
 
     def write(self, slot: int, epoch: int, number: int, data: Bytes) -> int:
         """Write a payload into a slot; return its XXH3-64."""
-        target, source = self._slot(slot), np.frombuffer(data, np.uint8)
-        _STAMP.pack_into(target.data, 0, 0, 0, 0)
-        digest = xxhash.xxh3_64()
-        for begin in range(0, len(source), PIECE_BYTES):
-            piece = source[begin : begin + PIECE_BYTES]
-            np.copyto(target[DATA_OFFSET + begin : DATA_OFFSET + begin + len(piece)], piece)
-            digest.update(piece.data)
-        _STAMP.pack_into(target.data, 0, epoch, number, len(source))
-        return digest.intdigest()
+        target, source = self._slot(slot), memoryview(data).cast("B")
+        _STAMP.pack_into(target, 0, 0, 0, 0)
+        checksum = _copy(bytes_of(target, len(source)), source)
+        _STAMP.pack_into(target, 0, epoch, number, len(source))
+        return checksum
 
-    def find(self, epoch: int, number: int, size_bytes: int) -> Array:
-        """The bytes of a payload.
+    def find(self, epoch: int, number: int, size_bytes: int) -> Slot:
+        """The slot of a payload.
 
         Raises StepFault: UNDECODABLE if no slot holds it, SHAPE for another size.
         """
-        for index in range(NUM_SLOTS):
-            slot = self._slot(index)
-            if _STAMP.unpack_from(slot.data) == (epoch, number, size_bytes):
-                return slot[DATA_OFFSET : DATA_OFFSET + size_bytes]
-        stamps = [_STAMP.unpack_from(self._slot(index).data) for index in range(NUM_SLOTS)]
-        for found_epoch, found_number, found_bytes in stamps:
+        slots = [self._slot(index) for index in range(NUM_SLOTS)]
+        stamps = [_STAMP.unpack_from(slot) for slot in slots]
+        for slot, (found_epoch, found_number, found_bytes) in zip(slots, stamps, strict=True):
             if (found_epoch, found_number) == (epoch, number):
+                if found_bytes == size_bytes:
+                    return slot
                 raise StepFault(
                     StepFaultKind.SHAPE,
                     f"payload {number} has {found_bytes} bytes in its slot, the frame says {size_bytes}",
@@ -166,8 +156,13 @@ class SharedSegment:
             StepFaultKind.UNDECODABLE, f"no slot holds payload {number} of epoch {epoch}, but payloads {held}"
         )
 
-    def _slot(self, index: int) -> Array:
-        return self._memory[index * self._slot_bytes : (index + 1) * self._slot_bytes]
+    def _slot(self, index: int) -> Slot:
+        return self._type.from_buffer(self._memory, index * self._slot_bytes)
+
+
+def bytes_of(slot: Slot, size_bytes: int) -> memoryview:
+    """The bytes of a payload in its slot, which stays while they are referenced."""
+    return memoryview(slot).cast("B")[DATA_OFFSET : DATA_OFFSET + size_bytes]
 
 
 def slot_bytes_for(max_bytes: int) -> int:
@@ -195,14 +190,13 @@ def _check_sealed(descriptor: int, size_bytes: int) -> None:
         raise ValueError(f"the segment has {actual} bytes, expected {size_bytes}")
 
 
-def _copied(buffer: memoryview, source: Array) -> int:
+def _copy(target: memoryview, source: memoryview) -> int:
     """Copy; return the XXH3-64 of the copy."""
-    target = np.frombuffer(buffer, np.uint8)
     digest = xxhash.xxh3_64()
-    for begin in range(0, len(target), PIECE_BYTES):
+    for begin in range(0, len(source), PIECE_BYTES):
         piece = target[begin : begin + PIECE_BYTES]
-        np.copyto(piece, source[begin : begin + PIECE_BYTES])
-        digest.update(piece.data)
+        piece[:] = source[begin : begin + PIECE_BYTES]
+        digest.update(piece)
     return digest.intdigest()
 
 
@@ -290,7 +284,7 @@ class MemorySender:
         _check_user(connection, "the next stage")
         descriptor = _new_segment(self.offer.slot_bytes)
         try:
-            self._segment = SharedSegment(descriptor, self.offer.slot_bytes, is_writable=True)
+            self._segment = SharedSegment(descriptor, self.offer.slot_bytes)
             socket.send_fds(connection, [self._key.greeting()], [descriptor])
         finally:
             os.close(descriptor)
@@ -380,10 +374,12 @@ class MemoryReceiver:
                 f"payload {number} has {notice.size_bytes} bytes, the limit is {self._max_bytes}",
             )
         slot = segment.find(self.key.epoch, number, notice.size_bytes)
+        data = written = bytes_of(slot, notice.size_bytes)
         stays = notice.size_bytes > INLINE_BYTES and len(self._held) < MAX_HELD
-        data = slot.data if stays else self._buffer(notice.size_bytes)
+        if not stays:
+            data = self._buffer(notice.size_bytes)
         checksum = await self._mover.run(
-            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(slot.data) if stays else _copied(data, slot)
+            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(data) if stays else _copy(data, written)
         )
         segment.find(self.key.epoch, number, notice.size_bytes)  # it was not overwritten meanwhile
         check_payload(PayloadNotice(number, notice.size_bytes, checksum), notice)
@@ -558,7 +554,7 @@ class MemoryListener:
             raise ValueError("no valid greeting")
         if len(descriptors) != 1:
             raise ValueError("no segment with the greeting")
-        segment = SharedSegment(descriptors[0], receiver.offer.slot_bytes, is_writable=False)
+        segment = SharedSegment(descriptors[0], receiver.offer.slot_bytes)
         del self._expected[receiver.key.ticket]
         receiver.open(connection, segment)
 

@@ -29,7 +29,6 @@ from wire.payload_memory import (
     MemoryListener,
     MemoryReceiver,
     MemorySender,
-    SharedSegment,
     host_id,
     memory_domain,
     slot_bytes_for,
@@ -537,11 +536,9 @@ def test_the_host_id_is_of_this_boot_and_does_not_show_it() -> None:
     assert boot_id.replace("-", "") != host_id()
 
 
-def test_a_receiver_cannot_write_into_the_segment() -> None:
-    descriptor = payload_memory._new_segment(slot_bytes_for(1))
-    try:
-        segment = SharedSegment(descriptor, slot_bytes_for(1), is_writable=False)
-        with pytest.raises(TypeError, match="read-write"):
-            segment.write(0, EPOCH, 1, b"x")
-    finally:
-        os.close(descriptor)
+@pytest.mark.parametrize("size_bytes", [1, LIMIT])
+async def test_a_taken_payload_is_read_only(size_bytes: int) -> None:
+    async with hop() as to, opened(to) as sender:
+        payload = await to.receiver.take(await passed(sender, bytes(size_bytes)))
+        with pytest.raises(TypeError, match="read-only"):
+            memoryview(payload.data)[:1] = b"x"  # type: ignore[index]
