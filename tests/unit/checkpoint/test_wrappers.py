@@ -15,6 +15,8 @@ from transformers import (
     Gemma4Config,
     Kimi_K25Config,
     Mistral3Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
 )
 
 from checkpoint import (
@@ -144,6 +146,61 @@ def test_the_text_of_a_wrapper_is_served_under_each_of_its_names(directory: Path
     torch.testing.assert_close(served_logits(directory), expected, atol=1e-4, rtol=0)
     rename(directory, "language_model.model.", "model.language_model.")
     torch.testing.assert_close(served_logits(directory), expected, atol=1e-4, rtol=0)
+
+
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e3,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+SMALL_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_the_text_of_qwen_3_5_is_served_without_images_and_drafts(tmp_path: Path, is_mixture: bool) -> None:
+    """All three positions of a text's tokens are the same."""
+    torch.manual_seed(0)
+    text = TEXT | RECURRENT | (MIXTURE if is_mixture else {})
+    new = Qwen3_5MoeConfig if is_mixture else Qwen3_5Config
+    model = AutoModelForImageTextToText.from_config(new(text_config=text, vision_config=SMALL_VISION))
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model.eval()(torch.tensor([TOKENS])).logits[0]
+    file = tmp_path / "model.safetensors"
+    drafts = {"mtp.norm.weight": torch.ones(64), "mtp.layers.0.input_layernorm.weight": torch.ones(64)}
+    save_file(load_file(file) | drafts, file, metadata={"format": "pt"})
+    edit_text(tmp_path, mtp_num_hidden_layers=1, attn_output_gate=True, mamba_ssm_dtype="float32")
+    assert expected.std() > 0.1
+    torch.testing.assert_close(served_logits(tmp_path), expected, atol=1e-3, rtol=0)
+
+
+def edit_text(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= changes
+    path.write_text(json.dumps(config))
 
 
 def test_other_modalities_are_counted_and_not_read(directory: Path) -> None:
