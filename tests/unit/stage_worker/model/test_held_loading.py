@@ -21,8 +21,8 @@ from stage_worker.model.layer_weights import (
     DenseWeights,
     LayerWeights,
     allocate_layer,
-    reorder_heads,
 )
+from stage_worker.model.row_orders import reorder_heads
 from stage_worker.model.weights import load_tensors
 from tests.kernels.held import unpacked
 from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, QuantizedFormat, gptq, write_quantized
