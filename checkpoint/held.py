@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from checkpoint.blueprint import Blueprint, LayerPlan, Opaque
 from checkpoint.dtypes import DType, PackedDType
 from checkpoint.names import EXPERT_ROLES, TensorRole
-from checkpoint.quantization import Awq, Gptq, PackedInts, Quantization, Scaled, Scheme
+from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
 from checkpoint.tensors import (
     RoleShapes,
     final_norm_tensors,
@@ -23,7 +23,9 @@ from checkpoint.tensors import (
 )
 
 FLOAT_BYTES = 4
-"""Scales of stored formats are float32 in memory, whatever the file has: exact for each of them."""
+"""Scales of stored formats are float32 in memory, whatever the file has: exact for each of them. The two of
+NVFP4 are one there, rounded as on a CPU; exponents of MXFP4 stay bytes.
+"""
 _ORDER_BYTES = 4
 LEAST_GROUP = 16
 """Columns of the smallest product of a tensor core: groups and blocks must be multiples."""
@@ -33,6 +35,8 @@ LEAST_GROUP = 16
 class HeldNibbles:
     """4 bits a weight: groups of `group` columns of a row share a scale (0: all columns), and a zero point
     of one byte if it `has_zeros`. With `has_order`, columns are sorted by their groups.
+
+    Codes of a matrix that `is_float` are E2M1. One that `has_exponents` has scales of one byte, E8M0.
     """
 
     rows: int
@@ -40,6 +44,8 @@ class HeldNibbles:
     group: int
     has_zeros: bool = False
     has_order: bool = False
+    is_float: bool = False
+    has_exponents: bool = False
 
     def __post_init__(self) -> None:
         assert self.group % LEAST_GROUP == 0, "products of parts of tiles"
@@ -60,8 +66,8 @@ class HeldNibbles:
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory with float32 scales."""
-        of_group = FLOAT_BYTES + self.has_zeros
+        """Size in memory with scales of float32, or of exponents."""
+        of_group = (1 if self.has_exponents else FLOAT_BYTES) + self.has_zeros
         order = self.columns * _ORDER_BYTES if self.has_order else 0
         return self.rows * (self.row_bytes + self.num_groups * of_group) + order
 
@@ -168,6 +174,10 @@ def _plan_of(scheme: Scheme, heights: list[int], columns: int, *, is_reordered: 
             height = 1
         is_fp8 = scheme.dtype is PackedDType.F8_E4M3
         return HeldBytes(rows=rows, columns=columns, height=height, width=width, is_fp8=is_fp8)
+    if isinstance(scheme, Fp4):
+        return HeldNibbles(
+            rows=rows, columns=columns, group=scheme.group, is_float=True, has_exponents=not scheme.is_nv
+        )
     if not isinstance(scheme, Awq | Gptq | PackedInts) or scheme.group % LEAST_GROUP:
         return None
     has_zeros, has_order = True, isinstance(scheme, Gptq)

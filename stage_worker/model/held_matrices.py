@@ -29,12 +29,14 @@ _QUANTIZED_ROWS = 4096
 class NibbleMatrix:
     """A matrix [rows, columns] of 4-bit codes q: (q - zero) * scale + offset for each row and group.
 
+    If its plan `is_float`, q is the value of a code of E2M1, and the zero is 0.
+
     Attributes:
         plan: Its sizes.
         codes: uint8 [rows, `plan.row_bytes`]: byte i of a run has column i in its low bits and column
             `plan.half` + i in its high ones.
-        scales: [groups, rows], of any dtype.
-        zeros: uint8 [groups, rows]; None for 8 everywhere.
+        scales: [groups, rows], of any dtype of floats, or uint8 of E8M0 if the plan `has_exponents`.
+        zeros: uint8 [groups, rows]; None for 8 everywhere, or for floats.
         offsets: [groups, rows]; None for 0 everywhere.
         order: int32 [columns], the element of the input for each column; None if in order.
         num_loaded: Rows with codes, while it is loaded.
@@ -50,13 +52,15 @@ class NibbleMatrix:
 
     @classmethod
     def empty(cls, plan: HeldNibbles, device: torch.device) -> Self:
-        """Uninitialised, with float32 scales; `order` comes with the codes."""
-        of_groups = (plan.num_groups, plan.rows)
+        """Uninitialised, with scales of float32 or exponents; `order` comes with the codes."""
+        of_groups, of_scales = (plan.num_groups, plan.rows), torch.float32
+        if plan.has_exponents:
+            of_scales = torch.uint8
         zeros = torch.empty(of_groups, dtype=torch.uint8, device=device) if plan.has_zeros else None
         return cls(
             plan=plan,
             codes=torch.empty((plan.rows, plan.row_bytes), dtype=torch.uint8, device=device),
-            scales=torch.empty(of_groups, dtype=torch.float32, device=device),
+            scales=torch.empty(of_groups, dtype=of_scales, device=device),
             zeros=zeros,
         )
 

@@ -198,8 +198,8 @@ def _nibbles(octets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoredGroups:
-    """Scales float32 and zero points uint8 (None: 8) [groups, rows] of a matrix of 4-bit integers, and the
-    checked groups of columns, int64 [columns] (None: in order).
+    """Scales float32, or uint8 of E8M0, and zero points uint8 (None: 8) [groups, rows] of a matrix of 4 bits,
+    and the checked groups of columns, int64 [columns] (None: in order).
     """
 
     scales: Tensor
@@ -208,10 +208,13 @@ class StoredGroups:
 
 
 def nibble_codes(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> Tensor:
-    """Codes uint8 [rows, columns] of a tile of `tiles`, of a format of 4-bit integers."""
+    """Codes uint8 [rows, columns] of a tile of `tiles`, of a format of 4-bit integers or floats."""
     num_rows, columns = matrix.shape
     rows = slice(tile.row_begin, tile.row_end)
     match matrix.scheme:
+        case Fp4():
+            octets = read(StoredPart.WEIGHT, tile.row_begin * columns // 2, tile.row_end * columns // 2)
+            return _nibbles(octets.view(tile.num_rows, -1))
         case PackedInts():
             num_words = -(-columns // _PER_WORD)
             words = read(StoredPart.WEIGHT, tile.row_begin * num_words, tile.row_end * num_words)
@@ -228,8 +231,13 @@ def nibble_codes(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> Tensor
 
 
 def stored_groups(matrix: PackedMatrix, read: ReadElements) -> StoredGroups:
-    """What a matrix of 4-bit integers has beside its codes. Raises BadHeader."""
+    """What a matrix of 4-bit integers or floats has beside its codes.
+
+    Raises BadHeader, and ValueError for scales of floats that are not numbers.
+    """
     (num_rows, columns), scheme = matrix.shape, matrix.scheme
+    if isinstance(scheme, Fp4):
+        return StoredGroups(scales=_held_fp4_scales(matrix, scheme, read).t(), zeros=None, index=None)
     assert isinstance(scheme, PackedInts | Gptq | Awq), "groups of another format"
     scales = read(StoredPart.SCALE, 0, -1).float()
     groups = _num_blocks(columns, scheme.group)
@@ -250,6 +258,17 @@ def stored_groups(matrix: PackedMatrix, read: ReadElements) -> StoredGroups:
     return StoredGroups(scales=scales.view(groups, num_rows), zeros=zeros, index=index)
 
 
+def _held_fp4_scales(matrix: PackedMatrix, scheme: Fp4, read: ReadElements) -> Tensor:
+    """Scales of all groups, [rows, groups]: uint8 exponents of MXFP4, float32 of NVFP4."""
+    groups = matrix.shape[-1] // scheme.group
+    numbers = _fp4_scales(scheme, 0, num_rows(matrix) * groups, read)
+    if bool(numbers.isnan().any()):
+        raise ValueError(f"tensor {matrix.name} has scales that are not numbers")
+    if not scheme.is_nv:
+        numbers = read(StoredPart.SCALE, 0, -1).view(torch.uint8)
+    return numbers.view(-1, groups)
+
+
 _PER_WORD = WORD_BITS // 4
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -263,16 +282,19 @@ def _fp4(matrix: PackedMatrix, scheme: Fp4, tile: Tile, read: ReadElements) -> T
     octets = read(StoredPart.WEIGHT, tile.row_begin * num_octets, tile.row_end * num_octets).view(
         rows, num_octets
     )
-    scales = read(StoredPart.SCALE, tile.row_begin * groups, tile.row_end * groups)
-    if not scheme.is_nv:
-        # bytes are exponents, bias 127
-        scales = scales.view(torch.uint8).view(torch.float8_e8m0fnu)
-    numbers = scales.float().view(rows, groups)
-    if scheme.is_nv:
-        last = read(StoredPart.GLOBAL_SCALE, 0, 1)
-        numbers = numbers * last if scheme.layout is Fp4Layout.MODELOPT else numbers / last
+    numbers = _fp4_scales(scheme, tile.row_begin * groups, tile.row_end * groups, read).view(rows, groups)
     values = _E2M1_VALUES[_nibbles(octets.view(rows, num_octets)).int()]
     return values.mul_(_spread(numbers, scheme.group, columns))
+
+
+def _fp4_scales(scheme: Fp4, begin: int, end: int, read: ReadElements) -> Tensor:
+    """Scales float32 of groups [begin, end)."""
+    scales = read(StoredPart.SCALE, begin, end)
+    if not scheme.is_nv:
+        # bytes are exponents, bias 127
+        return scales.view(torch.uint8).view(torch.float8_e8m0fnu).float()
+    numbers, last = scales.float(), read(StoredPart.GLOBAL_SCALE, 0, 1)
+    return numbers * last if scheme.layout is Fp4Layout.MODELOPT else numbers / last
 
 
 def _gptq(matrix: PackedMatrix, scheme: Gptq, tile: Tile, read: ReadElements) -> Tensor:

@@ -31,6 +31,24 @@ def from_e4m3(codes):
 
 
 @triton.jit
+def from_e2m1(codes):
+    """Values float32 of integer `codes` of E2M1, up to 15.
+
+    Its exponent and mantissa, shifted into those of float16, are the value times 2 ** -14.
+    """
+    wide = codes.to(tl.uint16)
+    halves = ((wide & 0x8) << 12) | ((wide & 0x7) << 9)
+    return halves.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def from_e8m0(codes):
+    """Powers of two float32 of uint8 `codes` of float8_e8m0fnu up to 254; 0 is 2 ** -127, below normal."""
+    wide = codes.to(tl.uint32)
+    return tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_e4m3(x):
     """Codes uint8 of the nearest float8_e4m3fn of float32 of magnitude up to 448, half to even."""
     bits = x.to(tl.uint32, bitcast=True)

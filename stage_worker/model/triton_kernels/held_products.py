@@ -77,9 +77,10 @@ class ProductTile:
     @classmethod
     def of(cls, num_rows: int, element_bytes: int) -> ProductTile:
         """For activations of `element_bytes`: three products of float32 take more registers."""
+        is_wide = element_bytes == 4
         if num_rows <= 16:
-            return cls(16, 32, 4)
-        if element_bytes == 4:
+            return cls(16, 32, 8 if is_wide else 4)
+        if is_wide:
             return cls(32, 64, 8)
         return cls(32, 64, 4) if num_rows <= 32 else cls(64, 64, 4)
 

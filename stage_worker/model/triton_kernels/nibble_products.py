@@ -1,4 +1,7 @@
-"""Products of activations of 16 or 32 bits with 4-bit weights in groups along the columns (W4A16)."""
+"""Products of activations of 16 or 32 bits with 4-bit weights in groups along the columns (W4A16).
+
+Weights are integers, or floats (E2M1) of MXFP4 and NVFP4.
+"""
 
 # Constants of kernels are in capitals.
 # ruff: noqa: N803
@@ -9,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stage_worker.model.held_matrices import NibbleMatrix
+from stage_worker.model.triton_kernels.elements import from_e2m1, from_e8m0
 from stage_worker.model.triton_kernels.held_products import (
     code_product,
     held_product,
@@ -22,16 +26,21 @@ _MIDDLE = tl.constexpr(8)
 # fmt: off
 @triton.jit
 def _plus_group(
-    total, left, codes, scales, zeros, offsets, outputs, is_output, group, num_outputs, WIDENS: tl.constexpr
+    total, left, codes, scales, zeros, offsets, outputs, is_output, group, num_outputs,
+    IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, WIDENS: tl.constexpr,
 ):
     """`total` plus the product of `left` with the weights of `codes` int32 [outputs, n], of one group."""
     of_group = group * num_outputs + outputs
-    if zeros is None:
+    if IS_FLOAT:
+        codes = from_e2m1(codes)
+    elif zeros is None:
         codes = codes - _MIDDLE
     else:
         codes = codes - tl.load(zeros + of_group, mask=is_output, other=0).to(tl.int32)[:, None]
     sums = code_product(left, codes, tl.zeros([left.shape[0], codes.shape[0]], tl.float32), WIDENS)
-    total += sums * tl.load(scales + of_group, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(scales + of_group, mask=is_output, other=0)
+    scale = from_e8m0(scale) if HAS_EXPONENTS else scale.to(tl.float32)
+    total += sums * scale[None, :]
     if offsets is not None:
         offset = tl.load(offsets + of_group, mask=is_output, other=0.0).to(tl.float32)
         total += tl.sum(left.to(tl.float32), 1)[:, None] * offset[None, :]
@@ -42,7 +51,8 @@ def _plus_group(
 def nibble_kernel(
     x, stride, order, codes, scales, zeros, offsets, bias, residual, residual_stride, found,
     num_rows, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDENS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDENS: tl.constexpr,
 ):
     """A tile of the product: grid [tiles of rows, tiles of outputs]. See `NibbleMatrix`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -56,13 +66,13 @@ def nibble_kernel(
         left = input_tile(x, stride, order, rows, is_row, first + lanes, WIDTH)
         total = _plus_group(
             total, left, both & 15, scales, zeros, offsets, outputs, is_output, first // GROUP, num_outputs,
-            WIDENS,
+            IS_FLOAT, HAS_EXPONENTS, WIDENS,
         )
         if first + HALF < WIDTH:
             left = input_tile(x, stride, order, rows, is_row, first + HALF + lanes, WIDTH)
             total = _plus_group(
                 total, left, both >> 4, scales, zeros, offsets, outputs, is_output, (first + HALF) // GROUP,
-                num_outputs, WIDENS,
+                num_outputs, IS_FLOAT, HAS_EXPONENTS, WIDENS,
             )
     write_sum(total, rows, is_row, outputs, is_output, bias, residual, residual_stride, found, num_outputs)
 # fmt: on
@@ -73,6 +83,12 @@ def nibble_product(
 ) -> Tensor:
     """See `held_product`."""
     plan = matrix.plan
-    constants = {"GROUP": plan.group or 2 * plan.row_bytes, "HALF": plan.half, "ROW_BYTES": plan.row_bytes}
+    constants = {
+        "GROUP": plan.group or 2 * plan.row_bytes,
+        "HALF": plan.half,
+        "ROW_BYTES": plan.row_bytes,
+        "IS_FLOAT": plan.is_float,
+        "HAS_EXPONENTS": plan.has_exponents,
+    }
     tensors = (matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets)
     return held_product(nibble_kernel, x, plan, tensors, constants, bias, residual, num_stages=4)

@@ -139,15 +139,21 @@ ROW_COUNTS = {"decode": 8, "decodes": 24, "prompt": 512}
 
 
 def nibbles(num_rows: int, dtype: torch.dtype, *, group: int, **parts: torch.dtype) -> None:
-    """`parts` are dtypes of optional tensors of a matrix of 4 bits."""
+    """`parts` are dtypes of optional tensors of a matrix of 4 bits; `floats` is that of scales of E2M1."""
     plan = HeldNibbles(
-        rows=28672, columns=4096, group=group, has_zeros="zeros" in parts, has_order="order" in parts
+        rows=28672,
+        columns=4096,
+        group=group,
+        has_zeros="zeros" in parts,
+        has_order="order" in parts,
+        is_float="floats" in parts,
+        has_exponents=parts.get("floats") is torch.uint8,
     )
     of_groups = (plan.num_groups, plan.rows)
     matrix = NibbleMatrix(
         plan=plan,
         codes=new((plan.rows, plan.row_bytes), dtype=torch.uint8),
-        scales=new(of_groups, dtype=parts.get("offsets", F32)),
+        scales=new(of_groups, dtype=parts.get("floats", parts.get("offsets", F32))),
         zeros=new(of_groups, dtype=parts["zeros"]) if "zeros" in parts else None,
         offsets=new(of_groups, dtype=parts["offsets"]) if "offsets" in parts else None,
         order=new(plan.columns, dtype=parts["order"]) if "order" in parts else None,
@@ -179,6 +185,10 @@ def _held_cases() -> dict[str, Callable[[], None]]:
         for name, dtype in DTYPES.items():
             cases[f"gptq-{phase}-{name}"] = partial(gptq, num_rows, dtype)
             cases[f"fp8-blocks-{phase}-{name}"] = partial(fp8, num_rows, dtype)
+            for form, (group, scales) in {"mxfp4": (32, torch.uint8), "nvfp4": (16, F32)}.items():
+                cases[f"{form}-{phase}-{name}"] = partial(
+                    nibbles, num_rows, dtype, group=group, floats=scales
+                )
         for name, case in {
             "int4": partial(nibbles, group=128),
             "quantize-int4": partial(nibbles, group=32, offsets=BF16),

@@ -14,6 +14,7 @@ from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix, packed_ni
 from stage_worker.model.layer_weights import Int4Projection, Int8Projection
 from stage_worker.model.triton_kernels.byte_products import byte_product
 from stage_worker.model.triton_kernels.nibble_products import nibble_product
+from tests.kernels.held import E2M1, unpacked
 from tests.kernels.interpreted.paged import random
 
 pytestmark = pytest.mark.kernels
@@ -88,6 +89,60 @@ def test_4_bit_products_of_groups_that_end_unevenly(
     matrix, weights = nibble_matrix(rows, columns, group, has_zeros=has_zeros, has_order=has_order)
     x = random(5, columns, dtype=dtype)
     assert_product(nibble_product(x, matrix), x, weights)
+
+
+def float_matrix(rows: int, columns: int, *, is_nv: bool) -> tuple[NibbleMatrix, Tensor]:
+    """A matrix of random codes of E2M1, and its weights in float64: NVFP4, or MXFP4 with every exponent that
+    products of these sizes can have.
+    """
+    plan = HeldNibbles(
+        rows=rows, columns=columns, group=16 if is_nv else 32, is_float=True, has_exponents=not is_nv
+    )
+    codes = integers(0, 16, rows, columns).to(torch.uint8)
+    if is_nv:
+        scales = random(plan.num_groups, rows, seed=3).abs() / 8 + 0.01
+        factors = scales.double()
+    else:
+        scales = integers(120, 131, plan.num_groups, rows, seed=3).to(torch.uint8)
+        factors = 2.0 ** (scales.double() - 127)
+    matrix = NibbleMatrix(plan=plan, codes=packed_nibbles(codes, plan.half), scales=scales)
+    weights = E2M1.double()[codes.int()] * factors.t()[:, torch.arange(columns) // plan.group]
+    return matrix, weights
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_rows", ROW_COUNTS)
+@pytest.mark.parametrize("is_nv", [True, False], ids=["nvfp4", "mxfp4"])
+def test_4_bit_float_products_of_any_number_of_rows(is_nv: bool, num_rows: int, dtype: torch.dtype) -> None:
+    matrix, weights = float_matrix(96, 256, is_nv=is_nv)
+    x = random(num_rows, 256, dtype=dtype)
+    assert_product(nibble_product(x, matrix), x, weights)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("is_nv", [True, False], ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("rows", "columns"), [(70, 160), (33, 96), (1, 32), (65, 352)])
+def test_4_bit_float_products_of_matrices_that_end_unevenly(
+    rows: int, columns: int, is_nv: bool, dtype: torch.dtype
+) -> None:
+    matrix, weights = float_matrix(rows, columns, is_nv=is_nv)
+    x, bias, residual = (random(5, width, dtype=dtype) for width in (columns, rows, rows))
+    assert_product(nibble_product(x, matrix, bias[0], residual), x, weights, bias[0], residual)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 126, 127, 128, 250, 252])
+def test_every_float_and_the_ends_of_exponents_are_exact(exponent: int) -> None:
+    """One weight of a row at a time: nothing is rounded, subnormal numbers and -0 included."""
+    plan = HeldNibbles(rows=16, columns=32, group=32, is_float=True, has_exponents=True)
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    codes[:, 5] = torch.arange(16)
+    scales = torch.full((1, 16), exponent, dtype=torch.uint8)
+    matrix = NibbleMatrix(plan=plan, codes=packed_nibbles(codes, plan.half), scales=scales)
+    x = torch.zeros(1, 32)
+    x[0, 5] = 1.0
+    expected = E2M1.double() * 2.0 ** (exponent - 127)
+    assert torch.equal(nibble_product(x, matrix)[0].double(), expected)
+    assert torch.equal(unpacked(matrix)[:, 5].double(), expected)
 
 
 def byte_matrix(

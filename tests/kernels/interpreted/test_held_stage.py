@@ -75,6 +75,10 @@ STORED = {
     "pack4-group-asymmetric": CONFIG,
     "gptq": CONFIG,
     "awq": CONFIG,
+    "nvfp4": CONFIG,
+    "modelopt-nvfp4": CONFIG,
+    "mxfp4-compressed": CONFIG,
+    "mxfp4": CONFIG,
     "fp8-block-e8m0": MOE_CONFIG,
     "fp8-tensor-vllm": LATENT_CONFIG,
 }

@@ -66,7 +66,7 @@ def test_rounded_weights_and_other_implementations_are_not_stored_ones(config: C
     assert not plan_on(config, IN_PLACE, IN_PLACE, model=by_transformers).holds_stored
 
 
-@pytest.mark.parametrize("form", ["nf4", "mxfp4-compressed", "nvfp4", "gptq-8-bits", "fp8-block"])
+@pytest.mark.parametrize("form", ["nf4", "nf4-nested", "pack8-group-asymmetric", "gptq-8-bits", "fp8-block"])
 def test_formats_without_products_are_unpacked(form: str, tmp_path: Path) -> None:
     write_quantized(tmp_path, FORMATS[form])
     config = CoordinatorConfig(model=tmp_path, num_stages=2)

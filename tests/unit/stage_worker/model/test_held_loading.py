@@ -41,6 +41,10 @@ HELD = {
     "pack4-actorder",
     "pack4-channel",
     "modelopt-fp8",
+    "nvfp4",
+    "modelopt-nvfp4",
+    "mxfp4-compressed",
+    "mxfp4",
     "gptq",
     "gptq-whole-rows",
     "gptq-v2",
@@ -83,8 +87,10 @@ def test_weights_are_those_of_the_files(form: str, layer: int, tmp_path: Path) -
     _, weights, expected = loaded(tmp_path, FORMATS[form], layer)
     for modules, matrix in matrices(weights).items():
         is_held = not isinstance(matrix, Tensor)
-        is_mixed = layer == 1 and "mlp.up" in modules and bool(FORMATS[form].plain)
-        assert is_held == (form in HELD and not is_mixed), modules
+        plain = FORMATS[form].plain
+        is_plain = modules[0].split(".")[0] in plain
+        is_mixed = layer == 1 and "mlp.up" in modules and any("up_proj" in name for name in plain)
+        assert is_held == (form in HELD and not is_mixed and not is_plain), modules
         found = unpacked(matrix) if is_held else matrix
         assert torch.equal(found, stacked(expected, layer, *modules)), modules
 
@@ -100,8 +106,10 @@ def size_of(matrix: HeldMatrix) -> int:
 def test_plans_count_what_is_in_memory(form: str, tmp_path: Path) -> None:
     checkpoint, weights, _ = loaded(tmp_path, FORMATS[form], 0)
     plans = held_plans(checkpoint.config, 0)
-    assert list(plans) == [TensorRole.Q, TensorRole.O, TensorRole.GATE, TensorRole.DOWN]
-    for plan, matrix in zip(plans.values(), matrices(weights).values(), strict=True):
+    held = [matrix for matrix in matrices(weights).values() if not isinstance(matrix, Tensor)]
+    attention = [] if FORMATS[form].plain == ("self_attn",) else [TensorRole.Q, TensorRole.O]
+    assert list(plans) == [*attention, TensorRole.GATE, TensorRole.DOWN]
+    for plan, matrix in zip(plans.values(), held, strict=True):
         missing = 0
         if isinstance(matrix, NibbleMatrix) and plan.has_order and matrix.order is None:
             missing = 4 * plan.columns
@@ -157,15 +165,23 @@ def test_columns_in_several_orders_are_refused(tmp_path: Path) -> None:
         loaded(tmp_path, replace(FORMATS["gptq"], write=gptq(4, 32, shares_order=False)), 0)
 
 
-def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
-    write_quantized(tmp_path, FORMATS["float-channel"], seed=5)
+@pytest.mark.parametrize(
+    ("form", "part", "problem"),
+    [
+        ("float-channel", "weight", "weights that are not numbers"),
+        ("nvfp4", "weight_scale", "scales that are not numbers"),
+        ("mxfp4-compressed", "weight_scale", "scales that are not numbers"),
+    ],
+)
+def test_weights_that_are_not_numbers_are_refused(form: str, part: str, problem: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS[form], seed=5)
     file = tmp_path / "model.safetensors"
     checkpoint = Checkpoint.open(tmp_path)
-    entry = checkpoint.tensors["model.layers.0.mlp.down_proj.weight"]
+    entry = checkpoint.tensors[f"model.layers.0.mlp.down_proj.{part}"]
     content = bytearray(file.read_bytes())
     content[entry.end - 3] = 0xFF
     file.write_bytes(content)
     holding = Checkpoint.open(tmp_path).with_stored(holds_stored=True)
     _, destinations = allocate_layer(holding.config, 0, torch.empty)
-    with pytest.raises(ValueError, match=r"mlp\.down_proj\.weight has weights that are not numbers"):
+    with pytest.raises(ValueError, match=rf"mlp\.down_proj\.weight has {problem}"):
         load_tensors(holding, destinations)
