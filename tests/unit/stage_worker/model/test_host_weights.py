@@ -18,12 +18,14 @@ from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.host_weights import HostWeights, with_tensors
 from stage_worker.model.kernels import ProductMethod
 from stage_worker.model.layer_weights import (
+    DeltaWeights,
     LayerWeights,
     allocate_layer,
 )
 from stage_worker.model.parts import held_for
 from stage_worker.model.weight_reads import WINDOW_BYTES, WeightReads
 from stage_worker.model.weights import load_tensors
+from tests.checkpoints import make_checkpoint
 from tests.fake_device import FakeQueue
 from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, write_quantized
 from tests.unit.stage_worker.model.test_held_loading import loaded
@@ -118,6 +120,15 @@ def test_matrices_are_rounded_as_the_products_of_a_gpu_round_them(
     assert held_for(ProductMethod.LINEAR_IN_PLACE, weights) is weights
     kept, plain = sum(map(_num_bytes, tensors_of(found))), sum(map(_num_bytes, tensors_of(weights)))
     assert kept < 0.75 * plain, "all projections are rounded"
+
+
+def test_inputs_of_gated_delta_networks_are_rounded_and_states_are_not(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "qwen3_next", num_layers=4))
+    weights, _ = allocate_layer(checkpoint.config, 0, lambda *shape: torch.ones(shape))
+    found = held_for(ProductMethod.TRITON_INT8, weights)
+    assert isinstance(found.mixer, DeltaWeights) and isinstance(weights.mixer, DeltaWeights)
+    assert isinstance(found.mixer.input, ByteMatrix) and isinstance(found.o, ByteMatrix)
+    assert found.mixer.conv is weights.mixer.conv and found.mixer.decay is weights.mixer.decay
 
 
 def _num_bytes(tensor: Tensor) -> int:
