@@ -17,6 +17,7 @@ from coordinator.cluster.transitions import ClusterPhase
 from coordinator.planner.links import Link
 from wire.addresses import parse_address
 from wire.link_probe import NUM_TRANSFERS, measure_way
+from wire.payload_memory import memory_domain
 from wire.transport import Transport, is_loopback_host
 
 log = logging.getLogger(__name__)
@@ -76,16 +77,20 @@ class OwnLinks:
     ) -> None:
         """`host` is the one that the coordinator listens on; `measured` is called with each result."""
         self._host, self._transport, self._measured, self._spawn = host, transport, measured, spawn
+        self._memory_domain = memory_domain()
         self._turn = asyncio.Lock()
 
     def measure(self, workers: Iterable[WorkerIdentity], *, round_trips_only: bool) -> None:
         """Measure the ways to these workers in the background."""
         num_transfers = 0 if round_trips_only else NUM_TRANSFERS
         for worker in workers:
-            host = parse_address(worker.address).host
-            is_own = host == self._host or (is_loopback_host(host) and not is_loopback_host(self._host))
-            if not is_own:
+            if not self._is_here(worker):
                 self._spawn(self._measure(worker, num_transfers))
+
+    def _is_here(self, worker: WorkerIdentity) -> bool:
+        """Whether this host runs the worker, too."""
+        host = parse_address(worker.address).host
+        return host == self._host or is_loopback_host(host) or worker.memory_domain == self._memory_domain
 
     async def _measure(self, worker: WorkerIdentity, num_transfers: int) -> None:
         async with self._turn:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ import gateway.upstream.link
 import stage_worker.epoch_session
 import stage_worker.hop_payloads
 import stage_worker.server
+import wire.link_probe
 from checkpoint import DType
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
@@ -288,6 +290,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = []
     for module in (coordinator.server, stage_worker.server):
         patches += [(module, "new_server", Server), (module, "open_transport", lambda *_: SimTransport())]
+    patches += [(wire.link_probe, "time", SimpleNamespace(monotonic=now_s))]
     for module in (coordinator.server, stage_worker.stage_manager):
         patches += [(module, "new_incarnation", new_incarnation)]
     patches += [

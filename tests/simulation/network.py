@@ -162,6 +162,7 @@ class Channel:
         return call
 
     unary_unary = unary_stream
+    stream_unary = stream_stream
 
     def _open(self, method: str, serialize: Any, parse: Any, timeout: float | None, wait: bool) -> ClientCall:
         call = ClientCall(Process.current(), method, serialize, parse, timeout_s=timeout, wait_for_ready=wait)
