@@ -2,6 +2,7 @@
 
 from checkpoint.blueprint import (
     EXPANDED_ELEMENTS,
+    INDEX_ELEMENTS,
     Attention,
     Blueprint,
     BoundaryTensor,
@@ -42,6 +43,7 @@ from checkpoint.held import (
 from checkpoint.recurrent import GatedDelta, Recurrent, StatePart
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.tensors import (
+    cached_bytes_per_token,
     kv_bytes_per_token,
     stage_tensor_names,
     stage_tensor_shapes,
@@ -51,6 +53,7 @@ from checkpoint.tensors import (
 
 __all__ = [
     "EXPANDED_ELEMENTS",
+    "INDEX_ELEMENTS",
     "Attention",
     "BadConfig",
     "BadHeader",
@@ -83,6 +86,7 @@ __all__ = [
     "UnsupportedModel",
     "WeightFormat",
     "WrongShape",
+    "cached_bytes_per_token",
     "differing_parts",
     "expert_weight_bytes",
     "head_bytes",

@@ -142,9 +142,20 @@ class Attention:
         """A key and a value of each KV head."""
         return PageShape(2, self.num_kv_heads, self.head_dim)
 
+    @property
+    def index_width(self) -> int:
+        """There is no index."""
+        return 0
+
 
 EXPANDED_ELEMENTS = 1 << 22
 """Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
+BLOCK_SCORES, FEWEST_QUERIES = 128 * 512, 16
+"""Queries times keys of a prompt that torch's products compute at once, but at least that many queries. The
+former is 3 MB in float32 with 12 heads, about a cache's size.
+"""
+INDEX_ELEMENTS = 1 << 22
+"""Scores of an indexer that a stage computes at once, if they are not of one head."""
 
 KEPT_POSITIONS = 16_384
 """Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
@@ -153,6 +164,31 @@ KEY_SPLIT = 512
 CHUNK_SPLIT = 4096
 """As `KEY_SPLIT`, for a prompt's slice of at most `SHORT_CHUNK` queries; a longer one is not split."""
 SHORT_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Scores of the tokens that a query may attend to; the highest are chosen, see `Latent.top_k`.
+
+    A token has a key of `head_dim` elements, projected from the layer's input and normalised by `norm`. A
+    query has `num_heads` queries of the same width, projected from its latent. The first `Latent.rope_dim`
+    elements of keys and queries are rotated by `Latent.rope`, with pairs side by side if `is_interleaved`.
+    The score is the sum over the heads of max(0, query * key), each times a weight which is another
+    projection of the layer's input.
+
+    Source: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, section 2.1 (lightning indexer); transformers'
+    DeepseekV32Indexer, whose constant factors are left out: they do not change the order.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm: Norm
+    is_interleaved: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +201,9 @@ class Latent:
     `nope_dim + rope_dim` elements, of which the last `rope_dim` are rotated; with `query_rank` they are
     projected through a normed latent of their own. `norm` normalises both latents. Scores are multiplied by
     `scale`. `has_bias`: the projections to latents, and the one of the output, have biases.
+
+    With `top_k`, a query attends to that many tokens only, if it may see more: those that `indexer` chooses
+    or, without one, those that the last layer with one has chosen. An indexer needs `query_rank`.
 
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
     """
@@ -180,6 +219,8 @@ class Latent:
     norm: Norm
     query_growth: QueryGrowth | None = None
     has_bias: bool = False
+    top_k: int | None = None
+    indexer: Indexer | None = None
 
     @property
     def query_dim(self) -> int:
@@ -210,6 +251,16 @@ class Latent:
     def page_shape(self) -> PageShape:
         """A latent and the shared key after it."""
         return PageShape(1, 1, self.kv_rank + self.rope_dim)
+
+    @property
+    def index_width(self) -> int:
+        """Elements of a token's key of the indexer, which the layer keeps beside `page_shape`."""
+        return 0 if self.indexer is None else self.indexer.head_dim
+
+    @property
+    def needs_choice(self) -> bool:
+        """Whether tokens are those that an earlier layer has chosen, so that no cut may lie between."""
+        return self.top_k is not None and self.indexer is None
 
 
 Mixer = Attention | Latent | Recurrent

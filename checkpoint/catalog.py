@@ -189,6 +189,14 @@ def _experts(row: Architecture) -> list[str]:
     return [*words, "shared expert"] if is_shared else words
 
 
+def _latent(row: Architecture) -> list[str]:
+    rule = row.latent.indexer if row.latent is not None else None
+    if rule is None:
+        return ["latent attention"]
+    words = ["latent attention to tokens that an indexer chooses"]
+    return [*words, "layers may share a choice"] if rule.can_share else words
+
+
 def _names(row: Architecture) -> list[str]:
     fused = [pack.module for pack in row.names.packs if len(pack.roles) > 1]
     return [f"fused {' and '.join(fused)}"] if fused else ["other tensor names"]
@@ -211,7 +219,7 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "has_sinks": lambda row: ["attention sinks"],
     "scales": _scales,
     "experts": _experts,
-    "latent": lambda row: ["latent attention"],
+    "latent": _latent,
     "delta": lambda row: ["Gated DeltaNet in most layers"],
     "has_output_gate": lambda row: ["gates of attention's output"],
     "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],

@@ -13,6 +13,7 @@ from checkpoint.blueprint import (
     Blueprint,
     Dense,
     Experts,
+    Latent,
     LayerPlan,
     Mixer,
     Norm,
@@ -36,7 +37,7 @@ from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
 from checkpoint.expert_config import parse_experts, parse_sparse_layers
 from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
-from checkpoint.latent_config import parse_latent
+from checkpoint.latent_config import parse_latent, parse_latent_layers
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.quantization_config import parse_quantization
 from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
@@ -74,7 +75,7 @@ def parse_config(
         final_norm=_parse_norm(raw, row),
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=row.is_tied),
         dtype=parse_dtype(raw, stored_dtype),
-        legal_cuts=frozenset(range(1, len(layers))),
+        legal_cuts=frozenset(number for number in range(1, len(layers)) if _may_begin(layers[number])),
         num_draft_layers=natural_int(raw, "num_nextn_predict_layers", 0),
         quantization=parse_quantization(raw),
         names=row.names,
@@ -82,6 +83,11 @@ def parse_config(
         logit_scale=_parse_logit_scale(raw, row),
         logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
     )
+
+
+def _may_begin(layer: LayerPlan) -> bool:
+    """Whether a stage may begin with `layer`: it needs nothing of earlier layers but hidden states."""
+    return not (isinstance(layer.mixer, Latent) and layer.mixer.needs_choice)
 
 
 def _refuse_other_values(raw: RawConfig, row: Architecture) -> None:
@@ -149,6 +155,8 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
 
 
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
+    if row.latent is not None and row.latent.indexer is not None:
+        return [*parse_latent_layers(raw, row, row.latent, num_layers)]
     if row.delta is None:
         return _parse_attentions(raw, row, num_layers)
     are_recurrent = parse_delta_layers(raw, num_layers)

@@ -30,6 +30,7 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_global_key_value_heads", "global_head_dim"), 2**16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2**16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
+    **dict.fromkeys(("index_n_heads", "index_head_dim"), 2**16),
     "moe_intermediate_size": 2**22,
     "shared_expert_intermediate_size": 2**22,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),

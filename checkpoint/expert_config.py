@@ -26,7 +26,9 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
             first = natural_int(raw, "first_k_dense_replace", 1)
             return tuple(layer >= first for layer in layers)
         case SparseLayers.LISTED:
-            return _listed_layers(raw, num_layers)
+            return _listed_layers(raw, num_layers, num_dense=1)
+        case SparseLayers.LISTED_OR_AFTER_FIRST:
+            return _listed_layers(raw, num_layers, num_dense=natural_int(raw, "first_k_dense_replace", 1))
         case SparseLayers.INTERVAL:
             step, first = (
                 positive_int(raw, "moe_layer_interval", 1),
@@ -37,10 +39,11 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
             return tuple(first <= layer <= last and (layer + 1) % step == 0 for layer in layers)
 
 
-def _listed_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
+def _listed_layers(raw: RawConfig, num_layers: int, *, num_dense: int) -> tuple[bool, ...]:
+    """Without a list, the first `num_dense` layers are dense."""
     listed = raw.get("mlp_layer_types")
     if listed is None:
-        return (False,) + (True,) * (num_layers - 1)
+        return tuple(layer >= num_dense for layer in range(num_layers))
     words = {"dense": False, "sparse": True}
     if not isinstance(listed, list) or len(listed) != num_layers or any(x not in words for x in listed):
         raise BadConfig(

@@ -102,6 +102,7 @@ class SparseLayers(Enum):
     STEP = "every decoder_sparse_step-th, except mlp_only_layers"
     AFTER_FIRST = "from first_k_dense_replace on"
     LISTED = "by mlp_layer_types, or all but the first"
+    LISTED_OR_AFTER_FIRST = "by mlp_layer_types, or from first_k_dense_replace on"
     INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
 
 
@@ -142,12 +143,24 @@ class ExpertRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRule:
+    """How a family reads its indexers. `is_interleaved`: see `Indexer`. `can_share`: some layers may use the
+    tokens that an earlier one has chosen, see `latent_config.parse_latent_layers`.
+    """
+
+    is_interleaved: bool = False
+    can_share: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRule:
     """How a family reads its latent attention. `is_head_whole`: head_dim is the width of a whole query, of
-    which partial_rotary_factor is rotated, and not the width of the rotated part.
+    which partial_rotary_factor is rotated, and not the width of the rotated part. `indexer`: layers choose
+    the tokens of a query.
     """
 
     is_head_whole: bool = False
+    indexer: IndexRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

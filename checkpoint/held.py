@@ -115,7 +115,10 @@ STACKED = (
     (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A),
 )
 """Roles whose tensors are one below the other in memory."""
-_NOT_HELD = EXPERT_ROLES | {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP}
+_NOT_HELD = EXPERT_ROLES.union(
+    {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP},
+    {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT},
+)
 """Matrices that other code than a projection multiplies by."""
 _REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.DELTA_QKV)
 """Stacks whose rows may get another order, so that they cannot share scales."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import GroupScore, RouterScore
-from checkpoint.family_rules import Architecture, ExpertRule, LatentRule, SparseLayers
+from checkpoint.family_rules import Architecture, ExpertRule, IndexRule, LatentRule, SparseLayers
 from checkpoint.names import Pack, TensorRole, renamed
 from checkpoint.rope_config import RopeRule
 
@@ -37,6 +37,31 @@ _DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq ep_size seq_aux aux_lo
 """Of published configs beside transformers'. The last four change no token: parallelism and losses of the
 training, and the names of code beside the checkpoint, which is not run.
 """
+_INDEX_KEYS = "index_topk index_n_heads index_head_dim"
+_DEEPSEEK_V32_SIZES: dict[str, object] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+_SPARSE_FIXED: dict[str, object] = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
+"""transformers rotates pairs that lie side by side, in latent attention of both families with indexers."""
 GROUPED_EXPERTS = ExpertRule(
     layers=SparseLayers.AFTER_FIRST,
     count_keys=("n_routed_experts",),
@@ -113,6 +138,19 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     Architecture(
+        model_type="deepseek_v32",
+        class_name="DeepseekV32ForCausalLM",
+        title="DeepSeek V3.2",
+        keys=_keys(
+            f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
+        ),
+        rope=RopeRule(is_interleaved=True),
+        latent=LatentRule(indexer=IndexRule()),
+        experts=replace(GROUPED_EXPERTS, layers=SparseLayers.LISTED_OR_AFTER_FIRST),
+        defaults=_DEEPSEEK_V32_SIZES,
+        fixed=_SPARSE_FIXED,
+    ),
+    Architecture(
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
         title="GLM-4.7-Flash",
@@ -133,6 +171,28 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             "num_nextn_predict_layers": 1,
         },
         fixed={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    ),
+    Architecture(
+        model_type="glm_moe_dsa",
+        class_name="GlmMoeDsaForCausalLM",
+        title="GLM-5, GLM-5.2",
+        keys=_keys(
+            f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
+            " indexer_types index_topk_freq index_skip_topk_offset index_topk_pattern indexer_rope_interleave"
+        ),
+        rope=RopeRule(is_interleaved=True),
+        latent=LatentRule(indexer=IndexRule(is_interleaved=True, can_share=True)),
+        experts=replace(GROUPED_EXPERTS, layers=SparseLayers.LISTED_OR_AFTER_FIRST),
+        defaults=_DEEPSEEK_V32_SIZES
+        | {
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_n_heads": 32,
+        },
+        fixed=_SPARSE_FIXED | {"indexer_rope_interleave": True},
     ),
     Architecture(
         model_type="mistral4",

@@ -4,18 +4,89 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoint.blueprint import Latent, Norm, QueryGrowth
-from checkpoint.config_fields import RawConfig, flag, positive_int
+from checkpoint.blueprint import Indexer, Latent, Norm, NormKind, QueryGrowth
+from checkpoint.config_fields import RawConfig, flag, natural_int, positive_int
 from checkpoint.errors import BadConfig, UnsupportedModel
-from checkpoint.family_rules import Architecture, LatentRule
+from checkpoint.family_rules import Architecture, IndexRule, LatentRule
 from checkpoint.rope_config import FULL, RopeConfig, RopeKind, parse_query_growth, parse_ropes, yarn_mscale
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents: transformers passes them none, whatever `rms_norm_eps` is."""
 
 
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""Names of layers with an indexer in `layer_types`, new and old ones of transformers."""
+_FULL, _SHARED = "full", "shared"
+_INDEX_LETTERS = {"F": _FULL, "S": _SHARED}
+
+
+def parse_latent_layers(raw: RawConfig, row: Architecture, rule: LatentRule, num_layers: int) -> list[Latent]:
+    """Return the mixer of each layer. Raises like `parse_latent`."""
+    mixer = parse_latent(raw, row, rule)
+    if rule.indexer is None:
+        return [mixer] * num_layers
+    listed = raw.get("layer_types")
+    if listed is not None and (
+        not isinstance(listed, list)
+        or len(listed) != num_layers
+        or any(name not in _INDEXED for name in listed)
+    ):
+        raise UnsupportedModel(
+            f"config field 'layer_types' = {listed!r} is not supported for {row.model_type!r}, only"
+            f" {num_layers} times {_INDEXED[0]!r} is"
+        )
+    shared = replace(mixer, indexer=None)
+    return [mixer if has_own else shared for has_own in _own_indexers(raw, rule.indexer, num_layers)]
+
+
+def _own_indexers(raw: RawConfig, rule: IndexRule, num_layers: int) -> list[bool]:
+    """Whether each layer chooses tokens itself, by the rules of transformers' GlmMoeDsaConfig."""
+    if not rule.can_share:
+        return [True] * num_layers
+    key = next((key for key in ("indexer_types", "index_topk_pattern") if raw.get(key) is not None), None)
+    if key is None:
+        every = max(natural_int(raw, "index_topk_freq", 1), 1)
+        first = natural_int(raw, "index_skip_topk_offset", 2)
+        return [max(layer - first + 1, 0) % every == 0 for layer in range(num_layers)]
+    listed = raw[key]
+    if key == "index_topk_pattern" and isinstance(listed, str):
+        listed = [_INDEX_LETTERS.get(letter) for letter in listed]
+    if (
+        not isinstance(listed, list)
+        or len(listed) != num_layers
+        or any(name not in (_FULL, _SHARED) for name in listed)
+        or listed[0] != _FULL
+    ):
+        raise BadConfig(
+            f"config field {key!r} must say {_FULL!r} or {_SHARED!r} for {num_layers} layers, {_FULL!r} for"
+            f" the first one, is {raw[key]!r}"
+        )
+    return [name == _FULL for name in listed]
+
+
+def _parse_indexer(raw: RawConfig, latent: Latent, rule: IndexRule) -> Latent:
+    """`latent` with its indexer."""
+    if latent.query_rank is None:
+        raise BadConfig("config field 'q_lora_rank' is null, but the indexer projects latents of queries")
+    indexer = Indexer(
+        num_heads=positive_int(raw, "index_n_heads"),
+        head_dim=positive_int(raw, "index_head_dim"),
+        norm=Norm(kind=NormKind.LAYER, eps=_LATENT_EPS, has_bias=True),
+        is_interleaved=rule.is_interleaved,
+    )
+    if indexer.head_dim < latent.rope_dim:
+        raise BadConfig(
+            f"config field 'index_head_dim' is {indexer.head_dim}, the minimum is qk_rope_head_dim"
+            f" {latent.rope_dim}"
+        )
+    return replace(latent, indexer=indexer, top_k=positive_int(raw, "index_topk"))
+
+
 def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
-    """Return the mixer of all layers. Raises BadConfig, and UnsupportedModel for grouped keys."""
+    """Return the mixer of any layer, with an indexer of its own if the family has them.
+
+    Raises BadConfig, and UnsupportedModel for grouped keys.
+    """
     num_heads = positive_int(raw, "num_attention_heads")
     if (kv_heads := positive_int(raw, "num_key_value_heads", num_heads)) != num_heads:
         raise UnsupportedModel(
@@ -38,6 +109,8 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
         has_bias=flag(raw, "attention_bias", default=False),
     )
     _check_widths(raw, latent, rule)
+    if rule.indexer is not None:
+        latent = _parse_indexer(raw, latent, rule.indexer)
     rope = _parse_rope(raw, row, latent, rule)
     return replace(latent, rope=rope, scale=_scale(latent, rope))
 

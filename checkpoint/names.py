@@ -21,6 +21,10 @@ class TensorRole(Enum):
     KV_DOWN = "latents and shared keys"
     KV_LATENT_NORM = "norm of latents"
     KV_UP = "keys and values of latents"
+    INDEX_Q = "queries of the indexer"
+    INDEX_K = "keys of the indexer"
+    INDEX_K_NORM = "norm of keys of the indexer"
+    INDEX_WEIGHT = "weights of heads of the indexer"
     SINKS = "attention sinks"
     DELTA_QKV = "queries, keys and values of the delta rule"
     DELTA_Z = "gates of the delta rule's output"
@@ -68,6 +72,10 @@ _USUAL_MODULES = {
     TensorRole.KV_DOWN: "self_attn.kv_a_proj_with_mqa",
     TensorRole.KV_LATENT_NORM: "self_attn.kv_a_layernorm",
     TensorRole.KV_UP: "self_attn.kv_b_proj",
+    TensorRole.INDEX_Q: "self_attn.indexer.wq_b",
+    TensorRole.INDEX_K: "self_attn.indexer.wk",
+    TensorRole.INDEX_K_NORM: "self_attn.indexer.k_norm",
+    TensorRole.INDEX_WEIGHT: "self_attn.indexer.weights_proj",
     TensorRole.SINKS: "self_attn",
     TensorRole.DELTA_QKV: "linear_attn.in_proj_qkv",
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",

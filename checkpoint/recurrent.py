@@ -62,6 +62,11 @@ class GatedDelta:
         )
 
     @property
+    def index_width(self) -> int:
+        """There is no index."""
+        return 0
+
+    @property
     def rope(self) -> None:
         """Positions enter by their order alone."""
         return None

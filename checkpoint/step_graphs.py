@@ -39,9 +39,13 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
-    """Whether layers launch the same kernels whatever the values are: those with experts do not."""
+    """Whether layers launch the same kernels whatever the values are: not those with experts, states or
+    indexers.
+    """
     return not any(
-        isinstance(layer.feed_forward, Experts | Opaque) or isinstance(layer.mixer, Recurrent)
+        isinstance(layer.feed_forward, Experts | Opaque)
+        or isinstance(layer.mixer, Recurrent)
+        or layer.mixer.index_width
         for layer in layers
     )
 

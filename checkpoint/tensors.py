@@ -11,6 +11,7 @@ from checkpoint.blueprint import (
     Blueprint,
     Dense,
     Experts,
+    Indexer,
     Latent,
     LayerPlan,
     Mixer,
@@ -35,11 +36,14 @@ RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
 _LATENT = (TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP)
+_INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
     | {TensorRole.DELTA_OUT}
-).union(_DELTA, _LATENT, _MLP, _SHARED_MLP, EXPERT_ROLES)
+).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, EXPERT_ROLES)
+_USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
+"""Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 SINKS_KIND = "sinks"
@@ -104,6 +108,9 @@ def _latent(latent: Latent, hidden_size: int) -> RoleShapes:
     shapes |= _norm(TensorRole.KV_LATENT_NORM, (latent.kv_rank,), latent.norm)
     expanded = latent.num_heads * (latent.nope_dim + latent.value_dim)
     shapes |= _projection(TensorRole.KV_UP, expanded, latent.kv_rank, bias=False)
+    if latent.indexer is not None:
+        assert rank is not None, "an indexer without latents of queries"
+        shapes |= _indexer(latent.indexer, rank, hidden_size)
     return shapes | _projection(TensorRole.O, hidden_size, latent.o_size, bias=bias)
 
 
@@ -118,6 +125,13 @@ def _delta(delta: GatedDelta, hidden_size: int) -> RoleShapes:
     shapes[TensorRole.DELTA_DT, DT_KIND] = (delta.num_heads,)
     shapes[TensorRole.DELTA_NORM, "weight"] = (delta.value_dim,)
     return shapes | _projection(TensorRole.DELTA_OUT, hidden_size, delta.o_size, bias=False)
+
+
+def _indexer(indexer: Indexer, query_rank: int, hidden_size: int) -> RoleShapes:
+    shapes = _projection(TensorRole.INDEX_Q, indexer.q_size, query_rank, bias=False)
+    shapes |= _projection(TensorRole.INDEX_K, indexer.head_dim, hidden_size, bias=False)
+    shapes |= _norm(TensorRole.INDEX_K_NORM, (indexer.head_dim,), indexer.norm)
+    return shapes | _projection(TensorRole.INDEX_WEIGHT, indexer.num_heads, hidden_size, bias=False)
 
 
 def _mlp(dense: Dense, hidden_size: int, roles: tuple[TensorRole, TensorRole, TensorRole]) -> RoleShapes:
@@ -353,8 +367,7 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
         one.name
         for layer in range(config.num_layers)
         for one in layer_tensors(config, layer)
-        if not one.is_matrix
-        or (one.roles == (TensorRole.ROUTER,) and not config.quantization.includes_routers)
+        if not one.is_matrix or (one.roles[0] in _USUALLY_PLAIN and not config.quantization.includes_routers)
     }
     matrices = {name: shape for name, shape in shapes.items() if name not in plain}
     embeddings = config.names.embeddings
@@ -503,7 +516,7 @@ def check_can_hold(config: Blueprint) -> None:
 
 
 def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
-    """Size of what one layer keeps of a token: rows of `dtype`, see `PageShape`."""
+    """Size of the rows that one layer keeps of a token, in `dtype`, see `PageShape`."""
     if isinstance(mixer, Recurrent):
         return 0
     shape = mixer.page_shape
@@ -514,3 +527,10 @@ def state_bytes(mixer: Recurrent, dtype: DType) -> int:
     """Size of what one recurrent layer keeps of a sequence, see `GatedDelta`."""
     sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
     return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)
+
+
+def cached_bytes_per_token(mixer: Mixer, dtype: DType, kv_dtype: ScaledDType | None) -> int:
+    """Size of all that one layer keeps of a token: rows in `kv_dtype` (None: the run dtype `dtype`), and a
+    key of its indexer, which is always in the run dtype.
+    """
+    return kv_bytes_per_token(mixer, kv_dtype or dtype) + dtype.row_bytes(mixer.index_width)

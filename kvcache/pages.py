@@ -26,6 +26,70 @@ class InvalidWrite(KvCacheError, ValueError):
     """Keys, values, slots or pages do not fit the store. Nothing was written."""
 
 
+class IndexKeys:
+    """Keys of indexers, [num_blocks, block_size, width] of each layer that has one; layers count from 0.
+
+    They lie apart from latents, so that scoring all tokens of a sequence reads nothing else. They are in the
+    run dtype even where pages have 8 bits: a rounded key changes which tokens are seen, and not only their
+    weights. `num_spare` blocks after them are for padding, as in the pages.
+    """
+
+    def __init__(
+        self,
+        *,
+        widths: Sequence[int],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_spare: int = 0,
+    ) -> None:
+        """Allocate zeroed keys at once; a CPU commits memory when a block is first written.
+
+        `widths` are those of all layers, 0 for layers without an indexer; the others have one width.
+        """
+        width = max(widths, default=0)
+        if min(num_blocks, block_size, width) < 1 or set(widths) - {0, width}:
+            raise ValueError(
+                f"blocks, block size and widths must be at least 1, got {num_blocks}, {block_size} and"
+                f" {sorted(set(widths))}; keys of indexers have one width"
+            )
+        layers = [layer for layer, own in enumerate(widths) if own]
+        shape = (len(layers), num_blocks + num_spare, block_size, width)
+        self._store = zeros(shape, dtype, torch.device(device))
+        self._blocks = dict(zip(layers, self._store, strict=True))
+        self._rows = {layer: blocks.view(-1, width) for layer, blocks in self._blocks.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        return self._store.numel() * self._store.element_size()
+
+    def write(self, layer: int, keys: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
+        """Store `rows` int64 [n] (None: all) of `keys` [m, width] in `slots` int64 [n] of one layer.
+
+        Raises InvalidWrite, before anything is written, for another shape, dtype or device.
+        """
+        chosen = keys if rows is None else keys.index_select(0, rows)
+        target = self._rows[layer]
+        expected = (slots.numel(), target.shape[1])
+        if chosen.shape != expected or chosen.dtype is not target.dtype or chosen.device != target.device:
+            needed = f"{target.dtype} {expected} on {target.device}"
+            raise InvalidWrite(
+                f"keys of an indexer: expected {needed}, got {chosen.dtype} {tuple(chosen.shape)} on"
+                f" {chosen.device}"
+            )
+        target.index_copy_(0, slots, chosen)
+
+    def gather(self, layer: int, pages: Tensor) -> Tensor:
+        """Keys [b, p * block_size, width] of one layer in `pages` int64 [b, p]."""
+        blocks: Tensor = self._blocks[layer].index_select(0, pages.flatten())
+        return blocks.view(len(pages), -1, blocks.shape[2])
+
+    def clear(self, pages: Tensor) -> None:
+        """Set whole pages (int64 [n]) to zero in all layers."""
+        self._store.index_fill_(1, pages, 0)
+
+
 class KvPages:
     """Keys and values of all layers of one stage, in `num_blocks` pages of `block_size` tokens.
 
@@ -49,8 +113,12 @@ class KvPages:
         device: torch.device | str,
         num_parts: int = 2,
         num_spare: int = 0,
+        index: IndexKeys | None = None,
     ) -> None:
-        """Allocate zeroed pages at once; a CPU commits memory when a page is first written."""
+        """Allocate zeroed pages at once; a CPU commits memory when a page is first written.
+
+        `index` are the keys of the layers with an indexer, in as many blocks.
+        """
         sizes = (num_blocks, block_size, num_kv_heads, head_dim, num_parts)
         if min(sizes) < 1 or num_layers < 0:
             raise ValueError(
@@ -59,6 +127,7 @@ class KvPages:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.num_parts = num_kv_heads, head_dim, num_parts
+        self.index = index
         shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size, head_dim)
         self._store = zeros(shape, dtype, torch.device(device))
         # Created once, because indexing a tensor costs microseconds.
@@ -102,7 +171,9 @@ class KvPages:
 
     @property
     def size_bytes(self) -> int:
-        return self._store.numel() * self._store.element_size()
+        """Memory of all pages, and of keys of indexers."""
+        of_index = 0 if self.index is None else self.index.size_bytes
+        return self._store.numel() * self._store.element_size() + of_index
 
     def validate_write(
         self, slots: NDArray[np.int64], *, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -161,6 +232,8 @@ class KvPages:
     def clear(self, pages: Tensor) -> None:
         """Set whole pages (int64 [num_pages]) to zero in all layers."""
         self._store.index_fill_(1, pages, 0)
+        if self.index is not None:
+            self.index.clear(pages)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
         """Gather one layer's keys and values of whole pages, for `pages` int64 [batch, num_pages].
@@ -181,6 +254,14 @@ class KvPages:
             gathered = store.index_select(0, pages.flatten()).permute(1, 2, 0, 3).contiguous()
         shape = (self.num_parts, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
         return gathered.view(shape).unbind()
+
+    def gather_latents(self, layer: int, slots: Tensor) -> Tensor:
+        """Latents of single tokens of one layer, [..., head_dim] for `slots` int64 [...].
+
+        Raises IndexError (CPU) for a slot that does not exist.
+        """
+        assert self.num_parts * self.num_kv_heads == 1, "a token has several rows"
+        return self._rows[layer].index_select(0, slots.flatten()).view(*slots.shape, self.head_dim)
 
     def _places(self, slots: Tensor) -> Tensor:
         """Return the rows of `_rows` that hold the tokens at `slots`, head by head."""

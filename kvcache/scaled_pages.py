@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcache.pages import KvPages
+from kvcache.pages import IndexKeys, KvPages
 from kvcache.state_store import zeros
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -65,6 +65,7 @@ class ScaledPages(KvPages):
         element: torch.dtype,
         num_parts: int = 2,
         num_spare: int = 0,
+        index: IndexKeys | None = None,
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -76,6 +77,7 @@ class ScaledPages(KvPages):
             device=device,
             num_parts=num_parts,
             num_spare=num_spare,
+            index=index,
         )
         self._dtype, self._element = dtype, element
         shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size)
@@ -115,6 +117,11 @@ class ScaledPages(KvPages):
     def clear(self, pages: Tensor) -> None:
         super().clear(pages)
         self._scales.index_fill_(1, pages, 0)
+
+    def gather_latents(self, layer: int, slots: Tensor) -> Tensor:
+        elements = super().gather_latents(layer, slots)
+        scales = self._scale_rows[layer].index_select(0, slots.flatten()).view(*slots.shape, 1)
+        return unscaled_rows(elements, scales, self._element, self._dtype)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
         found = super().gather(layer, pages)

@@ -69,6 +69,8 @@ _DELTA_EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
+_INDEX = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
+"""A choice of a third of the longest sequence."""
 _LOCAL = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
@@ -141,6 +143,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "seed": 8,
         "rope_parameters": _MSCALE,
     },
+    "deepseek_v32": _LATENT
+    | _INDEX
+    | {
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "rope_parameters": _MSCALE,
+        "seed": 1,
+    },
+    "glm_moe_dsa": _LATENT
+    | _INDEX
+    | {
+        "n_routed_experts": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full", "full"],
+        "seed": 1,
+    }
+    | _THETA,
     "glm4_moe_lite": _LATENT
     | {
         "n_routed_experts": 16,
@@ -288,6 +312,7 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
+    "glm_moe_dsa",
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -484,6 +509,7 @@ _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "value_norm_eps": lambda eps: [("", 1e6 * eps), ("none", None)] if eps is not None else [],
     # All experts are one group: there are no others to keep.
     "num_groups": lambda groups: [("", groups // 2)] if groups > 1 else [],
+    "top_k": lambda count: [("", count + 1), ("none", None)] if count is not None else [],
     "num_kept_groups": lambda kept: [("", kept - 1)] if kept > 1 else [],
 }
 """Changes of fields for which `_other` is no possible value."""

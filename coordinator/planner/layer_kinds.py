@@ -55,6 +55,8 @@ def _name(layer: LayerPlan) -> str:
     else:
         name = "latent attention" if isinstance(mixer, Latent) else "attention"
     words = [name if mixer.window is None else f"{name} window {mixer.window}"]
+    if isinstance(mixer, Latent) and mixer.top_k is not None:
+        words[0] += f" to {mixer.top_k} {'earlier' if mixer.needs_choice else 'indexed'} tokens"
     if isinstance(inner, Opaque):
         return f"{words[0]} by transformers"
     if mixer.rope is None and not isinstance(mixer, Recurrent):

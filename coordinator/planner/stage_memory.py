@@ -13,6 +13,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 * Latent attention has instead of q, k, v: latents before and after their norms, queries before and after
   rotation, in the width of latents, mixed latents, and the attention output twice; and, for a prompt, keys
   and values of some heads for C tokens, with a float32 copy of the keys.
+* An indexer has queries and a key of each token, in the run dtype and queries in float32, too; and if C is
+  above its top_k, its keys of all gathered tokens with a float32 copy, scores of some heads, their sum with
+  copies while tokens are chosen, and T * top_k numbers of chosen tokens (4).
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
@@ -55,6 +58,7 @@ from operator import mul
 
 from checkpoint import (
     EXPANDED_ELEMENTS,
+    INDEX_ELEMENTS,
     Attention,
     Blueprint,
     DType,
@@ -65,6 +69,7 @@ from checkpoint import (
     Opaque,
     Recurrent,
     ScaledDType,
+    cached_bytes_per_token,
     expert_weight_bytes,
     head_bytes,
     kv_bytes_per_token,
@@ -73,7 +78,14 @@ from checkpoint import (
     stage_weight_bytes,
     state_bytes,
 )
-from checkpoint.blueprint import CHUNK_SPLIT, KEPT_POSITIONS, KEY_SPLIT, SHORT_CHUNK
+from checkpoint.blueprint import (
+    BLOCK_SCORES,
+    CHUNK_SPLIT,
+    FEWEST_QUERIES,
+    KEPT_POSITIONS,
+    KEY_SPLIT,
+    SHORT_CHUNK,
+)
 from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
@@ -167,8 +179,9 @@ class StageMemory:
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block in each layer."""
-        dtype = self.kv_dtype or self.dtype
-        sizes = (kv_bytes_per_token(layer.mixer, dtype) for layer in self.config.layers)
+        sizes = (
+            cached_bytes_per_token(layer.mixer, self.dtype, self.kv_dtype) for layer in self.config.layers
+        )
         return tuple(self.block_size * size for size in sizes)
 
     @cached_property
@@ -269,7 +282,9 @@ class StageMemory:
             )
             for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
-        size += max((self._expanded_bytes(kind.mixer, longest) for kind in self.config.kinds), default=0)
+        mixers = [kind.mixer for kind in self.config.kinds]
+        size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
+        size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
         size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
@@ -371,6 +386,21 @@ class StageMemory:
         num_elements = max(of_a_head, min(EXPANDED_ELEMENTS, mixer.num_heads * of_a_head))
         return num_elements * (3 * self.dtype.size_bytes + 4)
 
+    def _index_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
+        """An indexer's scores, the keys that they are computed from, and the choice for all queries.
+
+        Keys are those of `gathered` tokens, with a float32 copy. Scores of some heads are computed at once,
+        or of one; their sum has four copies while tokens are chosen, one of 8 bytes.
+        """
+        if not isinstance(mixer, Latent) or mixer.top_k is None or longest <= mixer.top_k:
+            return 0
+        choice = self.limits.max_step_tokens * mixer.top_k * 4
+        if mixer.indexer is None:
+            return choice
+        keys = gathered * mixer.index_width * (self.dtype.size_bytes + 4)
+        pairs = max(gathered, BLOCK_SCORES, FEWEST_QUERIES * longest)
+        return choice + keys + (max(INDEX_ELEMENTS, pairs) + 5 * pairs) * 4
+
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
         residual = hidden_size * (2 * size + 2 * 4)
@@ -427,6 +457,8 @@ def _mixer_elements(mixer: Mixer) -> int:
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
         down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
-        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size
+        # Queries of an indexer are in the run dtype and in float32.
+        index = 0 if mixer.indexer is None else 3 * (mixer.indexer.q_size + mixer.indexer.head_dim)
+        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + index
     gates = mixer.q_size if mixer.has_output_gate else 0
     return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates

@@ -109,3 +109,10 @@ class HeadSummary:
                 return number, row + 1
             row -= len(text)
         raise AssertionError("more rows than tokens")
+
+
+def relative_rounding(hidden: Tensor) -> float:
+    """Norm of the rounding difference of hidden states [2, n, width], relative to their norms."""
+    exact, rounded = hidden.double()
+    norms = exact.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((rounded - exact).norm(dim=1) / norms).square().mean().sqrt())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from checkpoint import (
     Latent,
     LayerPlan,
     Norm,
+    RopeConfig,
     RopeKind,
     ScaledDType,
     WeightFormat,
@@ -60,7 +62,7 @@ from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
 from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, project, to_wire
-from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference
+from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, relative_rounding
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.loading.streamed_delta import delta_inputs
@@ -71,6 +73,8 @@ from stage_worker.model.weights import load_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
 from wire.tensors import WireDType
+
+_Masks = list[Tensor | None]
 
 
 class StreamedModel:
@@ -97,6 +101,7 @@ class StreamedModel:
         self._kv_element = None if kv_dtype is None else ELEMENTS[kv_dtype]
         self._on_progress = on_progress
         self._fraction = 0.0
+        self.not_chosen: _Masks = []  # of each text, by the last layer with an indexer
         # Reused by all blocks: freed ones of megabytes stay with the allocator, which then holds several.
         self._stored_block = torch.empty(0, dtype=self._dtype)
         self._block = torch.empty(0)
@@ -267,6 +272,11 @@ class _StreamedLayer:
         places = self._places
         return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
 
+    def _exact_products(self, x: Tensor, role: TensorRole) -> Tensor:
+        """Products with a matrix that stages keep in float32, or multiply by in float32."""
+        blocks = self._model.exact_blocks(self._places[role, "weight", None])
+        return torch.cat([linear(x, block) for block in blocks], dim=-1)
+
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
         plan = self._plan.known_feed_forward
         if isinstance(plan, Dense):
@@ -331,11 +341,8 @@ class _StreamedLayer:
 
     def _shares(self, x: Tensor, plan: Experts) -> Tensor:
         """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
-        router, weight = plan.router, self._places[TensorRole.ROUTER, "weight", None]
-        if router.is_wide:
-            logits = torch.cat([linear(x, block) for block in self._model.exact_blocks(weight)], dim=-1)
-        else:
-            logits = self._projected(x, TensorRole.ROUTER)
+        router = plan.router
+        logits = (self._exact_products if router.is_wide else self._projected)(x, TensorRole.ROUTER)
         scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
         ranks = scores
         if router.has_choice_bias:
@@ -384,27 +391,45 @@ class _StreamedLayer:
     def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
         """Expanded: each head has keys and values."""
         if mixer.query_rank is None:
-            query = self._projected(x, TensorRole.Q)
+            down, query = x, self._projected(x, TensorRole.Q)
         else:
-            down = self._projected(x, TensorRole.Q_DOWN)
-            query = self._projected(self._normed(down, TensorRole.Q_LATENT_NORM, mixer.norm), TensorRole.Q_UP)
+            down = self._normed(self._projected(x, TensorRole.Q_DOWN), TensorRole.Q_LATENT_NORM, mixer.norm)
+            query = self._projected(down, TensorRole.Q_UP)
         query = query.view(*query.shape[:2], mixer.num_heads, -1)
-        latent, shared = self._projected(x, TensorRole.KV_DOWN).split_with_sizes(
-            (mixer.kv_rank, mixer.rope_dim), dim=-1
-        )
+        if mixer.indexer is not None:
+            self._model.not_chosen = self._not_chosen(x, down, lengths, mixer)
+        latent, shared = self._projected(x, TensorRole.KV_DOWN).tensor_split((mixer.kv_rank,), dim=-1)
         latent = self._normed(latent, TensorRole.KV_LATENT_NORM, mixer.norm)
         mixed = []
         split = (rows.split_with_sizes(list(lengths), dim=1) for rows in (query, latent, shared))
-        for q, c, k in zip(*split, strict=True):
+        is_hidden = self._model.not_chosen if mixer.top_k is not None else [None] * len(lengths)
+        for q, c, k, hidden in zip(*split, is_hidden, strict=True):
             plain, turning = q.split_with_sizes((mixer.nope_dim, mixer.rope_dim), dim=-1)
-            q = torch.cat((plain, self._rotated(turning, mixer)), dim=-1)
-            kept = torch.cat((c[:, :, None], self._rotated(k[:, :, None], mixer)), dim=-1)
+            q = torch.cat((plain, self._rotated(turning, mixer.rope)), dim=-1)
+            kept = torch.cat((c[:, :, None], self._rotated(k[:, :, None], mixer.rope)), dim=-1)
             c, k = self._model.cached(kept).split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=-1)
             expanded = self._projected(c[:, :, 0], TensorRole.KV_UP).view(*q.shape[:3], -1)
             keys, values = expanded.split_with_sizes((mixer.nope_dim, mixer.value_dim), dim=-1)
             keys = torch.cat((keys, k.expand(-1, -1, mixer.num_heads, -1)), dim=-1)
-            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
+            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer, hidden))
         return self._projected(torch.cat(mixed, 1), TensorRole.O)
+
+    def _not_chosen(self, x: Tensor, latents: Tensor, lengths: Sequence[int], mixer: Latent) -> _Masks:
+        """Whether each query [2, 1, n, n] does not see a token, of each text; None if it sees all."""
+        indexer, rope, count = mixer.indexer, mixer.rope, mixer.top_k
+        assert indexer and rope and count, "a mixer without indexer"
+        heads = self._projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
+        keys = self._normed(self._projected(x, TensorRole.INDEX_K), TensorRole.INDEX_K_NORM, indexer.norm)
+        weights = self._exact_products(x, TensorRole.INDEX_WEIGHT)
+        rope = replace(rope, width=mixer.rope_dim, is_interleaved=indexer.is_interleaved)
+        found: _Masks = [None] * len(lengths)
+        rows = (part.split_with_sizes(list(lengths), dim=1) for part in (heads, keys[:, :, None], weights))
+        for index, (q, k, w) in enumerate(zip(*rows, strict=True)):
+            if lengths[index] > count:
+                scores = self._rotated(q, rope).transpose(1, 2) @ self._rotated(k, rope).permute(0, 2, 3, 1)
+                total = (w.transpose(1, 2)[..., None] * scores.relu()).sum(1)
+                found[index] = ~_is_among(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
+        return found
 
     def _attention(self, x: Tensor, lengths: Sequence[int], mixer: Attention) -> Tensor:
         source_of_values = TensorRole.K if mixer.value_is_key else TensorRole.V
@@ -422,7 +447,7 @@ class _StreamedLayer:
         split = (heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value))
         mixed = []
         for q, k, v in zip(*split, strict=True):
-            q, k = self._rotated(q, mixer), self._rotated(k, mixer)
+            q, k = self._rotated(q, mixer.rope), self._rotated(k, mixer.rope)
             if qk_norm is not None and qk_norm.is_after_rotation:
                 q, k = self._normed_heads(q, k, qk_norm)
             keys, values = self._model.cached(k), self._model.cached(v)
@@ -448,9 +473,16 @@ class _StreamedLayer:
         factors = 1 + growth.beta * torch.log(1 + turns.float())
         return self._model.rounded(query * factors[:, None, None])
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mixer: Attention | Latent) -> Tensor:
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mixer: Attention | Latent,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """[2, n, heads * width] for query [2, n, heads, head_dim], key [2, n, kv_heads, head_dim] and value
-        [2, n, kv_heads, width].
+        [2, n, kv_heads, width]. `hidden` [2, 1, n, n]: further tokens that a query does not see.
         """
         num_tokens = query.shape[1]
         queries, keys, values = (
@@ -463,16 +495,15 @@ class _StreamedLayer:
         scores = queries @ keys.transpose(2, 3) / (1 / mixer.scale)  # the rounding of recorded references
         if mixer.softcap is not None:
             scores = _limited(scores, mixer.softcap)
-        scores = scores.masked_fill(is_hidden, -math.inf)
+        scores = scores.masked_fill(is_hidden if hidden is None else is_hidden | hidden, -math.inf)
         if isinstance(mixer, Attention) and mixer.has_sinks:
             sinks = self._model.vector(self._places[TensorRole.SINKS, SINKS_KIND, None])
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
         weights = self._model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
         return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
-    def _rotated(self, heads: Tensor, mixer: Attention | Latent) -> Tensor:
+    def _rotated(self, heads: Tensor, rope: RopeConfig | None) -> Tensor:
         """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
-        rope = mixer.rope
         if rope is None:
             return heads
         frequencies = inverse_frequencies(rope, heads.shape[-1])
@@ -527,11 +558,9 @@ def compute_reference(
 
 def _check_size(request: ReferenceRequest, checkpoint: Checkpoint, free_bytes: int) -> None:
     vocab_size = checkpoint.config.vocab_size
-    largest = max(max(text) for text in request.texts)
-    if largest >= vocab_size:
+    if (largest := max(map(max, request.texts))) >= vocab_size:
         raise InvalidRequest(f"token {largest} is outside the vocabulary [0, {vocab_size})")
-    lengths = [len(text) for text in request.texts]
-    needed_bytes = reference_bytes(checkpoint, request.dtype, lengths)
+    needed_bytes = reference_bytes(checkpoint, request.dtype, list(map(len, request.texts)))
     if needed_bytes > free_bytes:
         raise Overloaded(f"the reference needs {needed_bytes} bytes of memory, {free_bytes} are free")
 
@@ -547,7 +576,7 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     )
     layers: list[LayerReference] = []
     for hidden in model.hidden_states(request.texts):
-        layers.append(LayerReference(as_array(project(hidden[0])), _relative_rounding(hidden)))
+        layers.append(LayerReference(as_array(project(hidden[0])), relative_rounding(hidden)))
     summary = HeadSummary(request.texts, num_top=request.num_top)
     try:
         for first, logits in model.logits(hidden):
@@ -561,10 +590,3 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     rows = iter(summary.rows())
     texts = tuple(TextReference(text, tuple(next(rows) for _ in text)) for text in request.texts)
     return Reference(texts, tuple(layers), summary.logit_spread, summary.rounding)
-
-
-def _relative_rounding(hidden: Tensor) -> float:
-    """Norm of the rounding difference of hidden states [2, n, width], relative to their norms."""
-    exact, rounded = hidden.double()
-    norms = exact.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(((rounded - exact).norm(dim=1) / norms).square().mean().sqrt())

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from checkpoint import Blueprint, Recurrent, kv_bytes_per_token, state_bytes
+from checkpoint import Blueprint, Recurrent, cached_bytes_per_token, state_bytes
 from kvcache import group_windows
-from kvcache.pages import KvPages, PageGroups
+from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
 from kvcache.state_store import StateStore
 from stage_worker.assignment import Assignment
@@ -54,7 +54,7 @@ def kv_bytes_of(assignment: Assignment, config: Blueprint) -> int:
     counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
     states = sum(state_bytes(mixer, assignment.dtype) for mixer in _recurrent_mixers(assignment, config))
     return assignment.num_states * states + assignment.block_size * sum(
-        count * kv_bytes_per_token(layer.mixer, assignment.kv_dtype or assignment.dtype)
+        count * cached_bytes_per_token(layer.mixer, assignment.dtype, assignment.kv_dtype)
         for count, layer in zip(counts, layers, strict=True)
     )
 
@@ -90,6 +90,7 @@ def new_pages(
             num_spare=num_spare,
             dtype=TORCH_DTYPES[assignment.dtype],
             device=device,
+            index=_new_index(assignment, config, number, device, num_spare=num_spare),
         )
         groups.append(pages)
     states = _states_of(assignment, config, device)
@@ -97,3 +98,23 @@ def new_pages(
         return groups[0]
     indexes = [None if number is None else numbers.index(number) for number in paged]
     return PageGroups(groups, indexes, states)
+
+
+def _new_index(
+    assignment: Assignment, config: Blueprint, group: int, device: torch.device, *, num_spare: int
+) -> IndexKeys | None:
+    """Keys of the indexers of the stage's layers in block group `group`; None without indexers."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    in_group = zip(layers, _layer_groups(assignment, config), strict=True)
+    mixers = [layer.mixer for layer, own in in_group if own == group]
+    widths = [mixer.index_width for mixer in mixers if not isinstance(mixer, Recurrent)]
+    if not any(widths):
+        return None
+    return IndexKeys(
+        widths=widths,
+        num_blocks=assignment.group_blocks[group],
+        block_size=assignment.block_size,
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+        num_spare=num_spare,
+    )

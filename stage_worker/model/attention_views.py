@@ -5,7 +5,7 @@ Masks are additive, 0 or -inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpoint.blueprint import BLOCK_SCORES, FEWEST_QUERIES
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.validation import SliceLayout
@@ -38,8 +39,6 @@ _SHORT_TOKENS = 512
 """Minimum length for grouping one-token slices: padding shorter slices costs less than another call."""
 
 _QUERIES_PER_BLOCK = 128
-_SCORES_PER_BLOCK = 128 * 512
-"""Queries times keys of a block: 3 MB in float32 with 12 heads, about a cache's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +96,13 @@ class PrefillView:
 
     `pages` is int64 [1, p], or None for a slice without history, which uses the keys just computed.
     `num_keys` of the gathered keys are used. SDPA uses `mask` [num_tokens, num_keys], or None for plain
-    causal; products use `blocks`, which cover all queries.
+    causal; products use `blocks`, which cover all queries, and iterate over them several times.
     """
 
     pages: Tensor | None
     num_keys: int
     mask: Tensor | None
-    blocks: tuple[QueryBlock, ...]
+    blocks: Iterable[QueryBlock]
 
 
 def decode_views(
@@ -216,7 +215,7 @@ def _query_blocks(
     item: SliceLayout, first_key: int, window: int | None, device: torch.device
 ) -> Iterator[QueryBlock]:
     most_keys = item.end_position if window is None else min(item.end_position, window + _QUERIES_PER_BLOCK)
-    size = max(16, min(_QUERIES_PER_BLOCK, _SCORES_PER_BLOCK // most_keys))
+    size = max(FEWEST_QUERIES, min(_QUERIES_PER_BLOCK, BLOCK_SCORES // most_keys))
     for begin in range(item.first_position, item.end_position, size):
         end = min(begin + size, item.end_position)
         low = first_key if window is None else max(first_key, begin - window + 1)

@@ -40,7 +40,7 @@ from stage_worker.model.parts import (
 )
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import LayerKv, LayerStates, PagedLayers, StepLayout
+from stage_worker.model.step_layout import LayerKv, LayerStates, PagedLayers, Selection, StepLayout
 from stage_worker.model.weight_reads import DeviceCopies, WeightReads
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 
@@ -201,9 +201,11 @@ class DecoderStage(PipelineStage):
             if layout.writes.begun is not None:
                 part.clear(layout.writes.begun)
         hidden = _with_fewest_rows(hidden, self.kernels.layer_products)
+        selection = Selection()
         for (group, index), layer in zip(pages.places, self._loaded().layers, strict=True):
             if group is not None:
-                hidden = layer.forward(hidden, LayerKv(*groups[group], index))
+                layout, part = groups[group]
+                hidden = layer.forward(hidden, LayerKv(layout, part, index, selection))
             else:
                 assert states is not None, "a recurrent layer without states"
                 hidden = layer.forward(hidden, LayerStates(step, states.layer(index)))

@@ -256,11 +256,18 @@ def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice:
     reason = no_triton_because(device)
     if reason is None and has_wide_latents:
         reason = "Triton kernels for latents are for bf16 and f16: tiles of float32 exceed a GPU's registers"
+    if reason is None and any(_has_choice(kind) for kind in config.kinds):
+        reason = "Triton kernels read all tokens of a sequence, an indexer chooses some"
     if reason is None:
         return by_triton(config)
     if choice is KernelChoice.COMPILED:
         raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
     return _plain(config, reason)
+
+
+def _has_choice(layer: LayerPlan) -> bool:
+    """Whether queries attend to some tokens of a sequence only, which an indexer chooses."""
+    return isinstance(layer.mixer, Latent) and layer.mixer.top_k is not None
 
 
 def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:

@@ -7,6 +7,10 @@
   is as usual. It has more than three times fewer multiplications for each query and key, but expands every
   key; slices of several tokens choose by `is_expanded`.
 
+With an indexer, or the choice of an earlier layer's (`stage_worker.model.indexer`), queries of more keys than
+`Latent.top_k` attend to the chosen ones only. One-token slices gather just these latents; longer slices hide
+the others by masks, since each of their queries has tokens of its own. Fewer keys are attended to as above.
+
 Both compute the same sums in another order. In float32 they differ by rounding only (1e-5 of the spread). In
 bfloat16, absorbed queries and mixed latents are rounded where expanded keys and values are; scores and
 softmax are float32 in both, weights are rounded to the run dtype, as in `operations.decode_products`.
@@ -14,7 +18,10 @@ softmax are float32 in both, weights are rounded to the run dtype, as in `operat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,14 +29,15 @@ from torch.nn.functional import linear
 
 from checkpoint import EXPANDED_ELEMENTS, Latent
 from checkpoint.names import TensorRole
-from stage_worker.model.attention_views import DecodeView, PrefillView
+from stage_worker.model.attention_views import DecodeView, PrefillView, QueryBlock
 from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.indexer import IndexQueries, TokenIndexer, chosen_tokens
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import LatentWeights, project
 from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.operations import attend_in_pages, decode_products, prefill_products
-from stage_worker.model.rope import Rotary, rotate_
-from stage_worker.model.step_layout import LayerKv, LayerMemory
+from stage_worker.model.rope import Rotary, RotaryTable, rotate_
+from stage_worker.model.step_layout import LayerKv, LayerMemory, Selection
 
 
 def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
@@ -45,6 +53,33 @@ def is_expanded(mixer: Latent, num_queries: int, num_keys: int) -> bool:
     return 2 * older * mixer.kv_rank * widths < pairs * (2 * mixer.kv_rank - widths)
 
 
+def _num_keys(view: DecodeView, kv: LayerKv) -> int:
+    """Keys of each slice of a view, with the padding."""
+    return view.pages.shape[1] * kv.store.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class _ChosenBlocks:
+    """The query blocks of prefill view `number`, each with a mask that hides the tokens that are not chosen.
+
+    A mask exists only while its block is computed: all of them would be queries times keys.
+    """
+
+    blocks: tuple[QueryBlock, ...]
+    selection: Selection
+    number: int
+    top_k: int
+
+    def __iter__(self) -> Iterator[QueryBlock]:
+        for place, block in enumerate(self.blocks):
+            if block.keys[1] <= self.top_k:
+                yield block
+                continue
+            tokens = self.selection.tokens[self.number, place].to(torch.int64)
+            hidden = torch.full((len(tokens), block.keys[1]), -math.inf, device=tokens.device)
+            yield replace(block, edges=((0, hidden.scatter_(1, tokens, 0.0)), *block.edges))
+
+
 class LatentAttention:
     """See `Latent`."""
 
@@ -55,12 +90,16 @@ class LatentAttention:
         norms: Mapping[TensorRole, NormWeights],
         kernels: Kernels,
     ) -> None:
-        """`norms` has those of latents.
+        """`norms` has those of latents and of the indexer's keys.
 
         Packed weights replace the given ones; those of keys and values are not packed, but separated.
         """
         products = kernels.layer_products
         self._mixer = mixer
+        self._top_k = sys.maxsize if mixer.top_k is None else mixer.top_k
+        self._indexer = None
+        if weights.indexer is not None:
+            self._indexer = TokenIndexer(mixer, weights.indexer, norms[TensorRole.INDEX_K_NORM], kernels)
         self._rotary = Rotary.of(mixer)
         self._query_down = None
         if weights.query_down is not None:
@@ -81,7 +120,8 @@ class LatentAttention:
         assert isinstance(kv, LayerKv), "memory of another kind"
         step, mixer = kv.step, self._mixer
         num_rows, num_tokens = len(normed), step.num_tokens
-        query = self._queries(normed)[:num_tokens]
+        latents_of_queries = self._latents_of_queries(normed)
+        query = self._query(latents_of_queries).view(num_rows, mixer.num_heads, -1)[:num_tokens]
         fresh = self._latent(normed)[:num_tokens, None]
         latents = fresh[..., : mixer.kv_rank]
         latents.copy_(self._latent_norm(latents))
@@ -92,34 +132,93 @@ class LatentAttention:
             query.mul_(rotary.query_scale)
         # All slices are written before any attends, since slices may share pages.
         kv.write(fresh)
+        if self._indexer is not None:
+            self._choose(self._indexer, normed, latents_of_queries, rotary, kv)
         new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
         mixed = new(num_rows, mixer.num_heads, mixer.value_dim)
         views = step.views[None]
         if views.work is not None:
             self._attend_in_pages(query, mixed, views.work, views.work_rows, kv)
-        for view in views.decodes:
-            self._decode(query, mixed, view, kv)
-        for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
-            self._prefill(query[begin:end], fresh[begin:end, 0], mixed[begin:end], prefill, kv)
+        for number, view in enumerate(views.decodes):
+            self._decode(query, mixed, view, kv, kv.selection.tokens.get((number,)))
+        prefills = zip(step.prefill_rows, views.prefills, strict=True)
+        for number, ((begin, end), prefill) in enumerate(prefills):
+            chosen = self._restricted(prefill, number, kv)
+            self._prefill(query[begin:end], fresh[begin:end, 0], mixed[begin:end], chosen, kv)
         return mixed.view(num_rows, -1)
 
-    def _queries(self, normed: Tensor) -> Tensor:
-        """[m, heads, query_dim], before the rotation."""
-        if self._query_down is not None:
-            normed = self._query_norm(self._query_down(normed))
-        return self._query(normed).view(len(normed), self._mixer.num_heads, -1)
+    def _latents_of_queries(self, normed: Tensor) -> Tensor:
+        """[m, query_rank], or `normed` itself without such latents."""
+        return normed if self._query_down is None else self._query_norm(self._query_down(normed))
 
-    def _decode(self, query: Tensor, mixed: Tensor, view: DecodeView, kv: LayerKv) -> None:
-        """Fill the rows of `view` in `mixed`, absorbed."""
+    def _choose(
+        self, indexer: TokenIndexer, normed: Tensor, latents: Tensor, rotary: RotaryTable, kv: LayerKv
+    ) -> None:
+        """Write the step's keys of the indexer, and choose the tokens that queries with more keys than
+        `top_k` attend to, in this layer and in those after it without an indexer.
+        """
+        step, views = kv.step, kv.step.views[None]
+        assert views.work is None, "kernels that know no choice"
+        fresh = indexer.keys(normed, rotary)
+        kv.write_index(fresh)
+        tokens: dict[tuple[int, ...], Tensor] = {}
+        kv.selection.tokens = tokens
+        prefills = list(zip(step.prefill_rows, views.prefills, strict=True))
+        longest = [_num_keys(view, kv) for view in views.decodes] + [view.num_keys for _, view in prefills]
+        if max(longest, default=0) <= self._top_k:
+            return
+        queries = indexer.queries(normed, latents, rotary)
+        for number, view in enumerate(views.decodes):
+            if _num_keys(view, kv) > self._top_k:
+                scores = queries.select(view.rows).scores(kv.gather_index(view.pages))
+                hidden = () if view.mask is None else ((0, view.mask[0, :, 0]),)
+                tokens[number,] = chosen_tokens(scores, self._top_k, hidden)
+        for number, ((begin, end), prefill) in enumerate(prefills):
+            if prefill.num_keys > self._top_k:
+                keys = fresh[None, begin:end] if prefill.pages is None else kv.gather_index(prefill.pages)
+                for place, chosen in self._chosen_by_block(queries.rows(begin, end), keys, prefill):
+                    tokens[number, place] = chosen
+
+    def _chosen_by_block(
+        self, queries: IndexQueries, keys: Tensor, view: PrefillView
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Number and tokens of each query block with more keys than `top_k`; `keys` are [1, s, head_dim]."""
+        for number, block in enumerate(view.blocks):
+            first_key, end = block.keys
+            assert first_key == 0, "no window"
+            if end > self._top_k:
+                scores = queries.rows(*block.queries).scores(keys[:, :end])
+                yield number, chosen_tokens(scores, self._top_k, block.edges)
+
+    def _restricted(self, view: PrefillView, number: int, kv: LayerKv) -> PrefillView:
+        """Prefill view `number` with masks that hide the tokens that are not chosen."""
+        if view.num_keys <= self._top_k:
+            return view
+        return replace(view, blocks=_ChosenBlocks(tuple(view.blocks), kv.selection, number, self._top_k))
+
+    def _decode(
+        self, query: Tensor, mixed: Tensor, view: DecodeView, kv: LayerKv, tokens: Tensor | None
+    ) -> None:
+        """Fill the rows of `view` in `mixed`, absorbed; with `tokens`, from these keys only."""
         chosen = query if view.rows is None else query.index_select(0, view.rows)
-        (rows,) = kv.gather(view.pages)
+        rows, mask = self._visible(view, kv, tokens)
         # Shared keys are mixed, too: bfloat16 products on a CPU would copy rows without them.
-        found = decode_products(self._absorbed(chosen)[None], rows, rows, view.mask, self._mixer)
+        found = decode_products(self._absorbed(chosen)[None], rows, rows, mask, self._mixer)
         values = self._values(found[0, ..., : self._mixer.kv_rank])
         if view.rows is None:
             mixed[: len(values)].copy_(values)
         else:
             mixed.index_copy_(0, view.rows, values)
+
+    def _visible(self, view: DecodeView, kv: LayerKv, tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Latents [1, b, s, width] that the queries of `view` attend to, and their mask."""
+        if tokens is None:
+            assert _num_keys(view, kv) <= self._top_k, "no tokens were chosen"
+            return kv.gather(view.pages)[0], view.mask
+        places, size = tokens.to(torch.int64), kv.store.shape[3]
+        slots = view.pages.gather(1, places // size) * size + places % size
+        mask = None if view.mask is None else view.mask[0, :, 0].gather(1, places)[None, :, None]
+        return kv.gather_latents(slots)[None], mask
 
     def _attend_in_pages(
         self, query: Tensor, mixed: Tensor, work: AttentionWork, rows: Tensor | None, kv: LayerKv

@@ -356,6 +356,17 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class IndexerWeights:
+    """An indexer. `query` is [heads * head_dim, query_rank], `key` [head_dim, hidden_size] and `weight`
+    [heads, hidden_size].
+    """
+
+    query: Tensor
+    key: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LatentWeights:
     """Latent attention. `query` is [q_size, query_rank] after `query_down` [query_rank, hidden_size], or
     [q_size, hidden_size] without; `latent` [kv_rank + rope_dim, hidden_size] has the shared key's rows last;
@@ -368,6 +379,7 @@ class LatentWeights:
     latent: Weight
     latent_bias: Tensor | None
     expansion: Tensor
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -398,6 +410,7 @@ class LayerWeights:
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
     *(TensorRole.Q_NORM, TensorRole.K_NORM, TensorRole.Q_LATENT_NORM, TensorRole.KV_LATENT_NORM),
+    TensorRole.INDEX_K_NORM,
     *BRANCH_NORMS,
 )
 
@@ -444,6 +457,15 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeigh
         latent=tensors.matrix(TensorRole.KV_DOWN),
         latent_bias=tensors.get(TensorRole.KV_DOWN, "bias"),
         expansion=tensors.found(TensorRole.KV_UP, "weight"),
+        indexer=None if mixer.indexer is None else _indexer(tensors),
+    )
+
+
+def _indexer(tensors: _Allocation) -> IndexerWeights:
+    return IndexerWeights(
+        query=tensors.found(TensorRole.INDEX_Q, "weight"),
+        key=tensors.found(TensorRole.INDEX_K, "weight"),
+        weight=tensors.found(TensorRole.INDEX_WEIGHT, "weight"),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
     """
     if isinstance(mixer, Latent):
         _reorder_latent(mixer, weights)
+        _reorder_indexer(mixer, weights)
         return
     if isinstance(mixer, GatedDelta):
         _reorder_delta(mixer, weights)
@@ -92,6 +95,22 @@ def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
     for tensor in (*_by_row(given.latent), *biases):
         shared = tensor[mixer.kv_rank :]
         shared.copy_(shared[order])
+
+
+def _reorder_indexer(mixer: Latent, weights: LayerWeights) -> None:
+    """`reorder_heads` for the first rows of the indexer's keys and of each of its queries."""
+    plan, given = mixer.indexer, weights.mixer
+    if plan is None or mixer.rope is None:
+        return
+    rope = replace(mixer.rope, is_interleaved=plan.is_interleaved)
+    if (order := head_order(rope, mixer.rope_dim)) is None:
+        return
+    assert isinstance(given, LatentWeights) and given.indexer is not None, "weights of another kind"
+    norm = weights.norms[TensorRole.INDEX_K_NORM]
+    vectors = (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
+    for tensor in (given.indexer.query, given.indexer.key, *vectors):
+        turning = torch.unflatten(tensor, 0, (-1, plan.head_dim))[:, : mixer.rope_dim]
+        turning.copy_(turning[:, order])
 
 
 def _by_row(weight: Weight) -> list[Tensor]:

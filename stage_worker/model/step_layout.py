@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from kvcache.pages import IndexKeys
 from kvcache.state_store import StateStore
 from stage_worker.model.attention_views import (
     DecodeView,
@@ -74,6 +75,13 @@ class PagedKv(Protocol):
         """Keys and values, or latents, of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each,
         until the next gather.
         """
+
+    def gather_latents(self, layer: int, slots: Tensor) -> Tensor:
+        """Latents [..., width] of the tokens in `slots` int64 [...]."""
+
+    @property
+    def index(self) -> IndexKeys | None:
+        """Keys of indexers, of the layers that have one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -297,16 +305,29 @@ class StepArrays:
 
 
 @dataclass(slots=True, eq=False)
+class Selection:
+    """Tokens that queries of a step attend to, chosen by the last layer with an indexer.
+
+    `tokens` has, for each decode view by its number, and for each query block of a prefill view by both
+    numbers, int32 [num_queries, top_k]: ascending indexes of gathered keys. Views and blocks with at most
+    `top_k` keys are missing.
+    """
+
+    tokens: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class LayerKv:
     """Keys and values of one layer in a step: where the layer writes them, and where it reads them.
 
-    `layer` is the index into `pages`, from the stage's first. Made for every layer of a step: a frozen one
-    takes three times as long.
+    `layer` is the index into `pages`, from the stage's first. All layers of a step share `selection`. Made
+    for every layer of a step: a frozen one takes three times as long.
     """
 
     step: StepLayout
     pages: PagedKv
     layer: int
+    selection: Selection = field(default_factory=Selection)
 
     @property
     def kernels(self) -> Kernels:
@@ -337,6 +358,24 @@ class LayerKv:
     def gather(self, pages: Tensor) -> tuple[Tensor, ...]:
         """Keys and values, or latents, of `pages`, see `PagedKv.gather`."""
         return self.pages.gather(self.layer, pages)
+
+    def gather_latents(self, slots: Tensor) -> Tensor:
+        """Latents of single tokens, see `PagedKv.gather_latents`."""
+        return self.pages.gather_latents(self.layer, slots)
+
+    @property
+    def index(self) -> IndexKeys:
+        """Where the layer's indexer keeps its keys."""
+        assert self.pages.index is not None, "pages without keys of indexers"
+        return self.pages.index
+
+    def write_index(self, keys: Tensor) -> None:
+        """Store the step's keys of the indexer [num_tokens, width] in its slots."""
+        self.index.write(self.layer, keys, self.writes.slots, self.writes.rows)
+
+    def gather_index(self, pages: Tensor) -> Tensor:
+        """Keys of the indexer of `pages`, see `IndexKeys.gather`."""
+        return self.index.gather(self.layer, pages)
 
 
 @dataclass(slots=True, eq=False)

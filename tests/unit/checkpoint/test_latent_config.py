@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,19 @@ from checkpoint import (
     Dense,
     Experts,
     Latent,
+    Norm,
     UnsupportedModel,
     parse_config,
     stage_tensor_shapes,
 )
-from checkpoint.blueprint import GroupScore, PageShape, QueryGrowth, RouterScore
+from checkpoint.blueprint import (
+    GroupScore,
+    Indexer,
+    NormKind,
+    PageShape,
+    QueryGrowth,
+    RouterScore,
+)
 from checkpoint.rope_config import RopeKind
 from checkpoint.tensors import stored_tensors
 
@@ -163,6 +172,57 @@ GLM_FLASH: dict[str, Any] = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+V32: dict[str, Any] = {key: value for key, value in V3.items() if key not in ("auto_map", "seq_aux")} | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+    "quantization_config": V3["quantization_config"] | {"scale_fmt": "ue8m0"},
+}
+GLM_5: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 MISTRAL_4: dict[str, Any] = {
     "model_type": "mistral4",
     "dtype": "bfloat16",
@@ -280,6 +340,58 @@ def test_glm_4_7_flash() -> None:
     assert isinstance(parse_config(listed).layers[46].feed_forward, Dense)
 
 
+def test_deepseek_v32_is_v3_with_an_indexer_in_every_layer() -> None:
+    config, v3 = parse_config(V32), parse_config(V3)
+    mixer = mixer_of(config)
+    assert mixer.indexer == Indexer(
+        num_heads=64, head_dim=128, norm=Norm(kind=NormKind.LAYER, eps=1e-6, has_bias=True)
+    )
+    assert (mixer.top_k, mixer.index_width, mixer.needs_choice) == (2048, 128, False)
+    assert replace(mixer, indexer=None, top_k=None) == mixer_of(v3)
+    assert experts_of(config) == experts_of(v3)
+    assert (num_dense(config), config.num_draft_layers) == (3, 1)
+    assert config.page_shape(None) == PageShape(1, 1, 576)
+    assert config.legal_cuts == set(range(1, 61))
+    listed = V32 | {"layer_types": ["deepseek_sparse_attention"] * 61}
+    assert parse_config(listed) == config
+
+
+def test_weights_of_the_indexers_heads_are_plain_in_fp8_checkpoints() -> None:
+    config = parse_config(V32)
+    shapes = stage_tensor_shapes(config, 0, 1, has_embeddings=False, has_head=False)
+    prefix = "model.layers.0.self_attn.indexer."
+    assert {name.removeprefix(prefix) for name in stored_tensors(config, shapes) if prefix in name} == {
+        *("wq_b.weight", "wq_b.weight_scale_inv", "wk.weight", "wk.weight_scale_inv"),
+        *("k_norm.weight", "k_norm.bias", "weights_proj.weight"),
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"indexer_types": [*["full"] * 3, *["shared", "shared", "shared", "full"] * 18, *["shared"] * 3]},
+        {"index_topk_pattern": "FFF" + "SSSF" * 18 + "SSS"},
+    ],
+)
+def test_glm_52_cannot_be_cut_before_a_layer_without_an_indexer(given: dict[str, Any]) -> None:
+    config = parse_config(GLM_5 | given)
+    own = {0, 1, 2, *range(6, 78, 4)}
+    mixers = [layer.mixer for layer in config.layers]
+    assert {number for number, mixer in enumerate(mixers) if mixer.index_width} == own
+    assert config.legal_cuts == own - {0}
+    assert all(isinstance(mixer, Latent) and mixer.top_k == 2048 for mixer in mixers)
+    assert config.page_shape(None) == PageShape(1, 1, 576)
+
+
+def test_glm_5_has_an_indexer_in_every_layer_that_rotates_pairs_side_by_side() -> None:
+    config = parse_config(GLM_5)
+    mixer = mixer_of(config)
+    assert mixer.indexer is not None and mixer.indexer.is_interleaved
+    assert (mixer.indexer.num_heads, mixer.value_dim, num_dense(config)) == (32, 256, 3)
+    assert config.legal_cuts == set(range(1, 78))
+
+
 def test_mistral_4_inside_its_wrapper() -> None:
     config = parse_config({"model_type": "mistral3", "text_config": MISTRAL_4, "vision_config": {}})
     mixer, router = mixer_of(config), experts_of(config).router
@@ -310,6 +422,12 @@ def test_pairs_may_lie_half_a_head_apart() -> None:
         ),
         (GLM_FLASH | {"mlp_layer_types": ["sparse"] * 46}, "'mlp_layer_types' must list"),
         (GLM_FLASH | {"mlp_layer_types": ["moe"] * 47}, "'mlp_layer_types' must list"),
+        (V32 | {"q_lora_rank": None}, "'q_lora_rank' is null, but the indexer projects latents"),
+        (V32 | {"index_head_dim": 32}, "'index_head_dim' is 32, the minimum is qk_rope_head_dim 64"),
+        (V32 | {"index_topk": 0}, "'index_topk' must be a positive integer"),
+        (GLM_5 | {"indexer_types": ["full"] * 77}, "'indexer_types' must say 'full' or 'shared' for 78"),
+        (GLM_5 | {"indexer_types": ["shared"] * 78}, "'full' for the first one"),
+        (GLM_5 | {"index_topk_pattern": "F" * 77 + "X"}, "'index_topk_pattern' must say"),
     ],
 )
 def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -> None:
@@ -329,7 +447,11 @@ def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -
         (V2_LITE | {"norm_topk_prob": True}, "'norm_topk_prob' = True"),
         (V2_LITE | {"rope_interleave": True}, "'rope_interleave' = True"),
         (GLM_FLASH | {"first_k_dense_replace": 2}, "'first_k_dense_replace' = 2"),
-        (V3 | {"model_type": "deepseek_v32"}, "model type 'deepseek_v32'"),
+        (V32 | {"layer_types": ["full_attention"] * 61}, "'layer_types' = ['full_attention'"),
+        (V32 | {"layer_types": ["indexed_attention"] * 60}, "only 61 times 'indexed_attention' is"),
+        (V32 | {"indexer_types": ["full"] * 61}, "'indexer_types' = ['full'"),
+        (GLM_5 | {"indexer_rope_interleave": False}, "'indexer_rope_interleave' = False"),
+        (GLM_5 | {"rope_interleave": False}, "'rope_interleave' = False"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:

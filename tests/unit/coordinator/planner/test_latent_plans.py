@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import Blueprint, DType, Latent, ScaledDType, parse_config
+from checkpoint import INDEX_ELEMENTS, Blueprint, DType, Latent, ScaledDType, parse_config
 from checkpoint.blueprint import EXPANDED_ELEMENTS
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import format_ranges
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import StageMemory
-from tests.unit.checkpoint.test_latent_config import V3
+from tests.unit.checkpoint.test_latent_config import GLM_5, V3, V32
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, workers
 from wire.ids import StageRole
 
@@ -74,3 +74,49 @@ def test_keys_and_values_that_are_expanded_at_once_are_counted(config: Blueprint
     ]
     of_tokens = USUAL_STEPS.max_step_tokens * 2 * mixer.num_heads * more * 2
     assert sizes[1] - sizes[0] == of_tokens + num_keys * more * (3 * 2 + 4)
+
+
+def test_keys_of_indexers_are_counted_in_the_run_dtype_of_the_layers_that_have_one() -> None:
+    """GLM-5.2: every fourth layer chooses for those after it, and no stage begins between them."""
+    config = parse_config(GLM_5 | {"index_topk_freq": 4, "index_skip_topk_offset": 3})
+    for kv_dtype, row in ((None, 576 * 2), (ScaledDType.F8_E4M3, 576 + 4)):
+        plan = make_plan(
+            config,
+            DType.BF16,
+            workers(*[256 * GIB] * 8),
+            limits=USUAL_STEPS,
+            block_size=16,
+            kv_dtype=kv_dtype,
+        )
+        found = layer_kinds(config, plan)
+        names = "latent attention to 2048 indexed tokens", "latent attention to 2048 earlier tokens"
+        experts = " + 8 of 256 experts + shared expert"
+        assert [(kind.name, kind.kv_bytes_per_token) for kind in found.kinds] == [
+            (f"{names[0]} + dense", row + 256),
+            (f"{names[1]}{experts}", row),
+            (f"{names[0]}{experts}", row + 256),
+        ]
+        assert {stage.layer_begin for stage in plan.stages} <= {0, *config.legal_cuts}
+        assert len(plan.stages) == 8
+        own = [layer for layer in range(78) if config.layers[layer].mixer.index_width]
+        for stage in plan.stages:
+            of_indexers = sum(stage.layer_begin <= layer < stage.layer_end for layer in own) * 256
+            per_token = stage.num_layers * row + of_indexers
+            assert stage.kv_bytes == plan.num_blocks * 16 * per_token
+
+
+def test_the_choice_is_counted_where_sequences_may_be_longer_than_it() -> None:
+    config = parse_config(V32)
+    sizes = []
+    for num_tokens in (2048, 2064):
+        memory = StageMemory(
+            config=config,
+            dtype=DType.BF16,
+            limits=replace(USUAL_STEPS, max_sequence_tokens=num_tokens),
+            block_size=16,
+            num_stages=8,
+        )
+        sizes.append(memory.activation_bytes(StageRole.MIDDLE, 1000))
+    scores = INDEX_ELEMENTS * 4
+    choice = USUAL_STEPS.max_step_tokens * 2048 * 4
+    assert sizes[1] - sizes[0] > scores + choice

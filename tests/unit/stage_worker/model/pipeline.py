@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint import Checkpoint, Recurrent
 from checkpoint.blueprint import PageShape
 from kvcache import SlotChange
-from kvcache.pages import KvPages, PageGroups
+from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.state_store import StateStore
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
@@ -39,7 +39,17 @@ class NanPages(KvPages):
         dtype: torch.dtype = torch.float32,
         num_parts: int = 2,
         device: torch.device | str = "cpu",
+        index_widths: Sequence[int] = (),
     ) -> None:
+        index = None
+        if any(index_widths):
+            index = IndexKeys(
+                widths=index_widths,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+            )
         super().__init__(
             num_layers=num_layers,
             num_blocks=num_blocks,
@@ -49,6 +59,7 @@ class NanPages(KvPages):
             dtype=dtype,
             device=device,
             num_parts=num_parts,
+            index=index,
         )
         self.fill(float("nan"))
 
@@ -61,12 +72,16 @@ class NanPages(KvPages):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        index_widths: Sequence[int] = (),
     ) -> NanPages:
-        return cls(num_layers, num_blocks, block_size, shape.heads, shape.width, dtype, shape.parts, device)
+        sizes = (num_layers, num_blocks, block_size, shape.heads, shape.width)
+        return cls(*sizes, dtype, shape.parts, device, index_widths)
 
     def fill(self, value: float, blocks: slice = slice(None)) -> None:
         """Overwrite these blocks in all layers."""
         self._store[:, blocks] = value
+        if self.index is not None:
+            self.index._store[:, blocks] = value
 
     def contents(self) -> Tensor:
         """A copy of all pages, [layers, blocks, keys and values, heads, block_size, head_dim]."""
@@ -154,7 +169,19 @@ class Pipeline:
             for mixer in mixers
         ]
         pages = [
-            NanPages.of(shape, of_layers.count(group), 96, block_size, stage.torch_dtype, stage.device)
+            NanPages.of(
+                shape,
+                of_layers.count(group),
+                96,
+                block_size,
+                stage.torch_dtype,
+                stage.device,
+                index_widths=[
+                    stage.config.layers[layer].mixer.index_width
+                    for layer, own in zip(stage.layers, of_layers, strict=True)
+                    if own == group
+                ],
+            )
             for group, shape in enumerate(shapes)
         ]
         self._sets += pages

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, Experts, p
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
-from stage_worker.model import experts
+from stage_worker.model import experts, latent_attention
 from tests.checkpoints import load_reference
 from tests.families import (
     BLOCK_KINDS,
@@ -148,6 +149,46 @@ def router_gaps_checked(checkpoint: Checkpoint) -> Iterator[None]:
     assert min(gaps, default=1.0) > LEAST_GAP, "another rounding may choose another expert: take another seed"
 
 
+def cuts_of(config: Blueprint) -> list[tuple[int, ...]]:
+    """`CUTS`, or as many legal ones where a stage cannot begin with every layer."""
+    legal = sorted(config.legal_cuts)
+    if len(legal) == config.num_layers - 1:
+        return CUTS
+    fewer = chain.from_iterable(combinations(legal, count) for count in range(len(legal)))
+    ends = [(0, *chosen, config.num_layers) for chosen in (*islice(fewer, NUM_CUTS - 1), tuple(legal))]
+    assert len(set(ends)) == NUM_CUTS
+    return [tuple(end - begin for begin, end in pairwise(bounds)) for bounds in ends]
+
+
+LEAST_INDEX_GAP = 3e-5
+"""Between the scores of the last chosen token and the next, in units of the spread of a query's scores."""
+
+
+@contextmanager
+def index_gaps_checked(config: Blueprint) -> Iterator[None]:
+    """Records gaps between scores of indexers."""
+    gaps: list[float] = []
+
+    def recorded(scores: Tensor, count: int, hidden: Any) -> Tensor:
+        hidden = tuple(hidden)
+        visible = scores.clone()
+        for begin, mask in hidden:
+            visible[:, begin : begin + mask.shape[-1]] += mask
+        for row in visible:
+            seen = row[row.isfinite()]
+            if len(seen) > count:
+                best = seen.sort(descending=True).values
+                gaps.append(float((best[count - 1] - best[count]) / seen.std()))
+        return choose(scores, count, hidden)
+
+    choose = latent_attention.chosen_tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latent_attention, "chosen_tokens", recorded)
+        yield
+    assert bool(gaps) == any(kind.mixer.index_width for kind in config.kinds)
+    assert min(gaps, default=1.0) > LEAST_INDEX_GAP, "another rounding may choose another token"
+
+
 @pytest.mark.matrix(1)
 def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkpoint]) -> None:
     """With chunks, prefix hits (two prompts share their beginning), and preemption (few blocks)."""
@@ -158,11 +199,11 @@ def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkp
     assert len(set(expected[0])) > 8, "a degenerate model proves nothing"
     # Sequences that release all but a window wait for their few blocks, and are not preempted.
     num_blocks = 8 if all(checkpoint.config.layer_windows) else 34
-    for cut in CUTS:
+    for cut in cuts_of(checkpoint.config):
         pipeline = LocalPipeline(
             checkpoint.directory, cut, block_size=8, max_step_tokens=24, num_blocks=num_blocks
         )
-        with router_gaps_checked(checkpoint):
+        with router_gaps_checked(checkpoint), index_gaps_checked(checkpoint.config):
             assert pipeline.generate(prompts, max_tokens=NUM_TOKENS) == expected, cut
         run = pipeline.last_run
         assert run is not None

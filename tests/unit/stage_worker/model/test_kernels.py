@@ -427,6 +427,17 @@ def test_latents_in_float32_are_left_to_torch(gpu: torch.device) -> None:
     assert Kernels.of(config, gpu, torch.float16).decode is AttentionMethod.TRITON
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_chosen_tokens_are_left_to_torch(family: str, gpu: torch.device) -> None:
+    """Triton kernels read all tokens of a sequence."""
+    config = parse_config(config_of(family))
+    chosen = Kernels.of(config, gpu, torch.bfloat16)
+    assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
+    assert "an indexer chooses some" in str(chosen)
+    with pytest.raises(KernelsUnavailable, match=r"compiled is not possible: .* an indexer chooses some"):
+        Kernels.of(config, gpu, torch.bfloat16, KernelChoice.COMPILED)
+
+
 def test_an_older_compiled_module_is_not_used(
     checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
