@@ -151,9 +151,8 @@ class Attention:
 EXPANDED_ELEMENTS = 1 << 22
 """Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
 BLOCK_SCORES, FEWEST_QUERIES = 128 * 512, 16
-"""Queries times keys of a prompt that torch's products compute at once, but at least that many queries. The
-former is 3 MB in float32 with 12 heads, about a cache's size.
-"""
+"""Queries times keys of a prompt that torch's products compute at once: 3 MB in float32 with 12 heads, about
+a cache's size; but at least that many queries."""
 INDEX_ELEMENTS = 1 << 22
 """Scores of an indexer that a stage computes at once, if they are not of one head."""
 
@@ -200,7 +199,9 @@ class Latent:
     the shared key; its value is another projection, to `value_dim` elements. Queries have
     `nope_dim + rope_dim` elements, of which the last `rope_dim` are rotated; with `query_rank` they are
     projected through a normed latent of their own. `norm` normalises both latents. Scores are multiplied by
-    `scale`. `has_bias`: the projections to latents, and the one of the output, have biases.
+    `scale`. `has_bias`: the projections to latents, and the one of the output, have biases. `is_split`: files
+    have a matrix [kv_rank, nope_dim] of each head for its keys and one [value_dim, kv_rank] for its values,
+    and not all of them in one, [heads * (nope_dim + value_dim), kv_rank].
 
     With `top_k`, a query attends to that many tokens only, if it may see more: those that `indexer` chooses
     or, without one, those that the last layer with one has chosen. An indexer needs `query_rank`.
@@ -219,6 +220,7 @@ class Latent:
     norm: Norm
     query_growth: QueryGrowth | None = None
     has_bias: bool = False
+    is_split: bool = False
     top_k: int | None = None
     indexer: Indexer | None = None
 

@@ -156,10 +156,11 @@ class IndexRule:
 class LatentRule:
     """How a family reads its latent attention. `is_head_whole`: head_dim is the width of a whole query, of
     which partial_rotary_factor is rotated, and not the width of the rotated part. `indexer`: layers choose
-    the tokens of a query.
+    the tokens of a query. `is_split`: see `Latent`.
     """
 
     is_head_whole: bool = False
+    is_split: bool = False
     indexer: IndexRule | None = None
 
 

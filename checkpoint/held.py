@@ -116,7 +116,8 @@ STACKED = (
 )
 """Roles whose tensors are one below the other in memory."""
 _NOT_HELD = EXPERT_ROLES.union(
-    {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP},
+    {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT},
+    {TensorRole.KV_UP, TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES},
     {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT},
 )
 """Matrices that other code than a projection multiplies by."""

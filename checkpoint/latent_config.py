@@ -107,6 +107,7 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
         norm=Norm(kind=row.norms.kind, eps=_LATENT_EPS),
         query_growth=None if growth is None else QueryGrowth(beta=growth[0], original_length=growth[1]),
         has_bias=flag(raw, "attention_bias", default=False),
+        is_split=rule.is_split,
     )
     _check_widths(raw, latent, rule)
     if rule.indexer is not None:

@@ -21,6 +21,8 @@ class TensorRole(Enum):
     KV_DOWN = "latents and shared keys"
     KV_LATENT_NORM = "norm of latents"
     KV_UP = "keys and values of latents"
+    HEAD_KEYS = "keys of latents, by head"
+    HEAD_VALUES = "values of latents, by head"
     INDEX_Q = "queries of the indexer"
     INDEX_K = "keys of the indexer"
     INDEX_K_NORM = "norm of keys of the indexer"
@@ -72,6 +74,8 @@ _USUAL_MODULES = {
     TensorRole.KV_DOWN: "self_attn.kv_a_proj_with_mqa",
     TensorRole.KV_LATENT_NORM: "self_attn.kv_a_layernorm",
     TensorRole.KV_UP: "self_attn.kv_b_proj",
+    TensorRole.HEAD_KEYS: "self_attn.k_b_proj.{expert}",
+    TensorRole.HEAD_VALUES: "self_attn.v_b_proj.{expert}",
     TensorRole.INDEX_Q: "self_attn.indexer.wq_b",
     TensorRole.INDEX_K: "self_attn.indexer.wk",
     TensorRole.INDEX_K_NORM: "self_attn.indexer.k_norm",
@@ -113,6 +117,8 @@ _USUAL_MODULES = {
 
 EXPERT_ROLES = frozenset({TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN})
 """Roles whose tensors are [experts, out, in]."""
+STACK_ROLES = EXPERT_ROLES | {TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES}
+"""Roles with a matrix of each expert, or of each head, which counts as one in names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from checkpoint.blueprint import (
 from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredDType, WeightFormat
 from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
-from checkpoint.names import EXPERT_ROLES, TensorRole
+from checkpoint.names import STACK_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
 from checkpoint.recurrent import GatedDelta, Recurrent
 
@@ -41,7 +41,7 @@ _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRo
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
     | {TensorRole.DELTA_OUT}
-).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, EXPERT_ROLES)
+).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
 CHOICE_BIAS_KIND = "e_score_correction_bias"
@@ -106,8 +106,12 @@ def _latent(latent: Latent, hidden_size: int) -> RoleShapes:
         shapes |= _projection(TensorRole.Q_UP, latent.q_size, rank, bias=False)
     shapes |= _projection(TensorRole.KV_DOWN, latent.page_shape.width, hidden_size, bias=bias)
     shapes |= _norm(TensorRole.KV_LATENT_NORM, (latent.kv_rank,), latent.norm)
-    expanded = latent.num_heads * (latent.nope_dim + latent.value_dim)
-    shapes |= _projection(TensorRole.KV_UP, expanded, latent.kv_rank, bias=False)
+    if latent.is_split:
+        shapes[TensorRole.HEAD_KEYS, "weight"] = (latent.num_heads, latent.kv_rank, latent.nope_dim)
+        shapes[TensorRole.HEAD_VALUES, "weight"] = (latent.num_heads, latent.value_dim, latent.kv_rank)
+    else:
+        expanded = latent.num_heads * (latent.nope_dim + latent.value_dim)
+        shapes |= _projection(TensorRole.KV_UP, expanded, latent.kv_rank, bias=False)
     if latent.indexer is not None:
         assert rank is not None, "an indexer without latents of queries"
         shapes |= _indexer(latent.indexer, rank, hidden_size)
@@ -208,8 +212,8 @@ class LayerTensor:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it holds a matrix or a vector of every expert."""
-        return self.roles[0] in EXPERT_ROLES and self.expert is None
+        """Whether it holds a matrix or a vector of every expert, or of every head."""
+        return self.roles[0] in STACK_ROLES and self.expert is None
 
 
 def is_matrix(role: TensorRole, kind: str) -> bool:
@@ -246,7 +250,7 @@ def _is_quantised(config: Blueprint, matrix: str) -> bool:
 
 def row_axis(role: TensorRole) -> int:
     """Dimension of the rows in `role_shapes`."""
-    return 1 if role in EXPERT_ROLES else 0
+    return 1 if role in STACK_ROLES else 0
 
 
 @dataclass(frozen=True, slots=True)

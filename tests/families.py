@@ -395,7 +395,7 @@ _SHAPES = {
     ),
     *("o_bias", "has_bias", "width", "is_gated", "placement", "span", "count", "has_choice_bias"),
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
-    *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"),
+    *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
     *("num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""

@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
 _MODULES = {
     "self_attn.q_proj": "attn_q",
@@ -35,6 +37,15 @@ _MODULES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -97,12 +108,14 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     split_max_tensors: int = 0,
     extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the checkpoint in a directory, with its tokenizer if `pre` names its rule; return the first file.
 
-    `metadata` are further keys, `extra` adds tensors.
+    `metadata` are further keys, `extra` adds tensors. `settings` are added to config.json; with
+    "has_split_heads", keys and values of latents are split by head, as in newer files.
     """
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = json.loads((checkpoint / "config.json").read_text()) | (settings or {})
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     _write_metadata(writer, config)
@@ -233,6 +246,8 @@ def tensors_of(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[
         if (expert := _EXPERT.fullmatch(inner)) is not None:
             stack = f"blk.{layer}.ffn_{_EXPERT_MODULES[expert[2]]}_exps.weight"
             stacks.setdefault(stack, {})[int(expert[1])] = array
+        elif inner == "self_attn.kv_b_proj.weight" and config.get("has_split_heads"):
+            found |= {f"blk.{layer}.{key}": part for key, part in _by_head(config, array)}
         elif config["model_type"] == "gpt_oss" and ".experts." in name:
             found |= {f"blk.{layer}.{key}": part for key, part in _gpt_oss_experts(inner, array)}
         else:
@@ -251,6 +266,8 @@ def _split(name: str) -> tuple[str, str]:
 def _named(config: Mapping[str, Any], inner: str) -> str:
     if inner == "self_attn.sinks":
         return "attn_sinks.weight"
+    if inner == "mlp.gate.e_score_correction_bias":
+        return "exp_probs_b.bias"
     modules = _MODULES | (_GEMMA_MODULES if config["model_type"] == "gemma3_text" else {})
     if config["model_type"] == "gpt_oss":
         modules = modules | {"post_attention_layernorm": "post_attention_norm"}
@@ -275,6 +292,14 @@ def _normed(config: Mapping[str, Any], name: str, array: Array) -> Array:
     return array + np.float32(1) if is_offset else array
 
 
+def _by_head(config: Mapping[str, Any], array: Array) -> Iterator[tuple[str, Array]]:
+    """Keys [heads, kv_rank, nope_dim] and values [heads, value_dim, kv_rank] of latents."""
+    by_head = array.reshape(config["num_attention_heads"], -1, array.shape[1])
+    keys, values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+    yield "attn_k_b.weight", np.ascontiguousarray(keys.swapaxes(1, 2))
+    yield "attn_v_b.weight", np.ascontiguousarray(values)
+
+
 def _gpt_oss_experts(inner: str, array: Array) -> Iterator[tuple[str, Array]]:
     """[experts, in, out] with rows of gate and up in turns, as [experts, out, in] apart."""
     kind = "bias" if inner.endswith("_bias") else "weight"
@@ -292,15 +317,19 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    has_latents = ARCHITECTURES[config["model_type"]] == "deepseek2"
+    if has_latents:
+        _write_latents(writer, config)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if (head_dim := config.get("head_dim")) is not None:
+    if (head_dim := config.get("head_dim")) is not None and not has_latents:
         for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
             add(head_dim)
     _write_rope(writer, config)
     for keys, add_count in (
-        (("num_experts", "num_local_experts"), writer.add_expert_count),
+        (("num_experts", "num_local_experts", "n_routed_experts"), writer.add_expert_count),
         (("num_experts_per_tok",), writer.add_expert_used_count),
         (("shared_expert_intermediate_size",), writer.add_expert_shared_feed_forward_length),
     ):
@@ -313,6 +342,34 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] in ("gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _write_latents(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    rank, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    widths = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]
+    if config.get("has_split_heads"):
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + rope_dim)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(widths[0])
+        writer.add_value_length_mla(widths[1])
+    else:
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(widths[0])
+        writer.add_value_length(widths[1])
+    writer.add_rope_dimension_count(rope_dim)
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -329,6 +386,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

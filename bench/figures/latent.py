@@ -83,14 +83,14 @@ class _Weights:
     """Random weights of a layer, the layer, and its projections alone."""
 
     def __init__(self) -> None:
-        expanded = MIXER.num_heads * (MIXER.nope_dim + MIXER.value_dim)
         weights = LatentWeights(
             query_down=None,
             query_down_bias=None,
             query=_random(MIXER.q_size, HIDDEN),
             latent=_random(MIXER.page_shape.width, HIDDEN),
             latent_bias=None,
-            expansion=_random(expanded, MIXER.kv_rank),
+            keys=_random(MIXER.num_heads, MIXER.nope_dim, MIXER.kv_rank),
+            values=_random(MIXER.num_heads, MIXER.value_dim, MIXER.kv_rank),
         )
         norms = {TensorRole.KV_LATENT_NORM: NormWeights(torch.ones(MIXER.kv_rank, dtype=BF16), None)}
         self.layer = LatentAttention(MIXER, weights, norms, KERNELS)
@@ -98,7 +98,7 @@ class _Weights:
         self.projections = [project(matrix, None, KERNELS.layer_products) for matrix in matrices]
         self.to_keys = _random(MIXER.num_heads, MIXER.nope_dim, MIXER.kv_rank)
         self.to_values = _random(MIXER.num_heads, MIXER.kv_rank, MIXER.value_dim)
-        self.num_bytes = sum(2 * matrix.numel() for matrix in (*matrices, weights.expansion))
+        self.num_bytes = sum(2 * matrix.numel() for matrix in (*matrices, weights.keys, weights.values))
 
 
 class _Case:

@@ -25,6 +25,14 @@ from checkpoint.names import NameTable, Pack, TensorRole
 _MODULES = {
     TensorRole.Q: "attn_q",
     TensorRole.K: "attn_k",
+    TensorRole.Q_DOWN: "attn_q_a",
+    TensorRole.Q_LATENT_NORM: "attn_q_a_norm",
+    TensorRole.Q_UP: "attn_q_b",
+    TensorRole.KV_DOWN: "attn_kv_a_mqa",
+    TensorRole.KV_LATENT_NORM: "attn_kv_a_norm",
+    TensorRole.KV_UP: "attn_kv_b",
+    TensorRole.HEAD_KEYS: "attn_k_b.{expert}",
+    TensorRole.HEAD_VALUES: "attn_v_b.{expert}",
     TensorRole.V: "attn_v",
     TensorRole.O: "attn_output",
     TensorRole.Q_NORM: "attn_q_norm",
@@ -46,9 +54,10 @@ _MODULES = {
     TensorRole.SHARED_WEIGHT: "ffn_gate_inp_shexp",
 }
 _SINKS = Pack(module="attn_sinks", roles=(TensorRole.SINKS,), kind="weight")
-_STACK = re.compile(r"(?P<module>blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(?P<kind>weight|bias)")
+_CHOICE_BIAS = Pack(module="exp_probs_b", roles=(TensorRole.CHOICE_BIAS,), kind="bias")
+_STACK = re.compile(r"(?P<module>blk\.\d+\.(?:ffn_(?:gate|up|down)_exps|attn_[kv]_b))\.(?P<kind>weight|bias)")
 _MOST_TENSORS = 1 << 18
-"""Experts of all layers; Kimi K2 has 69,120 matrices."""
+"""Of experts and heads of all layers; Kimi K2 has 69,120 matrices of experts."""
 _SQUEEZED = "ffn_gate_inp_shexp.weight"
 """Stored without its dimension of 1."""
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -265,6 +274,76 @@ def _gpt_oss(fields: Fields) -> RawFields:
     }
 
 
+_GATES = {0: "softmax", 1: "softmax", 2: "sigmoid"}
+"""Of expert_gating_func; files of DeepSeek V2 lack it."""
+_GATED_TYPES = {"softmax": "deepseek_v2", "sigmoid": "deepseek_v3"}
+
+
+def _deepseek2(fields: Fields) -> RawFields:
+    """DeepSeek V2 and V3, and others that llama.cpp computes like them: Kimi K2, GLM-4.7-Flash.
+
+    Older files have the keys and values of all heads in one matrix, newer ones a matrix of each head, and
+    other widths: there, key_length is the width of a row of the cache.
+    """
+    fields.expect("expert_gating_func", *_GATES)
+    gate = _GATES[fields.find("expert_gating_func", 0)]
+    raw = _common(fields)
+    return {
+        **raw,
+        **_latent_widths(fields, raw["num_attention_heads"]),
+        **_latent_rope(fields),
+        "model_type": _GATED_TYPES[gate],
+        "q_lora_rank": fields.find("attention.q_lora_rank"),
+        "n_routed_experts": fields.natural("expert_count"),
+        "num_experts_per_tok": fields.natural("expert_used_count"),
+        "n_shared_experts": fields.find("expert_shared_count", 0),
+        "moe_intermediate_size": fields.natural("expert_feed_forward_length"),
+        "first_k_dense_replace": fields.find("leading_dense_block_count", 0),
+        "routed_scaling_factor": fields.find("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": fields.find("expert_weights_norm", False),
+        **_expert_groups(fields, gate),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _latent_widths(fields: Fields, num_heads: int) -> RawFields:
+    rank, rope_dim = fields.natural("attention.kv_lora_rank"), fields.natural("rope.dimension_count")
+    key, value = fields.find("attention.key_length_mla"), fields.find("attention.value_length_mla")
+    if key is None or value is None:
+        key, value = fields.natural("attention.key_length"), fields.natural("attention.value_length")
+    fields.expect("attention.key_length", key, rank + rope_dim)
+    fields.expect("attention.value_length", value, rank)
+    fields.expect("attention.head_count_kv", 1, num_heads)
+    return {
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "num_key_value_heads": num_heads,
+    }
+
+
+def _latent_rope(fields: Fields) -> RawFields:
+    """yarn, with the temperature of scores: the file has a tenth of mscale_all_dim, and cos and sin have no
+    temperature, which is mscale = mscale_all_dim.
+    """
+    scaling: RawFields = _rope_scaling(fields)
+    if not scaling or scaling["rope_scaling"]["rope_type"] != "yarn":
+        return scaling
+    mscale = round(10 * fields.get("rope.scaling.yarn_log_multiplier"), 6)
+    return {"rope_scaling": {**scaling["rope_scaling"], "mscale": mscale, "mscale_all_dim": mscale}}
+
+
+def _expert_groups(fields: Fields, gate: str) -> RawFields:
+    """llama.cpp ranks groups by their two best experts, as DeepSeek V3 does and V2 does not."""
+    if gate == "softmax":
+        fields.expect("expert_group_count", 0, 1)
+        fields.expect("expert_group_used_count", 0, 1)
+        return {}
+    count = fields.find("expert_group_count", 0) or 1
+    return {"n_group": count, "topk_group": fields.find("expert_group_used_count", 0) or count}
+
+
 def _rope_factors(fields: Fields, raw: RawFields, entry: TensorEntry) -> RawFields:
     """Scaling that divides each frequency by a number of the file, for texts of any length."""
     if entry.dtype is not DType.F32 or "rope_scaling" in raw:
@@ -284,18 +363,29 @@ def _rope_factors(fields: Fields, raw: RawFields, entry: TensorEntry) -> RawFiel
     }
 
 
-def _usual(row: Architecture) -> Architecture:
+Tensors = Mapping[str, TensorEntry]
+
+
+def _usual(row: Architecture, tensors: Tensors) -> Architecture:
     return row
 
 
-def _interleaved(row: Architecture) -> Architecture:
+def _interleaved(row: Architecture, tensors: Tensors) -> Architecture:
     """llama.cpp permutes rows of queries and keys so that neighbours are rotated together."""
     return replace(row, rope=replace(row.rope, is_interleaved=True))
 
 
-def _with_whole_norms(row: Architecture) -> Architecture:
+def _with_whole_norms(row: Architecture, tensors: Tensors) -> Architecture:
     """Weights of norms have their 1 in the file."""
     return replace(row, norms=replace(row.norms, kind=NormKind.RMS_WIDE))
+
+
+def _with_latents(row: Architecture, tensors: Tensors) -> Architecture:
+    """A file without the rank of latents of queries has none; keys and values may be split by head."""
+    assert row.latent is not None, "a family without latents"
+    defaults = {key: value for key, value in row.defaults.items() if key != "q_lora_rank"}
+    is_split = "blk.0.attn_k_b.weight" in tensors
+    return replace(row, defaults=defaults, latent=replace(row.latent, is_split=is_split))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +398,7 @@ class GgufFamily:
     architecture: str
     model_types: tuple[str, ...]
     read: Callable[[Fields], RawFields]
-    adapt: Callable[[Architecture], Architecture] = _usual
+    adapt: Callable[[Architecture, Tensors], Architecture] = _usual
     names: NameTable = field(default_factory=lambda: _names({}))
 
 
@@ -324,6 +414,13 @@ FAMILIES: tuple[GgufFamily, ...] = (
         model_types=("gpt_oss",),
         read=_gpt_oss,
         names=_names({TensorRole.FFN_NORM: "post_attention_norm"}, _SINKS),
+    ),
+    GgufFamily(
+        architecture="deepseek2",
+        model_types=("deepseek_v2", "deepseek_v3"),
+        read=_deepseek2,
+        adapt=_with_latents,
+        names=_names({}, _CHOICE_BIAS),
     ),
 )
 _BY_NAME = {family.architecture: family for family in FAMILIES}
@@ -351,7 +448,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfi
     fields = Fields(file, family.architecture, tensors)
     raw = {key: value for key, value in family.read(fields).items() if value is not None}
     fields.refuse_unread()
-    row = replace(family.adapt(architecture_of(raw)), names=family.names)
+    row = replace(family.adapt(architecture_of(raw), tensors), names=family.names)
     kept = _as_named(fields.file.path, tensors)
     if (factors := kept.pop(_ROPE_FACTORS, None)) is None:
         return ReadConfig(raw=raw, row=row, tensors=kept)
@@ -361,7 +458,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfi
 
 
 def _as_named(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors under the names of `_names`: each expert's part of a stack as a tensor of its own."""
+    """The tensors under the names of `_names`: each expert's or head's part of a stack on its own."""
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         if name.endswith(_SQUEEZED) and len(entry.shape) == 1:
@@ -369,7 +466,7 @@ def _as_named(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Tenso
         elif (stack := _STACK.fullmatch(name)) is not None and len(entry.shape) > 1:
             if len(found) + entry.shape[0] > _MOST_TENSORS:
                 raise BadHeader(
-                    f"{path}: tensor {name} has {entry.shape[0]} experts, too many for all layers"
+                    f"{path}: tensor {name} has {entry.shape[0]} matrices, too many for all layers"
                 )
             found |= {f"{stack['module']}.{number}.{stack['kind']}": one for number, one in _parts(entry)}
         else:

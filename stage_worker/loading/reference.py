@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, pad, relu, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from checkpoint import (
     Checkpoint,
@@ -28,7 +28,6 @@ from checkpoint import (
     LayerPlan,
     Norm,
     RopeConfig,
-    RopeKind,
     ScaledDType,
     WeightFormat,
 )
@@ -68,7 +67,7 @@ from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.loading.streamed_delta import delta_inputs
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
-from stage_worker.model.rope import attention_factor, inverse_frequencies
+from stage_worker.model.rope import rotated_pairs
 from stage_worker.model.weights import load_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import LayerReference, Reference, TextReference
@@ -166,12 +165,13 @@ class StreamedModel:
         """A whole vector that stages keep in float32."""
         return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name))).flatten()
 
-    def exact_blocks(self, matrix: RoleRows) -> Iterator[Tensor]:
-        """Blocks of rows of a matrix that stages keep in float32."""
-        width = self._checkpoint.shape_of(matrix.name)[-1]
-        for begin in range(matrix.begin, matrix.end, rows_per_block(width)):
-            end = min(begin + rows_per_block(width), matrix.end)
-            yield self._load(matrix.name, begin, torch.empty(end - begin, width))
+    def exact_products(self, x: Tensor, matrix: RoleRows) -> Tensor:
+        """Products with a matrix that stages keep in float32, or multiply by in float32."""
+        width, end, products = x.shape[-1], matrix.end, []
+        for first in range(matrix.begin, end, rows_per_block(width)):
+            rows = torch.empty(min(rows_per_block(width), end - first), width)
+            products.append(linear(x, self._load(matrix.name, first, rows)))
+        return torch.cat(products, dim=-1)
 
     def projected(self, x: Tensor, weight: RoleRows, bias: RoleRows | None) -> Tensor:
         """[2, n, out] for x [2, n, in]."""
@@ -272,11 +272,6 @@ class _StreamedLayer:
         places = self._places
         return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
 
-    def _exact_products(self, x: Tensor, role: TensorRole) -> Tensor:
-        """Products with a matrix that stages keep in float32, or multiply by in float32."""
-        blocks = self._model.exact_blocks(self._places[role, "weight", None])
-        return torch.cat([linear(x, block) for block in blocks], dim=-1)
-
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
         plan = self._plan.known_feed_forward
         if isinstance(plan, Dense):
@@ -342,7 +337,10 @@ class _StreamedLayer:
     def _shares(self, x: Tensor, plan: Experts) -> Tensor:
         """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
         router = plan.router
-        logits = (self._exact_products if router.is_wide else self._projected)(x, TensorRole.ROUTER)
+        if router.is_wide:
+            logits = self._model.exact_products(x, self._places[TensorRole.ROUTER, "weight", None])
+        else:
+            logits = self._projected(x, TensorRole.ROUTER)
         scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
         ranks = scores
         if router.has_choice_bias:
@@ -408,11 +406,21 @@ class _StreamedLayer:
             q = torch.cat((plain, self._rotated(turning, mixer.rope)), dim=-1)
             kept = torch.cat((c[:, :, None], self._rotated(k[:, :, None], mixer.rope)), dim=-1)
             c, k = self._model.cached(kept).split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=-1)
-            expanded = self._projected(c[:, :, 0], TensorRole.KV_UP).view(*q.shape[:3], -1)
-            keys, values = expanded.split_with_sizes((mixer.nope_dim, mixer.value_dim), dim=-1)
+            keys, values = self._expanded(c[:, :, 0], mixer)
             keys = torch.cat((keys, k.expand(-1, -1, mixer.num_heads, -1)), dim=-1)
             mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer, hidden))
         return self._projected(torch.cat(mixed, 1), TensorRole.O)
+
+    def _expanded(self, latents: Tensor, mixer: Latent) -> tuple[Tensor, Tensor]:
+        """Keys and values [2, n, heads, width] of `latents` [2, n, kv_rank]."""
+        if not mixer.is_split:
+            both = self._projected(latents, TensorRole.KV_UP).view(*latents.shape[:2], mixer.num_heads, -1)
+            return both[..., : mixer.nope_dim], both[..., mixer.nope_dim :]
+        places, heads = self._places, range(mixer.num_heads)
+        across = (replace(places[TensorRole.HEAD_KEYS, "weight", head], is_across=True) for head in heads)
+        keys = [self._model.projected(latents, rows, None) for rows in across]
+        values = [self._projected(latents, TensorRole.HEAD_VALUES, head) for head in heads]
+        return torch.stack(keys, 2), torch.stack(values, 2)
 
     def _not_chosen(self, x: Tensor, latents: Tensor, lengths: Sequence[int], mixer: Latent) -> _Masks:
         """Whether each query [2, 1, n, n] does not see a token, of each text; None if it sees all."""
@@ -420,7 +428,7 @@ class _StreamedLayer:
         assert indexer and rope and count, "a mixer without indexer"
         heads = self._projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
         keys = self._normed(self._projected(x, TensorRole.INDEX_K), TensorRole.INDEX_K_NORM, indexer.norm)
-        weights = self._exact_products(x, TensorRole.INDEX_WEIGHT)
+        weights = self._model.exact_products(x, self._places[TensorRole.INDEX_WEIGHT, "weight", None])
         rope = replace(rope, width=mixer.rope_dim, is_interleaved=indexer.is_interleaved)
         found: _Masks = [None] * len(lengths)
         rows = (part.split_with_sizes(list(lengths), dim=1) for part in (heads, keys[:, :, None], weights))
@@ -504,21 +512,7 @@ class _StreamedLayer:
 
     def _rotated(self, heads: Tensor, rope: RopeConfig | None) -> Tensor:
         """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
-        if rope is None:
-            return heads
-        frequencies = inverse_frequencies(rope, heads.shape[-1])
-        if rope.kind is RopeKind.PROPORTIONAL:  # all elements are paired, some pairs turn by 0
-            frequencies = pad(frequencies, (0, heads.shape[-1] // 2 - len(frequencies)))
-        angles = (torch.arange(heads.shape[1])[:, None] * frequencies)[:, None]
-        cos, sin = (f * attention_factor(rope) for f in (angles.cos(), angles.sin()))
-        moving, still = heads[..., : 2 * len(frequencies)], heads[..., 2 * len(frequencies) :]
-        if rope.is_interleaved:
-            first, second = moving[..., ::2], moving[..., 1::2]
-        else:
-            first, second = moving.chunk(2, dim=-1)
-        pair = (first * cos - second * sin, second * cos + first * sin)
-        rotated = torch.stack(pair, dim=-1).flatten(-2) if rope.is_interleaved else torch.cat(pair, dim=-1)
-        return self._model.rounded(torch.cat((rotated, still), dim=-1))
+        return heads if rope is None else self._model.rounded(rotated_pairs(heads, rope))
 
 
 def _is_among(ranks: Tensor, count: int) -> Tensor:

@@ -108,10 +108,8 @@ class LatentAttention:
         self._query = project(weights.query, None, products)
         self._latent = project(weights.latent, weights.latent_bias, products)
         self._latent_norm = row_norm(mixer.norm, norms[TensorRole.KV_LATENT_NORM])
-        by_head = weights.expansion.view(mixer.num_heads, -1, mixer.kv_rank)
-        # [heads, nope_dim, kv_rank], [heads, value_dim, kv_rank]; products by parts of one tensor are slow.
-        self._to_keys = by_head[:, : mixer.nope_dim].contiguous()
-        self._to_values = by_head[:, mixer.nope_dim :].contiguous()
+        # Products by parts of one tensor are slow.
+        self._to_keys, self._to_values = weights.keys.contiguous(), weights.values.contiguous()
 
     def __call__(self, normed: Tensor, kv: LayerMemory) -> Tensor:
         """Mixed values [m, heads * value_dim] of `normed` [m, hidden_size], with zeros after the step's

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import Attention, Blueprint, Dense, DType, Experts, GatedDelta, Mixer, WeightFormat
+from checkpoint import (
+    Attention,
+    Blueprint,
+    Dense,
+    DType,
+    Experts,
+    GatedDelta,
+    Latent,
+    Mixer,
+    WeightFormat,
+)
 from checkpoint.dtypes import INT4_GROUP
 from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
@@ -370,7 +380,7 @@ class IndexerWeights:
 class LatentWeights:
     """Latent attention. `query` is [q_size, query_rank] after `query_down` [query_rank, hidden_size], or
     [q_size, hidden_size] without; `latent` [kv_rank + rope_dim, hidden_size] has the shared key's rows last;
-    `expansion` is [heads * (nope_dim + value_dim), kv_rank].
+    `keys` [heads, nope_dim, kv_rank] and `values` [heads, value_dim, kv_rank] are views of what is loaded.
     """
 
     query_down: Weight | None
@@ -378,7 +388,8 @@ class LatentWeights:
     query: Weight
     latent: Weight
     latent_bias: Tensor | None
-    expansion: Tensor
+    keys: Tensor
+    values: Tensor
     indexer: IndexerWeights | None = None
 
 
@@ -450,15 +461,26 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeigh
             qkv_bias=tensors.get(TensorRole.Q, "bias"),
             sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         )
+    keys, values = _expansion(mixer, tensors)
     return LatentWeights(
         query_down=None if mixer.query_rank is None else tensors.matrix(TensorRole.Q_DOWN),
         query_down_bias=tensors.get(TensorRole.Q_DOWN, "bias"),
         query=tensors.matrix(TensorRole.Q if mixer.query_rank is None else TensorRole.Q_UP),
         latent=tensors.matrix(TensorRole.KV_DOWN),
         latent_bias=tensors.get(TensorRole.KV_DOWN, "bias"),
-        expansion=tensors.found(TensorRole.KV_UP, "weight"),
+        keys=keys,
+        values=values,
         indexer=None if mixer.indexer is None else _indexer(tensors),
     )
+
+
+def _expansion(mixer: Latent, tensors: _Allocation) -> tuple[Tensor, Tensor]:
+    """Keys and values of `LatentWeights`."""
+    if mixer.is_split:
+        keys = tensors.found(TensorRole.HEAD_KEYS, "weight").transpose(1, 2)
+        return keys, tensors.found(TensorRole.HEAD_VALUES, "weight")
+    by_head = tensors.found(TensorRole.KV_UP, "weight").view(mixer.num_heads, -1, mixer.kv_rank)
+    return by_head[:, : mixer.nope_dim], by_head[:, mixer.nope_dim :]
 
 
 def _indexer(tensors: _Allocation) -> IndexerWeights:
@@ -575,20 +597,3 @@ def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
     always = (TensorRole.CHOICE_BIAS, TensorRole.DELTA_DECAY, TensorRole.DELTA_DT)
     return (*always, TensorRole.ROUTER) if is_wide else always
-
-
-def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
-    """Turn loaded matrices and biases of experts from their order on disk into the order of `ExpertsWeights`.
-
-    One expert's matrix is copied at a time.
-    """
-    for tensor in layer_tensors(config, layer):
-        if not (tensor.is_transposed or tensor.is_alternating):
-            continue
-        stack = destinations[tensor.name]
-        assert isinstance(stack, Tensor), "a stack that is held as it is stored"
-        for stored in stack:
-            ordered = stored.t() if tensor.is_transposed else stored
-            if tensor.is_alternating:
-                ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
-            stored.view(-1).copy_(ordered.reshape(-1))

@@ -27,12 +27,11 @@ from stage_worker.model.layer_weights import (
     Projection,
     Weight,
     allocate_layer,
-    arrange_stacks,
     project,
 )
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import operations
-from stage_worker.model.row_orders import reorder_heads
+from stage_worker.model.row_orders import arrange_stacks, reorder_heads
 from stage_worker.model.weight_reads import WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors
 

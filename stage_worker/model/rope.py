@@ -115,6 +115,23 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.mul_(cos).add_(swapped)
 
 
+def rotated_pairs(heads: Tensor, rope: RopeConfig) -> Tensor:
+    """Rotated float32 `heads` [..., n, heads, width] of positions 0 to n - 1, in the order of the checkpoint.
+
+    Nothing is rounded, reordered or shared with `Rope` but the frequencies: references use it.
+    """
+    frequencies = inverse_frequencies(rope, heads.shape[-1])
+    if rope.kind is RopeKind.PROPORTIONAL:  # all elements are paired, some pairs turn by 0
+        frequencies = pad(frequencies, (0, heads.shape[-1] // 2 - len(frequencies)))
+    angles = (torch.arange(heads.shape[-3])[:, None] * frequencies)[:, None]
+    cos, sin = (f * attention_factor(rope) for f in (angles.cos(), angles.sin()))
+    moving, still = heads[..., : 2 * len(frequencies)], heads[..., 2 * len(frequencies) :]
+    first, second = (moving[..., ::2], moving[..., 1::2]) if rope.is_interleaved else moving.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if rope.is_interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated, still), dim=-1)
+
+
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
     """The elements of a head in the order of `rotate_`; None for the usual order."""
     width = rope.width or head_dim

@@ -7,16 +7,35 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from checkpoint import Attention, GatedDelta, Latent, Mixer
+from checkpoint import Attention, Blueprint, GatedDelta, Latent, Mixer
 from checkpoint.names import TensorRole
+from checkpoint.tensors import layer_tensors
 from stage_worker.model.layer_weights import (
     AttentionWeights,
     DeltaWeights,
+    Destinations,
     LatentWeights,
     LayerWeights,
     Weight,
 )
 from stage_worker.model.rope import head_order
+
+
+def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
+    """Turn loaded matrices and biases of experts from their order on disk into the order of `ExpertsWeights`.
+
+    One expert's matrix is copied at a time.
+    """
+    for tensor in layer_tensors(config, layer):
+        if not (tensor.is_transposed or tensor.is_alternating):
+            continue
+        stack = destinations[tensor.name]
+        assert isinstance(stack, Tensor), "a stack that is held as it is stored"
+        for stored in stack:
+            ordered = stored.t() if tensor.is_transposed else stored
+            if tensor.is_alternating:
+                ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
+            stored.view(-1).copy_(ordered.reshape(-1))
 
 
 def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:

@@ -13,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import Checkpoint, DType, stage_tensor_names
+from checkpoint import Checkpoint, DType, Latent, UnsupportedModel, stage_tensor_names
 from checkpoint.dtypes import BlockDType
 from checkpoint.gguf.families import FAMILIES
 from checkpoint.names import LLAMA_NAMES
 from stage_worker.loading.reference import StreamedModel
+from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.weights import load_rows, load_tensors
 from tests.checkpoints import make_checkpoint
+from tests.families import FAMILIES as FAMILY_SETTINGS
 from tests.families import make_family
 from tests.gguf_files import (
     ARCHITECTURES,
@@ -39,6 +41,10 @@ from tests.unit.stage_worker.model.test_weights import make_stage
 PROMPTS = [[5, 17, 60, 2, 90], [44], list(range(3, 60, 2))]
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+_NO_BIAS: dict[str, Any] = {
+    "attention_bias": False,
+    "rope_parameters": FAMILY_SETTINGS["deepseek_v3"]["rope_parameters"] | {"mscale": 0.5},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": False},
     "mixtral": {"sliding_window": None},
@@ -53,12 +59,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_layers": 7,
     },
     "gpt_oss": {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    "deepseek_v2": _NO_BIAS | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _NO_BIAS,
+    "deepseek_v3+split": _NO_BIAS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
 }
 """What llama.cpp's metadata cannot express is left at its default."""
-assert {ARCHITECTURES[family] for family in SETTINGS} == {family.architecture for family in FAMILIES}
+assert {ARCHITECTURES[family.partition("+")[0]] for family in SETTINGS} == {
+    family.architecture for family in FAMILIES
+}
 
 
-QUICK = ("llama", "gemma3_text", "gpt_oss")
+QUICK = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3+split")
 
 
 @pytest.fixture(
@@ -68,8 +79,11 @@ QUICK = ("llama", "gemma3_text", "gpt_oss")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint in float32, and the GGUF file of its weights."""
     parent = tmp_path_factory.mktemp(request.param)
-    directory = make_family(parent / "model", request.param, **SETTINGS[request.param])
-    return directory, write_gguf(parent / "model.gguf", directory)
+    family, _, split = request.param.partition("+")
+    directory = make_family(parent / "model", family, **SETTINGS[request.param])
+    return directory, write_gguf(
+        parent / "model.gguf", directory, settings={"has_split_heads": True} if split else {}
+    )
 
 
 def test_logits_have_the_bits_of_the_same_weights_in_safetensors(both: tuple[Path, Path]) -> None:
@@ -106,6 +120,65 @@ def test_the_reference_of_the_self_check_reads_gguf(both: tuple[Path, Path]) -> 
             *_, hidden = model.hidden_states([text])
             found.append(hidden)
     assert spread_of(found[1], found[0]) < 1e-4
+
+
+def test_quantised_matrices_of_heads_are_loaded_as_keys_and_values(tmp_path: Path) -> None:
+    """A head's keys are stored across: [kv_rank, nope_dim], in blocks of nope_dim."""
+    widths = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    directory = make_family(tmp_path / "model", "deepseek_v3", **_NO_BIAS, **widths)
+    path = write_gguf(
+        tmp_path / "model.gguf", directory, quantised("Q8_0"), settings={"has_split_heads": True}
+    )
+    checkpoint, exact = Checkpoint.open(path), dequantised(path)
+    stage = make_stage(checkpoint, 0, checkpoint.config.num_layers)
+    stage.load(checkpoint)
+    for index, layer in enumerate(stage._loaded().layers):
+        assert isinstance(layer._mix, LatentAttention)
+        keys, values = (torch.from_numpy(exact[f"blk.{index}.attn_{name}_b.weight"]) for name in "kv")
+        assert torch.equal(layer._mix._to_keys, keys.transpose(1, 2).to(stage.torch_dtype))
+        assert torch.equal(layer._mix._to_values, values.to(stage.torch_dtype))
+
+
+def test_latents_of_deepseek2_are_read_from_older_and_newer_files(tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", "deepseek_v3", **_NO_BIAS)
+    found = [
+        Checkpoint.open(
+            write_gguf(tmp_path / f"{is_split}.gguf", directory, settings={"has_split_heads": is_split})
+        ).config
+        for is_split in (False, True)
+    ]
+    mixers = [config.layers[0].mixer for config in found]
+    assert all(isinstance(mixer, Latent) for mixer in mixers)
+    assert [mixer.is_split for mixer in mixers if isinstance(mixer, Latent)] == [False, True]
+    assert mixers[0] == replace(mixers[1], is_split=False)
+    names = {True: "blk.0.attn_k_b.3.weight", False: "blk.0.attn_kv_b.weight"}
+    for is_split, config in zip((False, True), found, strict=True):
+        tensors = stage_tensor_names(config, 0, 1, has_embeddings=False, has_head=False)
+        assert {kind: name in tensors for kind, name in names.items()} == {
+            is_split: True,
+            not is_split: False,
+        }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {"deepseek2.expert_gating_func": 3},
+            "'deepseek2.expert_gating_func' = 3 is not",
+        ),
+        ({"deepseek2.attention.indexer.top_k": 2048}, "'deepseek2.attention.indexer.top_k' = 2048"),
+        ({"deepseek2.expert_group_count": 4}, "'deepseek2.expert_group_count' = 4 is not supported"),
+    ],
+)
+def test_what_deepseek2_does_not_compute_is_refused_by_key(
+    metadata: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    """Groups of DeepSeek V2 are ranked by their best expert, which llama.cpp does not do."""
+    directory = make_family(tmp_path / "model", "deepseek_v2", **SETTINGS["deepseek_v2"])
+    path = write_gguf(tmp_path / "model.gguf", directory, metadata=metadata)
+    with pytest.raises(UnsupportedModel, match=message):
+        Checkpoint.open(path)
 
 
 BLOCKS = (
