@@ -107,7 +107,7 @@ def index(
         raise typer.BadParameter("needs the weights in a directory", param_hint="--reference")
     path = output or _manifest_beside(model)
     if not os.access(path.parent, os.W_OK):
-        raise CommandFailed(f"{path.parent} is not a directory that can be written", reason="OS_ERROR")
+        raise NotADirectoryError(f"{path.parent} is not a directory that can be written")
     with _failures():
         manifest = _index_remote(model) if isinstance(model, RemoteModel) else _index_local(model, reference)
         write_manifest(path, manifest)

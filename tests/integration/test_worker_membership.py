@@ -34,6 +34,7 @@ from tests.integration.stage_bench import (
 )
 from wire.channels import PROTOCOL_VERSION
 from wire.ids import StageRole
+from wire.payload_memory import memory_domain
 from wire.transport import TransportSettings
 
 
@@ -100,6 +101,7 @@ async def test_hello_has_identity_and_address_of_the_worker(coordinator: Coordin
             last_epoch=0,
             pid=os.getpid(),
             hostname=socket.gethostname(),
+            memory_domain=memory_domain(),
         )
         assert len(hello.incarnation) == 16
 

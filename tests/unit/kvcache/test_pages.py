@@ -173,7 +173,7 @@ def test_spare_pages_are_behind_all_blocks_and_have_no_slots() -> None:
 
 
 def test_impossible_sizes_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1, 2\)"):
+    with pytest.raises(ValueError, match=r"\(0, 1, 1, 1, 2\), and layers at least 0, got 1"):
         KvPages(
             num_layers=1,
             num_blocks=0,
