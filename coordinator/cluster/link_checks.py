@@ -90,7 +90,9 @@ class OwnLinks:
     def _is_here(self, worker: WorkerIdentity) -> bool:
         """Whether this host runs the worker, too."""
         host = parse_address(worker.address).host
-        return host == self._host or is_loopback_host(host) or worker.memory_domain == self._memory_domain
+        is_local = is_loopback_host(host) and not is_loopback_host(self._host)
+        shares_memory = worker.memory_domain in {self._memory_domain} - {""}
+        return host == self._host or is_local or shares_memory
 
     async def _measure(self, worker: WorkerIdentity, num_transfers: int) -> None:
         async with self._turn:
