@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -30,43 +29,46 @@ def shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
     return bool(hops) and all(worker.hop_transport == SHARED for worker in hops)
 
 
-def processes_with_segments(pids: Iterable[int]) -> list[int]:
-    """Those of `pids` that have a segment mapped."""
-    return [pid for pid in pids if SEGMENT in Path(f"/proc/{pid}/maps").read_text()]
+def segments_of(pid: int) -> set[str]:
+    """Inodes of the segments that a process has mapped; none if it has ended, or belongs to another user."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    return {line.split()[4] for line in maps.splitlines() if SEGMENT in line}
 
 
-def all_processes_with_segments() -> list[int]:
-    found = []
-    for name in os.listdir("/proc"):
-        try:
-            if name.isdigit() and SEGMENT in Path(f"/proc/{name}/maps").read_text():
-                found.append(int(name))
-        except (OSError, UnicodeDecodeError):
-            continue  # it has ended, or belongs to another user
-    return found
+def segments_of_stages(status: cluster_pb2.GetStatusResponse) -> set[str]:
+    """Of the stages of `status`, each of which has one."""
+    found = [segments_of(worker.pid) for worker in status.workers if worker.HasField("stage")]
+    assert all(found)
+    return set[str]().union(*found)
+
+
+def segments_of_all_processes() -> set[str]:
+    """Also of clusters of other tests."""
+    return set[str]().union(*(segments_of(int(name)) for name in os.listdir("/proc") if name.isdigit()))
 
 
 @pytest.mark.parametrize("role", ["FIRST", "LAST"], ids=["sender", "receiver"])
 async def test_streams_continue_when_an_end_of_shared_memory_is_killed(
     steady: Path, tmp_path: Path, role: str
 ) -> None:
-    others = all_processes_with_segments()
     async with (
         FaultyCluster(config(steady, 3, num_stages=2, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         before = await cluster.until(shares_memory)
-        stages = [worker for worker in before.workers if worker.HasField("stage")]
-        assert sorted(processes_with_segments(worker.pid for worker in stages)) == sorted(
-            worker.pid for worker in stages
-        )
+        segments = segments_of_stages(before)
         expected = await undisturbed(client, SHORT_PROMPTS)
         streams = Streams(client, SHORT_PROMPTS, cache_salt=role)
         await streams.all_have(5)
         await cluster.kill((await cluster.places())[role])
         await ends_undisturbed(cluster, streams, expected)
-        assert (await cluster.until(shares_memory)).epoch > before.epoch
-    assert set(all_processes_with_segments()) <= set(others)
+        after = await cluster.until(shares_memory)
+        assert after.epoch > before.epoch
+        segments |= segments_of_stages(after)
+    assert not segments & segments_of_all_processes()
 
 
 async def test_streams_continue_when_a_reader_of_shared_memory_stalls(steady: Path, tmp_path: Path) -> None:
@@ -88,10 +90,9 @@ async def test_streams_continue_when_a_reader_of_shared_memory_stalls(steady: Pa
 
 
 async def test_killed_processes_leave_no_segment(steady: Path, tmp_path: Path) -> None:
-    others = all_processes_with_segments()
     async with FaultyCluster(config(steady, 2, num_stages=2, logs=tmp_path)) as cluster:
-        await cluster.until(shares_memory)
-        assert len(set(all_processes_with_segments()) - set(others)) == 2
+        segments = segments_of_stages(await cluster.until(shares_memory))
+        assert len(segments) == 1
         await cluster.kill(*cluster.worker_names)
-        assert set(all_processes_with_segments()) <= set(others)
+        assert not segments & segments_of_all_processes()
         assert not list(Path("/dev/shm").glob("*stageline*"))

@@ -18,14 +18,15 @@ from tests.traces import Tree
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 CALLER = "b7ad6b7169203331"
-NUM_CHUNKS = 4
+LEAST_CHUNKS = 4
+"""Where steps take longer than the target of `--itl-target`, chunks are smaller."""
 NUM_TOKENS = 60
 NUM_REQUESTS = 4
 
 
 @pytest.mark.full
 async def test_spans_of_all_processes_form_one_trace(tmp_path: Path) -> None:
-    """The built-in model, prompts in four chunks, each under a trace of its caller.
+    """The built-in model, prompts in four chunks or more, each under a trace of its caller.
 
     Stages and hops explain the time of every chunk and of the decodes in one request at least: that a process
     waits for a core between two readings of its clock happens to some, while a missing span lacks in all.
@@ -42,8 +43,7 @@ async def test_spans_of_all_processes_form_one_trace(tmp_path: Path) -> None:
             trees = [await _traced(cluster.address, collecting, number) for number in range(NUM_REQUESTS)]
     for tree in trees:
         _check_spans(tree)
-    shares = zip(*[[tree.unexplained_share(work) for work in _work(tree)] for tree in trees], strict=True)
-    assert max(min(of_work) for of_work in shares) < 0.05
+    assert min(max(tree.unexplained_share(work) for work in _work(tree)) for tree in trees) < 0.05
 
 
 def _work(tree: Tree) -> list[CollectedSpan]:
@@ -61,7 +61,8 @@ def _check_spans(tree: Tree) -> None:
     assert workers == {"worker-0", "worker-1", "worker-2"}
     assert len(processes) == 4
     assert tree.num_generated == NUM_TOKENS == tree.root.attributes[Attr.COMPLETION_TOKENS]
-    assert [work.name for work in _work(tree)] == [SpanName.PREFILL_CHUNK] * NUM_CHUNKS + [SpanName.DECODE]
+    assert len(tree.named(SpanName.PREFILL_CHUNK)) >= LEAST_CHUNKS
+    assert _work(tree)[-1].name == SpanName.DECODE
     for work in _work(tree):
         assert {span.attributes[Attr.WORKER] for span in tree.children(work)} == workers
 
@@ -80,14 +81,16 @@ async def _traced(address: str, collecting: Collector, number: int) -> Tree:
         )
         async for _ in call:
             pass
-    return await _tree(collecting, trace_id, num_steps=NUM_CHUNKS + NUM_TOKENS - 1)
+    return await _tree(collecting, trace_id)
 
 
-async def _tree(collecting: Collector, trace_id: str, *, num_steps: int) -> Tree:
+async def _tree(collecting: Collector, trace_id: str) -> Tree:
     def is_complete(_: object) -> bool:
+        """The request's span comes after those of its work."""
         tree = Tree.of(collecting.spans, trace_id)
         stages = tree.named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
         traced = sum(span.attributes[Attr.NUM_STEPS] for span in stages)
+        num_steps = len(tree.named(SpanName.PREFILL_CHUNK)) + NUM_TOKENS - 1
         return bool(tree.named(SpanName.GENERATE)) and traced >= 3 * num_steps
 
     await collecting.wait_until(is_complete)
