@@ -6,6 +6,7 @@ the last block boundary before the last token, where a sequence with the same pr
 
 from collections.abc import Callable, Iterable
 
+from kvcache.errors import IntegrityBroken
 from kvcache.hashing import Content
 from kvcache.sequence import ActiveSequence
 from kvcache.states import CopyState, FreeState, LiveState, SavedState, StatePool, StateSignal, TakeState
@@ -105,6 +106,7 @@ class StateLedger:
             return freed
         saved = self._apply([CopyState(sequence.state, SavedState(name), position)])
         self._contents[name] = content
+        self._drop_evicted()
         return freed + saved
 
     def end(self, sequence: ActiveSequence) -> list[StateSignal]:
@@ -118,10 +120,16 @@ class StateLedger:
         return self._apply([FreeState(SavedState(name)) for name in names])
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
-        """Check the pool; with all running `sequences`, also that they own its live states.
+        """Check the pool, and that exactly its snapshots are hits; with all running `sequences`, also that
+        they own its live states.
 
         Raises IntegrityBroken.
         """
+        if self._contents.keys() != set(self.pool.snapshots):
+            raise IntegrityBroken(
+                f"{len(self._contents)} contents of snapshots are known, the pool has {self.pool.num_snapshots}"
+                " snapshots, or others"
+            )
         owned = None
         if sequences is not None:
             owned = [sequence.state for sequence in sequences if sequence.state is not None]
@@ -140,7 +148,11 @@ class StateLedger:
     def _apply(self, signals: list[StateSignal]) -> list[StateSignal]:
         for signal in signals:
             self.pool.apply(signal)
+        self._drop_evicted()
+        return signals
+
+    def _drop_evicted(self) -> None:
+        """Forget the contents of snapshots that the pool has evicted or freed: they are no hits."""
         if len(self._contents) > self.pool.num_snapshots:
             kept = set(self.pool.snapshots)
             self._contents = {name: content for name, content in self._contents.items() if name in kept}
-        return signals

@@ -125,3 +125,16 @@ def test_a_new_epoch_begins_without_states() -> None:
     assert [begin for begin, _ in chunks_of(model, 0)].count(0) == 2
     model.drain(max_steps=30)
     model.check_all_ended()
+
+
+def test_a_snapshot_evicted_in_the_same_step_is_no_hit() -> None:
+    model = model_of(num_states=3, grid_tokens=1024)
+    for begin in (10, 30):
+        model.submit(range(begin, begin + 9), max_tokens=1)
+        model.drain(max_steps=9)
+    assert states_of(model).num_snapshots == 2
+    model.submit(range(50, 59), max_tokens=1)
+    evicted = model.submit(range(10, 19), max_tokens=1)
+    model.drain(max_steps=30)
+    assert evicted.num_cached_tokens == 0
+    model.check_all_ended()
