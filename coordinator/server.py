@@ -423,9 +423,13 @@ class CoordinatorServer:
         self._audit.close()
 
     async def _sweep(self) -> None:
+        """Sweep until cancelled; an error is logged, and the next sweep may succeed."""
         while True:
             await asyncio.sleep(self._policy.sweep_interval_s)
-            self.engine.sweep()
+            try:
+                self.engine.sweep()
+            except Exception:
+                log.exception("sweep failed: next_in_s=%g", self._policy.sweep_interval_s)
 
 
 def open_journal(path: Path, model: ServedModel) -> Journal:

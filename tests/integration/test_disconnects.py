@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stageline_rpc.v1 import cluster_pb2
-from tests.integration.calls import Caller, Reader, StatusCode, again, message
+from tests.integration.calls import Caller, Reader, StatusCode, again, message, until
 from tests.integration.cluster import TEST_POLICY, Cluster
 from tests.integration.gate import Gate
 
@@ -191,3 +191,19 @@ async def test_a_deadline_ends_a_request_without_a_reader(varied_llama: Path) ->
         attached = caller.attach(reader.received)
         assert await attached.end() is StatusCode.DEADLINE_EXCEEDED
         assert "the request deadline has passed" in attached.details
+
+
+async def test_a_sweep_that_fails_is_logged_and_the_next_ones_go_on(
+    varied_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(varied_llama) as (cluster, caller):
+        gate, engine = Gate(cluster), cluster.server.engine
+        with monkeypatch.context() as fault:
+            fault.setattr(engine, "sweep", lambda: 1 // 0)
+            await until(lambda: caplog.text.count("sweep failed") > 1)
+        reader = caller.generate(message([3, 1, 4], 200, keep_s=60.0), timeout_s=0.6)
+        await reader.until(3)
+        gate.close()
+        await cluster.wait_status(has(cancelled=1))
+        gate.open()
+        await cluster.wait_drained()
