@@ -18,6 +18,10 @@ class SourceUnavailable(SourceError):
         self.retry_after_s = retry_after_s
 
 
+class RequestAborted(SourceUnavailable):
+    """`WeightSource.abort` of this process ended the request."""
+
+
 class SourceRefused(SourceError):
     """The source needs other credentials, or lacks the model or a file."""
 
