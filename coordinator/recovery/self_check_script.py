@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.kv_manager import KvCacheManager
-from kvcache import ActiveSequence, OutOfBlocks, salt_of
+from kvcache import ActiveSequence, OutOfBlocks, OutOfStates, salt_of
 from wire.ids import CHECK_REQUEST, SequenceKey
 from wire.reference import MAX_TEXT_TOKENS, NUM_TEXTS, NUM_TOP, Text, check_text
 from wire.sampling import StepSampling
@@ -245,7 +245,7 @@ class _Writer:
             if live.num_computed < live.num_prompt_tokens:
                 return self._kv.allocate(live.key, live.active, end, first_query=live.num_computed)
             self._kv.push(live.key, live.active, live.tokens[live.num_computed])
-        except OutOfBlocks:
+        except (OutOfBlocks, OutOfStates):
             return 0
         return end
 

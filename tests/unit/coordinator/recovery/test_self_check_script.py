@@ -41,6 +41,7 @@ def script_for(made: Plan, *, window: int | None = None, first_step_id: int = 0)
         num_blocks=made.num_blocks,
         block_size=made.block_size,
         window=(window and KvWindow(window, made.limits.max_step_tokens)) or None,
+        num_states=made.num_states,
     )
     script = write_script(made, 7, texts_for(made, VOCAB_SIZE), kv, first_step_id=first_step_id)
     kv.check_integrity([])
@@ -178,3 +179,10 @@ def test_the_request_id_of_a_check_is_unique() -> None:
     assert {
         part.sequence.request_id for scripted in script_for(plan()).steps for part in scripted.step.slices
     } == {CHECK_REQUEST}
+
+
+@pytest.mark.parametrize("num_states", [2, 3, 4, 64])
+def test_a_plan_with_few_states_has_a_script(num_states: int) -> None:
+    script = script_for(replace(plan(), num_states=num_states))
+    slices = [part for scripted in script.steps for part in scripted.step.slices]
+    assert {isinstance(part.inference_step, Decode) for part in slices} == {True, False}
