@@ -353,8 +353,9 @@ class MemoryReceiver:
 
     def open(self, connection: socket.socket, segment: SharedSegment) -> None:
         """Use the segment of the sender that proved to know the secret. Raises OSError."""
-        self._socket, self._segment = connection, segment
         connection.send(self.key.answer())
+        # Without an answer the sender takes another way, and this end must not count as open.
+        self._socket, self._segment = connection, segment
 
     async def take(self, notice: PayloadNotice) -> ArrivedPayload:
         """The payload that a frame names; it was written before the frame was sent.

@@ -219,6 +219,15 @@ async def test_a_receiver_that_ends_fails_waiting_senders() -> None:
             await sender.send(b"x")
 
 
+async def test_a_sender_that_has_gone_before_the_answer_opens_nothing() -> None:
+    async with hop() as to:
+        sender = MemorySender(to.receiver.offer, to.receiver.key)
+        sender._connect()
+        sender.close()
+        await until(lambda: to.num_refused == 1)
+        assert not to.receiver.is_open
+
+
 async def test_what_was_written_can_be_taken_when_the_sender_has_gone() -> None:
     async with hop() as to:
         async with opened(to) as sender:
