@@ -49,8 +49,11 @@ class Links:
 
     @cached_property
     def typical(self) -> Link:
-        """Stands for links that were not measured. Raises ValueError without any link."""
-        links = self._links.values()
+        """Stands for links that were not measured, from links between hosts.
+
+        Raises ValueError without such a link.
+        """
+        links = [link for link in self._links.values() if link is not SAME_HOST]
         rates = [link.bytes_per_s for link in links if link.bytes_per_s]
         return Link(
             round_trip_s=median(link.round_trip_s for link in links),

@@ -72,6 +72,15 @@ def test_workers_with_a_common_name_of_their_host_are_near() -> None:
     assert not table.between({"a": {"domain"}, "b": {"domain"}})
 
 
+def test_an_unmeasured_link_is_as_the_links_between_hosts() -> None:
+    table = LinkTable()
+    table.put("a", {"far": SLOW})
+    hosts = {name: {"10.0.0.1"} for name in "abcde"} | {"far": {"10.0.0.2"}}
+    links = table.between(hosts)
+    assert links.typical == SLOW, "ten links within the host are no sample"
+    assert links.hop_s("b", "far", NUM_BYTES) == SLOW.transfer_s(NUM_BYTES)
+
+
 def test_a_smaller_wire_dtype_is_advised_where_it_saves_much() -> None:
     shape = 512, 4096
     told = "a step of 512 tokens takes 419 ms, 210 ms with --wire-dtype int8"
