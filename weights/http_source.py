@@ -41,6 +41,8 @@ MAX_REDIRECTS = 5
 NUM_HEADS = 8
 """HEAD requests at a time."""
 MAX_READ = 1024 * 1024
+MAX_RETRY_AFTER_S = 300.0
+"""Longest wait that a server may ask for."""
 MIN_WINDOW_BYTES = 64 * 1024
 """Minimum of a connection within its timeout, else it counts as stalled."""
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -478,13 +480,15 @@ def _validator(response: http.client.HTTPResponse) -> str:
 
 
 def _retry_after_s(text: str) -> float | None:
-    """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3)."""
-    if text.isdecimal():
-        return float(text)
+    """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3).
+
+    At most MAX_RETRY_AFTER_S.
+    """
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time())
-    except ValueError:
+        wait_s = float(text) if text.isdecimal() else parsedate_to_datetime(text).timestamp() - time()
+    except (ValueError, OverflowError):
         return None
+    return min(max(0.0, wait_s), MAX_RETRY_AFTER_S)
 
 
 def _shown(url: str) -> str:

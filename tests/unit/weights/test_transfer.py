@@ -213,6 +213,19 @@ def test_a_server_that_is_gone_is_given_up(server: RangeServer, tmp_path: Path) 
             fetch.run(layer_names(0))
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "99999999999", "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_a_long_wait_of_a_busy_source_is_bounded(server: RangeServer, text: str) -> None:
+    def refuse(handler: Handler, request: Request) -> bool:
+        handler.answer(429, {"Retry-After": text})
+        return True
+
+    server.misbehave = refuse
+    with closing(HttpSource(remote_model(server.url))) as source:
+        with pytest.raises(SourceUnavailable) as caught:
+            source.find(["config.json"])
+        assert caught.value.retry_after_s == 300.0
+
+
 class Cancelled(Exception):
     """Raised by the `check` of a test."""
 
