@@ -69,8 +69,9 @@ class TensorCache:
         OSError.
         """
         folder = self.directory / MODELS_FOLDER / pins.key
-        fetch_metadata(source, pins, folder, has_text=False, check=check)
+        folder.mkdir(mode=0o700, exist_ok=True)
         write_pins(folder / PINS_FILE, pins)
+        fetch_metadata(source, pins, folder, has_text=False, check=check)
         if pins.key not in self._models:
             self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
         return self._models[pins.key]

@@ -13,8 +13,10 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
-from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES
+from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES, replace_file
 from checkpoint.headers import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
@@ -35,6 +37,8 @@ NUM_READERS = 8
 FILES_FOLDER = "files"
 """In the folder of a model: the checkpoint's directory."""
 _LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
+HASHES_FOLDER = "hashes"
+"""In the folder of a model: a record for each small file and header."""
 CHECK_S = 0.2
 """Time between two looks at cancellation."""
 NUM_TRIES = 5
@@ -110,7 +114,7 @@ def fetch_file(
 def _fetch_missing(
     source: WeightSource, wanted: Iterable[PinnedFile], directory: Path, check: Callable[[], None]
 ) -> None:
-    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
+    missing = [file for file in wanted if not _is_complete(directory, file)]
     ending = threading.Event()
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights-metadata") as pool:
         fetches = {pool.submit(_fetch_file, source, file, directory, ending) for file in missing}
@@ -132,12 +136,54 @@ def _fetch_missing(
 def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event) -> None:
     is_sparse = file.name.endswith(".safetensors")
     content = _read_header(source, file, ending) if is_sparse else read_small(source, file, ending)
-    _write(directory / file.name, content, size_bytes=file.size_bytes)
+    path = directory / file.name
+    if is_sparse and _has_size(path, file):
+        _repair(path, content)
+    else:
+        _write(path, content, size_bytes=file.size_bytes)
+    record = _record(directory, file.name)
+    record.parent.mkdir(mode=0o700, exist_ok=True)
+    replace_file(record, f"{len(content)} {xxhash.xxh3_128_hexdigest(content)}")
 
 
-def _is_complete(path: Path, file: PinnedFile) -> bool:
-    """A file of the right size: it was renamed after it was written."""
+def damaged_metadata(pins: Pins, folder: Path) -> list[str]:
+    """Files whose content, or whose header, is not what was fetched. Raises OSError."""
+    directory = folder / FILES_FOLDER
+    return [
+        file.name
+        for file in pins.files
+        if (directory / file.name).is_file()
+        and _record(directory, file.name).is_file()
+        and not _is_recorded(directory, file)
+    ]
+
+
+def _is_complete(directory: Path, file: PinnedFile) -> bool:
+    """Whether a file has its size and the content that was fetched."""
+    if not _has_size(directory / file.name, file) or not _record(directory, file.name).is_file():
+        return False
+    if _is_recorded(directory, file):
+        return True
+    log.warning("%s differs from the recorded hash: fetched again", directory / file.name)
+    return False
+
+
+def _has_size(path: Path, file: PinnedFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes
+
+
+def _record(directory: Path, name: str) -> Path:
+    """The length of the content, or of the header, of a file, and its XXH3-128: beside the checkpoint."""
+    return directory.parent / HASHES_FOLDER / name
+
+
+def _is_recorded(directory: Path, file: PinnedFile) -> bool:
+    length, _, digest = _record(directory, file.name).read_bytes().partition(b" ")
+    path = directory / file.name
+    if not _has_size(path, file) or not length.isdigit() or int(length[:20]) > file.size_bytes:
+        return False
+    with path.open("rb") as opened:
+        return xxhash.xxh3_128_hexdigest(opened.read(int(length))).encode() == digest
 
 
 def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event | None = None) -> bytes:
@@ -192,6 +238,17 @@ def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _repair(path: Path, header: bytes) -> None:
+    """Write a header again in its place: the tensors behind it stay, and those who have the file open see it.
+
+    Raises CacheFull when the disk is.
+    """
+    with full_disk_named(path.parent, path.name, len(header)), path.open("r+b") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

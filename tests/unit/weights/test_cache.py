@@ -24,6 +24,7 @@ from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_sha
 from weights.cache import SERVED_FILE, TensorCache
 from weights.cached_model import disk_bytes
 from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
+from weights.metadata import damaged_metadata
 
 LAYER_BYTES = 4 * 42_500
 FIRST = "model-00001-of-00002.safetensors"
@@ -167,6 +168,26 @@ def test_a_flipped_byte_in_the_cache_is_named_and_fetched_again(
             sent = fetch.run(ALL)
         assert "tensor model.layers.4.b differs from the recorded hash" in caplog.text
         assert sent == fetch.size(["model.layers.4.b"]) and not fetch.wrong(ALL)
+
+
+def test_damaged_metadata_is_named_and_fetched_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(layer_names(0))
+        directory = fetch.model.directory
+    names = (FIRST, "config.json")
+    for name in names:
+        flip(directory / name, 1)
+    folder = directory.parent
+    assert sorted(damaged_metadata(fetch.pins, folder)) == sorted(["config.json", FIRST])
+    with Fetch(server, tmp_path / "cache") as again:
+        for name in names:
+            assert f"{name} differs from the recorded hash: fetched again" in caplog.text
+        assert not damaged_metadata(again.pins, folder)
+        assert (directory / "config.json").read_bytes() == (server.directory / "config.json").read_bytes()
+        assert again.run(layer_names(0)) == 0, "tensors behind the header stay"
+        assert not again.wrong(layer_names(0))
 
 
 def test_a_limit_of_file_sizes_is_named(server: RangeServer, tmp_path: Path) -> None:
