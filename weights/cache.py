@@ -81,11 +81,17 @@ class TensorCache:
         return self._models.get(pins.key)
 
     def record_served(self, pins: Pins, tensors: Collection[str]) -> None:
-        """Remember the tensors that a stage is loaded from, also for the next process. Raises OSError."""
+        """Remember the tensors that a stage is loaded from, also for the next process.
+
+        A disk that refuses is a warning: only a prefetch needs them.
+        """
         served = json.dumps({"key": pins.key, "tensors": sorted(tensors)})
         path = self.directory / SERVED_FILE
-        if not path.exists() or path.read_text() != served:
-            replace_file(path, served)
+        try:
+            if not path.exists() or path.read_bytes() != served.encode():
+                replace_file(path, served)
+        except OSError as error:
+            log.warning("a prefetch may evict the layers of this stage, %s is not written: %s", path, error)
 
     def make_room(
         self, num_bytes: int, model: CachedModel, tensors: Collection[str], *, keeps_served: bool = False
