@@ -127,8 +127,8 @@ class StateLedger:
         """
         if self._contents.keys() != set(self.pool.snapshots):
             raise IntegrityBroken(
-                f"{len(self._contents)} contents of snapshots are known, the pool has {self.pool.num_snapshots}"
-                " snapshots, or others"
+                f"{len(self._contents)} contents of snapshots are known, the pool has"
+                f" {self.pool.num_snapshots} snapshots, or others"
             )
         owned = None
         if sequences is not None:

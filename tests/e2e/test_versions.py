@@ -63,12 +63,7 @@ async def test_a_worker_is_refused_by_a_coordinator_of_the_previous_protocol(
         address = await head.listening_address(timeout_s=START_TIMEOUT_S)
         new = await run_stageline("worker", "--coordinator", address, *MOCK_WORKER)
         assert new.code == 1
-        # A coordinator looks for fields that it does not know before it compares versions.
-        refusals = (
-            f"expected {previous.protocol_version}, got {PROTOCOL_VERSION}",
-            "WorkerHello has field 18, unknown to this version",
-        )
-        assert any(refusal in new.stderr for refusal in refusals)
+        assert f"expected {previous.protocol_version}, got {PROTOCOL_VERSION}" in new.stderr
 
 
 async def test_clients_and_gateways_of_the_previous_protocol_are_served(
