@@ -247,7 +247,8 @@ class _Connection:
         check_server: Callable[[ssl.SSLSocket], None] | None = None,
     ) -> None:
         self._connection: Any = connection
-        self._connection._create_connection = self._dial  # there is no public way to give it a socket
+        # There is no public way to give it a socket.
+        vars(connection)["_create_connection"] = self._dial
         self._on_end, self._check_server = on_end, check_server
         self._is_fresh = True
         self._lock = threading.Lock()

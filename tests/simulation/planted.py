@@ -160,7 +160,7 @@ def a_stage_keeps_its_pool_in_a_new_epoch() -> Iterator[None]:
 
 @_bug
 def checksums_of_payloads_are_not_compared() -> Iterator[None]:
-    with patch.object(wire.payloads, "_check", lambda arrived, notice: None):
+    with patch.object(wire.payloads, "check_payload", lambda arrived, notice: None):
         yield
 
 

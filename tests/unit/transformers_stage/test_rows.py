@@ -24,6 +24,7 @@ from transformers_stage.stage import TransformersStage
 QUICK = ("gemma2", "gpt_oss", "granite", "cohere2")
 """Caps, sinks and experts, multipliers of both ends, layers without rotation."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 CUTS = (1, 2, 3, 4)
 
 
@@ -54,6 +55,8 @@ def refused_because(family: str) -> str | None:
     """The text of the error of families that only native layers serve."""
     if family in LATENT:
         return r"layer 0: (queries of|latents are kept)|has no causal language model of it|cannot be examined"
+    if family in RECURRENT:
+        return "layers keep recurrent state, which has no pages"
     return "'longrope' depend on the sequences" if family == "phi3" else None
 
 
