@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from checkpoint.files import read_json_object, replace_file
 from checkpoint.pins import PinnedFile, Pins
 from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
-from weights.metadata import fetch_metadata, free_bytes, no_check
+from weights.metadata import fetch_metadata, free_bytes
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import WeightSource
 from wire.sizes import format_size
@@ -62,16 +62,11 @@ class TensorCache:
         self._models.clear()
         os.close(self._lock)
 
-    def model(self, source: WeightSource, pins: Pins, *, check: Callable[[], None] = no_check) -> CachedModel:
-        """The model at this version, with config and headers at least.
-
-        `check` is called several times a second; its exceptions end the fetch. Raises CheckpointError and
-        OSError.
-        """
+    def model(self, source: WeightSource, pins: Pins) -> CachedModel:
+        """The model at this version, with config and headers at least. Raises CheckpointError and OSError."""
         folder = self.directory / MODELS_FOLDER / pins.key
-        folder.mkdir(mode=0o700, exist_ok=True)
+        fetch_metadata(source, pins, folder, has_text=False)
         write_pins(folder / PINS_FILE, pins)
-        fetch_metadata(source, pins, folder, has_text=False, check=check)
         if pins.key not in self._models:
             self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
         return self._models[pins.key]
@@ -81,17 +76,11 @@ class TensorCache:
         return self._models.get(pins.key)
 
     def record_served(self, pins: Pins, tensors: Collection[str]) -> None:
-        """Remember the tensors that a stage is loaded from, also for the next process.
-
-        A disk that refuses is a warning: only a prefetch needs them.
-        """
+        """Remember the tensors that a stage is loaded from, also for the next process. Raises OSError."""
         served = json.dumps({"key": pins.key, "tensors": sorted(tensors)})
         path = self.directory / SERVED_FILE
-        try:
-            if not path.exists() or path.read_bytes() != served.encode():
-                replace_file(path, served)
-        except OSError as error:
-            log.warning("a prefetch may evict the layers of this stage, %s is not written: %s", path, error)
+        if not path.exists() or path.read_text() != served:
+            replace_file(path, served)
 
     def make_room(
         self, num_bytes: int, model: CachedModel, tensors: Collection[str], *, keeps_served: bool = False

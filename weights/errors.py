@@ -18,10 +18,6 @@ class SourceUnavailable(SourceError):
         self.retry_after_s = retry_after_s
 
 
-class RequestAborted(SourceUnavailable):
-    """`WeightSource.abort` of this process ended the request."""
-
-
 class SourceRefused(SourceError):
     """The source needs other credentials, or lacks the model or a file."""
 

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from time import monotonic, time
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from checkpoint.pins import PinnedFile
 from weights.errors import (
     RangeNotHeld,
     RangesIgnored,
-    RequestAborted,
     SourceChanged,
     SourceError,
     SourceRefused,
@@ -41,8 +40,6 @@ MAX_REDIRECTS = 5
 NUM_HEADS = 8
 """HEAD requests at a time."""
 MAX_READ = 1024 * 1024
-MAX_RETRY_AFTER_S = 300.0
-"""Longest wait that a server may ask for."""
 MIN_WINDOW_BYTES = 64 * 1024
 """Minimum of a connection within its timeout, else it counts as stalled."""
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -84,7 +81,6 @@ class HttpRanges:
         self._proxies = urllib.request.getproxies() if uses_proxies else {}
         self._check_server = check_server
         self._idle: dict[tuple[str, str], list[_Connection]] = {}
-        self._busy: set[_Connection] = set()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -94,16 +90,6 @@ class HttpRanges:
             self._idle.clear()
         for connection in idle:
             connection.close()
-
-    def abort(self) -> None:
-        """End the requests of other threads, whatever they wait for; they raise RequestAborted.
-
-        Looking up a name takes its time.
-        """
-        with self._lock:
-            busy = list(self._busy)
-        for connection in busy:
-            connection.abort()
 
     def head(self, url: str) -> FileHead | None:
         """Size and validator of a file; None if there is none. Raises SourceError."""
@@ -200,20 +186,17 @@ class HttpRanges:
         raise SourceRefused(f"{shown} redirects more than {MAX_REDIRECTS} times")
 
     def _connection(self, parts: SplitResult) -> _Connection:
-        """An idle connection to a host, or a new one; it is busy until it is kept or closed."""
+        """An idle connection to a host, or a new one."""
         key = (parts.scheme, parts.netloc)
-
-        def on_end(connection: _Connection, *, is_usable: bool) -> None:
-            with self._lock:
-                self._busy.discard(connection)
-                if is_usable:
-                    self._idle.setdefault(key, []).append(connection)
-
         with self._lock:
-            idle = self._idle.get(key)
-            connection = idle.pop() if idle else _Connection(self._new(parts), on_end, self._check_server)
-            self._busy.add(connection)
-            return connection
+            if idle := self._idle.get(key):
+                return idle.pop()
+
+        def on_idle(connection: _Connection) -> None:
+            with self._lock:
+                self._idle.setdefault(key, []).append(connection)
+
+        return _Connection(self._new(parts), on_idle, self._check_server)
 
     def _new(self, parts: SplitResult) -> http.client.HTTPConnection:
         host, port = parts.hostname or "", parts.port
@@ -231,30 +214,17 @@ class HttpRanges:
         return tunnel
 
 
-class _OnEnd(Protocol):
-    """Takes a connection that no request uses any longer; one that is not usable is closed."""
-
-    def __call__(self, connection: _Connection, *, is_usable: bool) -> None: ...
-
-
 class _Connection:
-    """A connection that is used by one request after the other, until it is closed or aborted."""
+    """A connection that is used by one request after the other."""
 
     def __init__(
         self,
         connection: http.client.HTTPConnection,
-        on_end: _OnEnd,
+        on_idle: Callable[[_Connection], None],
         check_server: Callable[[ssl.SSLSocket], None] | None = None,
     ) -> None:
-        self._connection: Any = connection
-        # There is no public way to give it a socket.
-        vars(connection)["_create_connection"] = self._dial
-        self._on_end, self._check_server = on_end, check_server
+        self._connection, self._on_idle, self._check_server = connection, on_idle, check_server
         self._is_fresh = True
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        """A second handle of the socket, since TLS takes the first one while it shakes hands."""
-        self.is_aborted = False
 
     def send(self, method: str, parts: SplitResult, headers: Headers, shown: str) -> http.client.HTTPResponse:
         """Raises SourceUnavailable."""
@@ -265,14 +235,11 @@ class _Connection:
             try:
                 self._connect()
                 self._connection.request(method, target, headers=sent)
-                response: http.client.HTTPResponse = self._connection.getresponse()
-                return response
+                return self._connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                self._disconnect()
-                if was_fresh or self.is_aborted:
-                    self.close()
-                    kind = RequestAborted if self.is_aborted else SourceUnavailable
-                    raise kind(f"{shown} does not respond: {_reason(error)}") from error
+                self.close()
+                if was_fresh:
+                    raise SourceUnavailable(f"{shown} does not respond: {_reason(error)}") from error
 
     def _connect(self) -> None:
         """Connect unless it is, and check the server before anything is sent."""
@@ -287,64 +254,22 @@ class _Connection:
                 self.close()
                 raise
 
-    def _dial(self, address: tuple[str, int], timeout_s: float, _source: None) -> socket.socket:
-        """Connect to the first address of a host that answers, unless `abort` ends it. Raises OSError."""
-        failure = OSError(f"{address[0]} has no address")
-        for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                self._register(sock)
-                sock.settimeout(timeout_s)
-                sock.connect(place)
-                return sock
-            except OSError as error:
-                sock.close()
-                failure = error
-        raise failure
-
-    def _register(self, sock: socket.socket) -> None:
-        """Raises ConnectionAbortedError."""
-        with self._lock:
-            if self.is_aborted:
-                raise ConnectionAbortedError("aborted")
-            self._forget_socket()
-            self._socket = sock.dup()
-
-    def _forget_socket(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
     def keep(self) -> None:
         """The response was read to its end: the next request may use the connection."""
-        if self.is_aborted:
-            self.close()
-            return
         self._is_fresh = self._connection.sock is None
-        if self._is_fresh:
-            self._disconnect()
-        self._on_end(self, is_usable=True)
-
-    def _disconnect(self) -> None:
-        self._connection.close()
-        self._is_fresh = True
-        with self._lock:
-            self._forget_socket()
+        self._on_idle(self)
 
     def close(self) -> None:
-        """No further request uses the connection."""
-        self._disconnect()
-        self._on_end(self, is_usable=False)
+        self._connection.close()
+        self._is_fresh = True
 
     def abort(self) -> None:
-        """End the request of another thread. The connection is not used again."""
-        with self._lock:
-            self.is_aborted = True
-            if self._socket is not None:
-                try:
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # it has ended by itself
+        """Let a read in another thread end."""
+        if (sock := self._connection.sock) is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it has ended by itself
 
 
 class _HttpBody(RangeBody):
@@ -384,8 +309,9 @@ class _HttpBody(RangeBody):
         self._window_began_s, self._window_bytes = now_s, 0
 
     def _ended(self, reason: str) -> SourceUnavailable:
-        kind = RequestAborted if self._connection.is_aborted else SourceUnavailable
-        return kind(f"{self._shown} ended after {self._received} of {self._expected} bytes: {reason}")
+        return SourceUnavailable(
+            f"{self._shown} ended after {self._received} of {self._expected} bytes: {reason}"
+        )
 
     def close(self) -> None:
         if self._received == self._expected:
@@ -393,6 +319,9 @@ class _HttpBody(RangeBody):
             self._connection.keep()
         else:
             self._connection.close()
+
+    def abort(self) -> None:
+        self._connection.abort()
 
 
 def _redirected(url: str, response: http.client.HTTPResponse, shown: str, *, allows_http: bool) -> str:
@@ -481,15 +410,13 @@ def _validator(response: http.client.HTTPResponse) -> str:
 
 
 def _retry_after_s(text: str) -> float | None:
-    """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3).
-
-    At most MAX_RETRY_AFTER_S.
-    """
+    """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3)."""
+    if text.isdecimal():
+        return float(text)
     try:
-        wait_s = float(text) if text.isdecimal() else parsedate_to_datetime(text).timestamp() - time()
-    except (ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time())
+    except ValueError:
         return None
-    return min(max(0.0, wait_s), MAX_RETRY_AFTER_S)
 
 
 def _shown(url: str) -> str:
@@ -543,9 +470,6 @@ class HttpSource(WeightSource):
 
     def close(self) -> None:
         self._ranges.close()
-
-    def abort(self) -> None:
-        self._ranges.abort()
 
     def _find(self, name: str) -> PinnedFile | None:
         head = self._ranges.head(self._url(name))

@@ -6,17 +6,14 @@ import errno
 import logging
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
-
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
-from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES, replace_file
+from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES
 from checkpoint.headers import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
@@ -37,10 +34,6 @@ NUM_READERS = 8
 FILES_FOLDER = "files"
 """In the folder of a model: the checkpoint's directory."""
 _LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
-HASHES_FOLDER = "hashes"
-"""In the folder of a model: a record for each small file and header."""
-CHECK_S = 0.2
-"""Time between two looks at cancellation."""
 NUM_TRIES = 5
 """Of a small file; the transfer of weights is more patient."""
 
@@ -85,140 +78,73 @@ def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
     return shards
 
 
-def no_check() -> None:
-    """The `check` of a fetch that is not cancelled."""
-
-
-def fetch_metadata(
-    source: WeightSource, pins: Pins, folder: Path, *, has_text: bool, check: Callable[[], None] = no_check
-) -> Path:
+def fetch_metadata(source: WeightSource, pins: Pins, folder: Path, *, has_text: bool) -> Path:
     """Fetch what `folder` lacks of config, headers and, with `has_text`, tokenizer. Return the directory.
 
-    Files appear whole or not at all, so processes may do this at the same time. `check` is called several
-    times a second by this thread; its exceptions end the fetch. Raises SourceError and CheckpointError.
+    Files appear whole or not at all, so processes may do this at the same time. Raises SourceError and
+    CheckpointError.
     """
     directory = folder / FILES_FOLDER
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     wanted = [file for file in pins.files if has_text or file.name not in TOKENIZER_FILES]
-    _fetch_missing(source, wanted, directory, check)
+    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
+
+    def fetch(file: PinnedFile) -> None:
+        _fetch_file(source, file, directory)
+
+    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights-metadata") as pool:
+        for _ in pool.map(fetch, missing):
+            pass
     return directory
 
 
-def fetch_file(
-    source: WeightSource, pins: Pins, name: str, directory: Path, *, check: Callable[[], None] = no_check
-) -> None:
+def fetch_file(source: WeightSource, pins: Pins, name: str, directory: Path) -> None:
     """Fetch one more small file, if the checkpoint has it. Raises like `fetch_metadata`."""
-    _fetch_missing(source, [file for file in pins.files if file.name == name], directory, check)
+    for file in pins.files:
+        if file.name == name and not _is_complete(directory / name, file):
+            _fetch_file(source, file, directory)
 
 
-def _fetch_missing(
-    source: WeightSource, wanted: Iterable[PinnedFile], directory: Path, check: Callable[[], None]
-) -> None:
-    missing = [file for file in wanted if not _is_complete(directory, file)]
-    ending = threading.Event()
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights-metadata") as pool:
-        fetches = {pool.submit(_fetch_file, source, file, directory, ending) for file in missing}
-        try:
-            left = fetches
-            while left:
-                done, left = wait(left, CHECK_S, FIRST_COMPLETED)
-                for fetch in done:
-                    fetch.result()
-                check()
-        finally:
-            ending.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            while wait(fetches, 0.0).not_done:
-                source.abort()
-                wait(fetches, CHECK_S)
-
-
-def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event) -> None:
+def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path) -> None:
     is_sparse = file.name.endswith(".safetensors")
-    content = _read_header(source, file, ending) if is_sparse else read_small(source, file, ending)
-    path = directory / file.name
-    if is_sparse and _has_size(path, file):
-        _repair(path, content)
-    else:
-        _write(path, content, size_bytes=file.size_bytes)
-    record = _record(directory, file.name)
-    record.parent.mkdir(mode=0o700, exist_ok=True)
-    replace_file(record, f"{len(content)} {xxhash.xxh3_128_hexdigest(content)}")
+    content = _read_header(source, file) if is_sparse else read_small(source, file)
+    _write(directory / file.name, content, size_bytes=file.size_bytes)
 
 
-def damaged_metadata(pins: Pins, folder: Path) -> list[str]:
-    """Files whose content, or whose header, is not what was fetched. Raises OSError."""
-    directory = folder / FILES_FOLDER
-    return [
-        file.name
-        for file in pins.files
-        if (directory / file.name).is_file()
-        and _record(directory, file.name).is_file()
-        and not _is_recorded(directory, file)
-    ]
-
-
-def _is_complete(directory: Path, file: PinnedFile) -> bool:
-    """Whether a file has its size and the content that was fetched."""
-    if not _has_size(directory / file.name, file) or not _record(directory, file.name).is_file():
-        return False
-    if _is_recorded(directory, file):
-        return True
-    log.warning("%s differs from the recorded hash: fetched again", directory / file.name)
-    return False
-
-
-def _has_size(path: Path, file: PinnedFile) -> bool:
+def _is_complete(path: Path, file: PinnedFile) -> bool:
+    """A file of the right size: it was renamed after it was written."""
     return path.is_file() and path.stat().st_size == file.size_bytes
 
 
-def _record(directory: Path, name: str) -> Path:
-    """The length of the content, or of the header, of a file, and its XXH3-128: beside the checkpoint."""
-    return directory.parent / HASHES_FOLDER / name
-
-
-def _is_recorded(directory: Path, file: PinnedFile) -> bool:
-    length, _, digest = _record(directory, file.name).read_bytes().partition(b" ")
-    path = directory / file.name
-    if not _has_size(path, file) or not length.isdigit() or int(length[:20]) > file.size_bytes:
-        return False
-    with path.open("rb") as opened:
-        return xxhash.xxh3_128_hexdigest(opened.read(int(length))).encode() == digest
-
-
-def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event | None = None) -> bytes:
-    """All of a file other than weights; `ending` ends waits. Raises FileTooLarge and SourceError."""
+def read_small(source: WeightSource, file: PinnedFile) -> bytes:
+    """All of a file other than weights. Raises FileTooLarge and SourceError."""
     limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
     if file.size_bytes > limit:
         raise FileTooLarge(f"{source.location}/{file.name} has {file.size_bytes} bytes, the limit is {limit}")
-    return _patiently(lambda: source.read(file, 0, file.size_bytes), ending or threading.Event())
+    return _patiently(lambda: source.read(file, 0, file.size_bytes))
 
 
-def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event) -> bytes:
+def _read_header(source: WeightSource, file: PinnedFile) -> bytes:
     """The length of the header and the header of a safetensors file."""
     where = f"{source.location}/{file.name}"
     if file.size_bytes < 8:
         raise BadHeader(f"{where} has {file.size_bytes} bytes, too few for a safetensors header")
-    prefix = _patiently(lambda: source.read(file, 0, 8), ending)
+    prefix = _patiently(lambda: source.read(file, 0, 8))
     length = int.from_bytes(prefix, "little")
     if length > min(MAX_HEADER_BYTES, file.size_bytes - 8):
         raise BadHeader(f"{where} claims a header of {length} bytes in a file of {file.size_bytes} bytes")
-    return prefix + _patiently(lambda: source.read(file, 8, 8 + length), ending)
+    return prefix + _patiently(lambda: source.read(file, 8, 8 + length))
 
 
-def _patiently(
-    read: Callable[[], bytes], ending: threading.Event, policy: TransferPolicy = DEFAULT_TRANSFER
-) -> bytes:
-    """Try again while the source is unavailable, until `ending` is set. Raises its last error."""
+def _patiently(read: Callable[[], bytes], policy: TransferPolicy = DEFAULT_TRANSFER) -> bytes:
+    """Try again while the source is unavailable. Raises its last error."""
     for num_failures in range(1, NUM_TRIES):
         try:
             return read()
         except SourceUnavailable as error:
             wait_s = min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s)
-            if not ending.is_set():
-                log.info("%s: trying again in %.1f s", error, wait_s)
-            if ending.wait(wait_s):
-                raise
+            log.info("%s: trying again in %.1f s", error, wait_s)
+            time.sleep(wait_s)
     return read()
 
 
@@ -238,17 +164,6 @@ def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _repair(path: Path, header: bytes) -> None:
-    """Write a header again in its place: the tensors behind it stay, and those who have the file open see it.
-
-    Raises CacheFull when the disk is.
-    """
-    with full_disk_named(path.parent, path.name, len(header)), path.open("r+b") as file:
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

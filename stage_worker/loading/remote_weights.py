@@ -19,7 +19,7 @@ from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
 from weights.cache import TensorCache
 from weights.cached_model import CachedModel
-from weights.errors import CacheFull, RequestAborted, SourceChanged, SourceError
+from weights.errors import CacheFull, SourceChanged, SourceError
 from weights.fetching import TensorFetcher
 from weights.location import remote_model
 from weights.metadata import fetch_file
@@ -140,11 +140,9 @@ class RemoteWeights:
         connections = PeerConnections(model.fingerprint, self._sharing.context())
         origin = _origin(model, connections)
         with closing(origin), _change_is_final():
-            cached = cache.model(origin, pins, check=lambda: progress.advance(0))
+            cached = cache.model(origin, pins)
             if has_head:
-                fetch_file(
-                    *(origin, pins, TOKENIZER_FILE, cached.directory), check=lambda: progress.advance(0)
-                )
+                fetch_file(origin, pins, TOKENIZER_FILE, cached.directory)
         checkpoint = Checkpoint.open(cached.directory, pins=pins)
         if checkpoint.fingerprint == model.fingerprint:
             held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))
@@ -192,8 +190,6 @@ def _tracked(trackers: Sequence[str], connections: PeerConnections) -> Iterator[
     for address in trackers:
         try:
             yield from connections.ask_tracker(address)
-        except RequestAborted:
-            raise
         except SourceError as error:
             log.warning("no workers of the coordinator with weights at %s are asked: %s", address, error)
 

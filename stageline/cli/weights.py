@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -18,7 +18,6 @@ import typer
 
 from checkpoint import Checkpoint, CheckpointError, DType, stage_tensor_names
 from checkpoint.headers import read_headers
-from checkpoint.pins import Pins
 from stageline.cli.options import CommandFailed, Json, build_config, option_parser
 from weights.cache import MODELS_FOLDER, PINS_FILE, TensorCache, read_pins, stored_keys
 from weights.cached_model import CachedModel, disk_bytes
@@ -32,7 +31,6 @@ from weights.manifest import (
     read_manifest,
     write_manifest,
 )
-from weights.metadata import damaged_metadata
 from weights.pieces import DEFAULT_TRANSFER
 from weights.progress import FetchProgress, progress_text
 from weights.remote import RemoteCheckpoint, open_remote
@@ -245,14 +243,11 @@ def _fetch(cache: TensorCache, remote: RemoteCheckpoint, names: list[str]) -> in
 def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
     """List the models in a cache: layers, sizes on the disk, and last use."""
     with _failures(), closing(_existing(cache_dir)):
-        rows = [_describe(found) for found in _models(cache_dir)]
+        rows = [_describe(key, folder, model) for key, folder, model in _models(cache_dir)]
     if as_json:
         print(json.dumps(rows, indent=2))
         return ExitCode.DONE
     for row in rows:
-        if row["is_incomplete"]:
-            print(_incomplete(row["key"]))
-            continue
         print(f"{row['key']}  {row['source']}")
         print(f"  {format_size(row['disk_bytes'])}, {row['verified']} of {row['tensors']} tensors verified")
         for unit in row["units"]:
@@ -263,18 +258,13 @@ def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
     return ExitCode.DONE
 
 
-def _describe(found: _Stored) -> dict[str, Any]:
-    """One row of `ls`; without pins or headers it says nothing of tensors."""
-    model = found.model
-    units = {} if model is None else model.units()
+def _describe(key: str, folder: Path, model: CachedModel) -> dict[str, Any]:
+    units = model.units()
     tensors = [tensor for names in units.values() for tensor in names]
-    if model is None or found.pins is None:
-        return {"key": found.key, "is_incomplete": True, "disk_bytes": disk_bytes(found.folder)}
     return {
-        "key": found.key,
-        "is_incomplete": False,
-        "source": found.pins.source,
-        "disk_bytes": disk_bytes(found.folder),
+        "key": key,
+        "source": read_pins(folder / PINS_FILE).source,
+        "disk_bytes": disk_bytes(folder),
         "tensors": len(tensors),
         "verified": sum(map(model.is_verified, tensors)),
         "units": [
@@ -342,24 +332,15 @@ def _verify_directory(directory: Path, path: Path) -> int:
 def _verify_cache(cache_dir: Path) -> int:
     num_tensors = num_damaged = 0
     with _failures(), closing(_existing(cache_dir)):
-        num_files = 0
-        for found in _models(cache_dir):
-            files = [] if found.pins is None else damaged_metadata(found.pins, found.folder)
-            for name in files:
-                print(f"{found.key}: {name} is damaged: it will be fetched again")
-            num_files += len(files)
-            if found.model is None:
-                if not files:
-                    print(_incomplete(found.key))
-                continue
-            tensors = [tensor for names in found.model.units().values() for tensor in names]
-            damaged = found.model.damaged(tensors, lambda _: None)
-            found.model.drop(damaged)
+        for key, _, model in _models(cache_dir):
+            tensors = [tensor for names in model.units().values() for tensor in names]
+            damaged = model.damaged(tensors, lambda _: None)
+            model.drop(damaged)
             for tensor in damaged:
-                print(f"{found.key}: tensor {tensor} is damaged: dropped, it will be fetched again")
+                print(f"{key}: tensor {tensor} is damaged: dropped, it will be fetched again")
             num_tensors, num_damaged = num_tensors + len(tensors), num_damaged + len(damaged)
     print(f"{num_tensors - num_damaged} of {num_tensors} tensors are as they were fetched")
-    return ExitCode.FAILED if num_damaged or num_files else ExitCode.DONE
+    return ExitCode.FAILED if num_damaged else ExitCode.DONE
 
 
 @weights.command()
@@ -390,32 +371,11 @@ def _existing(directory: Path) -> TensorCache:
     return TensorCache(directory)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A folder of a cache; `pins` or `model` are None where a kill or damage has left it without."""
-
-    key: str
-    folder: Path
-    pins: Pins | None
-    model: CachedModel | None
-
-
-def _models(directory: Path) -> Iterator[_Stored]:
+def _models(directory: Path) -> Iterator[tuple[str, Path, CachedModel]]:
     for key in stored_keys(directory):
         folder = directory / MODELS_FOLDER / key
-        pins: Pins | None = None
-        try:
-            pins = read_pins(folder / PINS_FILE)
-            model = CachedModel(folder, piece_bytes=DEFAULT_TRANSFER.piece_bytes)
-        except CheckpointError:
-            yield _Stored(key, folder, pins, None)
-        else:
-            with closing(model):
-                yield _Stored(key, folder, pins, model)
-
-
-def _incomplete(key: str) -> str:
-    return f"{key} incomplete: fetched again when used, or remove it with stageline weights rm {key}"
+        with closing(CachedModel(folder, piece_bytes=DEFAULT_TRANSFER.piece_bytes)) as model:
+            yield key, folder, model
 
 
 @contextmanager

@@ -77,29 +77,6 @@ def test_layers_are_pulled_listed_verified_and_removed(
     assert listed(cache, capsys) == []
 
 
-def test_an_incomplete_model_does_not_hide_the_others(
-    server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = tmp_path / "cache"
-    flags = ["--cache-dir", str(cache)]
-    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
-    (row,) = listed(cache, capsys)
-    (cache / "models" / "0123" / "files").mkdir(parents=True)  # as a kill leaves it
-    text = "0123 incomplete: fetched again when used, or remove it with stageline weights rm 0123"
-    assert main(["weights", "ls", *flags]) == 0
-    out = capsys.readouterr().out
-    assert text in out and row["source"] in out
-    assert [found["is_incomplete"] for found in listed(cache, capsys)] == [True, False]
-    assert main(["weights", "verify", *flags]) == 0
-    assert text in capsys.readouterr().out
-    with (cache / "models" / row["key"] / "files" / "config.json").open("r+b") as file:
-        file.write(b"\xff")
-    assert main(["weights", "verify", *flags]) == 1
-    assert f"{row['key']}: config.json is damaged: it will be fetched again" in capsys.readouterr().out
-    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
-    assert main(["weights", "verify", *flags]) == 0
-
-
 def test_a_directory_is_compared_with_its_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

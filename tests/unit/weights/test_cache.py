@@ -24,7 +24,6 @@ from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_sha
 from weights.cache import SERVED_FILE, TensorCache
 from weights.cached_model import disk_bytes
 from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
-from weights.metadata import damaged_metadata
 
 LAYER_BYTES = 4 * 42_500
 FIRST = "model-00001-of-00002.safetensors"
@@ -109,20 +108,6 @@ def test_an_unreadable_record_of_the_last_stage_is_a_warning(
     assert "the layers of the last stage are not known" in caplog.text
 
 
-def test_a_damaged_record_of_the_last_stage_is_written_again(
-    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "cache" / SERVED_FILE
-    with Fetch(server, tmp_path / "cache") as fetch:
-        path.write_bytes(b"\xff\xfe{")
-        fetch.cache.record_served(fetch.pins, layer_names(0))
-        assert b"model.layers.0.a" in path.read_bytes()
-        path.unlink()
-        path.mkdir()
-        fetch.cache.record_served(fetch.pins, layer_names(0))
-    assert f"{path} is not written" in caplog.text
-
-
 def test_a_cache_that_is_too_small_says_how_much_is_needed(server: RangeServer, tmp_path: Path) -> None:
     with Fetch(server, tmp_path / "cache", limit_bytes=2 * LAYER_BYTES) as fetch:
         fetch.run(layer_names(0))
@@ -182,26 +167,6 @@ def test_a_flipped_byte_in_the_cache_is_named_and_fetched_again(
             sent = fetch.run(ALL)
         assert "tensor model.layers.4.b differs from the recorded hash" in caplog.text
         assert sent == fetch.size(["model.layers.4.b"]) and not fetch.wrong(ALL)
-
-
-def test_damaged_metadata_is_named_and_fetched_again(
-    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Fetch(server, tmp_path / "cache") as fetch:
-        fetch.run(layer_names(0))
-        directory = fetch.model.directory
-    names = (FIRST, "config.json")
-    for name in names:
-        flip(directory / name, 1)
-    folder = directory.parent
-    assert sorted(damaged_metadata(fetch.pins, folder)) == sorted(["config.json", FIRST])
-    with Fetch(server, tmp_path / "cache") as again:
-        for name in names:
-            assert f"{name} differs from the recorded hash: fetched again" in caplog.text
-        assert not damaged_metadata(again.pins, folder)
-        assert (directory / "config.json").read_bytes() == (server.directory / "config.json").read_bytes()
-        assert again.run(layer_names(0)) == 0, "tensors behind the header stay"
-        assert not again.wrong(layer_names(0))
 
 
 def test_a_limit_of_file_sizes_is_named(server: RangeServer, tmp_path: Path) -> None:
