@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from telemetry.spans import HTTP_SPANS, SPANS, Attr, SpanName
@@ -77,7 +77,23 @@ class Tree:
         return abs(parts - observed) / observed
 
     @property
+    def most_unexplained_share(self) -> float:
+        """Of all chunks and decodes."""
+        work = self.named(SpanName.PREFILL_CHUNK, SpanName.DECODE)
+        return max(self.unexplained_share(span) for span in work)
+
+    @property
     def num_generated(self) -> int:
         """Tokens in the spans: one for each finished prefill, and the tokens of decode work."""
         decodes = self.named(SpanName.DECODE)
         return len(decodes) + sum(decode.attributes[Attr.TOKENS] for decode in decodes)
+
+
+def check_explained(trees: Sequence[Tree]) -> None:
+    """Stages and hops explain the time of every chunk and of the decodes, of one request at least.
+
+    That a process waits for a core between two readings of its clock happens to some requests, while a
+    missing part lacks in all.
+    """
+    shares = [tree.most_unexplained_share for tree in trees]
+    assert min(shares) < 0.05, f"unexplained shares of requests: {shares}"

@@ -13,7 +13,7 @@ from telemetry.spans import Attr, SpanName
 from tests.e2e.clusters import START_TIMEOUT_S
 from tests.e2e.commands import ENVIRONMENT
 from tests.otlp_collector import CollectedSpan, Collector, collector
-from tests.traces import Tree
+from tests.traces import Tree, check_explained
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -26,11 +26,7 @@ NUM_REQUESTS = 4
 
 @pytest.mark.full
 async def test_spans_of_all_processes_form_one_trace(tmp_path: Path) -> None:
-    """The built-in model, prompts in four chunks or more, each under a trace of its caller.
-
-    Stages and hops explain the time of every chunk and of the decodes in one request at least: that a process
-    waits for a core between two readings of its clock happens to some, while a missing span lacks in all.
-    """
+    """The built-in model, prompts in four chunks or more, each under a trace of its caller."""
     async with collector() as collecting:
         config = LocalClusterConfig(
             num_workers=3,
@@ -43,7 +39,7 @@ async def test_spans_of_all_processes_form_one_trace(tmp_path: Path) -> None:
             trees = [await _traced(cluster.address, collecting, number) for number in range(NUM_REQUESTS)]
     for tree in trees:
         _check_spans(tree)
-    assert min(max(tree.unexplained_share(work) for work in _work(tree)) for tree in trees) < 0.05
+    check_explained(trees)
 
 
 def _work(tree: Tree) -> list[CollectedSpan]:
