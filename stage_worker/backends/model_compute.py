@@ -529,9 +529,9 @@ class _Answer:
                 if chunk.is_scored:
                     rows = self._hidden[first : first + len(chunk.tokens)]
                     unscored = found.get(chunk.sequence) or _results([chunk], [None])[0]
-                    state = self._sampled.scored[chunk.sequence]
+                    prompt = self._sampled.scored[chunk.sequence]
                     found[chunk.sequence] = self._sampler.score(
-                        chunk, state, rows, self._model.logits, unscored
+                        chunk, prompt, rows, self._model.logits, unscored
                     )
         return [found[chunk.sequence] for chunk in chunks if chunk.is_answered]
 

@@ -178,11 +178,28 @@ MAX_KERNEL_VOCAB = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """The prompt tokens after those of a scored chunk, of a sequence with `state`.
+
+    They are taken when the step begins: a later one, which may begin before this one's end, decodes the
+    sequence, and its state then has no prompt any more.
+    """
+
+    state: SamplerState
+    tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, chunk: StepSlice, state: SamplerState) -> "ScoredPrompt":
+        first = chunk.first_position + 1
+        return cls(state, state.prompt[first : first + len(chunk.tokens)])
+
+
+@dataclass(frozen=True, slots=True)
 class SampledStep:
     """The sampled rows of a step: its decodes, then its sampled chunks.
 
     A device samples all but `held` by `rows`, which is None if there are none; `Sampler.settle` the others.
-    `are_plain` if all are. `scored` are the states of scored chunks.
+    `are_plain` if all are. `scored` has what scored chunks need.
     """
 
     decodes: Decodes
@@ -191,7 +208,7 @@ class SampledStep:
     are_plain: bool
     rows: StepRows | None
     held: frozenset[int]
-    scored: Mapping[SequenceKey, SamplerState]
+    scored: Mapping[SequenceKey, ScoredPrompt]
 
     def columns(self, num_rows: int) -> Columns | None:
         """See `StepRows.columns`; None if results need more than tokens."""
@@ -275,7 +292,11 @@ class Sampler:
             positions = [position + 1 for position in unpack_column(step.decodes.positions)]
             positions += [_position(chunk) for chunk in chunks]
             rows = self._step_rows(states, positions, held, masks, device)
-        scored = {chunk.sequence: self._live[chunk.sequence] for chunk in step.chunks if chunk.is_scored}
+        scored = {
+            chunk.sequence: ScoredPrompt.of(chunk, self._live[chunk.sequence])
+            for chunk in step.chunks
+            if chunk.is_scored
+        }
         return SampledStep(step.decodes, chunks, states, are_plain, rows, held, scored)
 
     def settle(
@@ -410,7 +431,7 @@ class Sampler:
     def score(
         self,
         step_slice: StepSlice,
-        state: SamplerState,
+        prompt: ScoredPrompt,
         hidden: Tensor,
         head: Callable[[Tensor], Tensor],
         result: SliceResult,
@@ -421,18 +442,17 @@ class Sampler:
         `hidden` [tokens of the chunk, hidden_size] is the last layer's; `head` computes logits float32 [m,
         vocab_size].
         """
-        first = step_slice.first_position + 1
+        state = prompt.state
         if isinstance(result.outcome, SliceError):
             return result
         if state.problem is not None:
             return self._unusable(step_slice, state.problem)
-        tokens = state.prompt[first : first + len(step_slice.tokens)]
         try:
             scored = score(
                 hidden,
-                tokens,
+                prompt.tokens,
                 head,
-                first_position=first,
+                first_position=step_slice.first_position + 1,
                 num_top=state.sampling.prompt_logprobs,
                 vocab_size=self._vocab_size,
             )

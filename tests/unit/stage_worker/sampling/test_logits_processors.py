@@ -6,11 +6,12 @@ from torch import Tensor
 
 from stage_worker.sampling import Sampler, logits_processors
 from stage_worker.sampling.logits_processors import top_tokens
+from stage_worker.sampling.sampler import ScoredPrompt
 from stageline_rpc.internal.v1 import step_pb2
 from tests.sampled import GENERATED, STAGE, Row, error_of, key, results_of, start_record
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
 from wire.sampling import StepSampling
-from wire.steps import Prefill, SliceResult, StepSlice, TokenLogprobs
+from wire.steps import Decode, Prefill, SliceResult, Step, StepSlice, TokenLogprobs
 
 VOCAB = 40
 HIDDEN = 8
@@ -101,9 +102,8 @@ class Scored:
         step = Prefill(start, end - start, len(self.tokens), is_scored=True)
         part = StepSlice(key(0), 0, self.tokens[start:end], step)
         result = SliceResult(part.sequence, 0, outcome)
-        return self.sampler.score(
-            part, self.sampler._live[part.sequence], self.hidden[start:end], self.head, result
-        )
+        prompt = ScoredPrompt.of(part, self.sampler._live[part.sequence])
+        return self.sampler.score(part, prompt, self.hidden[start:end], self.head, result)
 
 
 def test_a_chunk_is_scored_with_the_tokens_that_follow_each_of_its_own() -> None:
@@ -176,4 +176,20 @@ def test_an_error_of_the_sampled_token_stays() -> None:
     part = StepSlice(key(0), 0, PROMPT[20:], Prefill(20, 10, 30, is_scored=True))
     failed = scored.sampler.choose([part], torch.zeros((1, VOCAB)))[0]
     (state,) = scored.sampler._live.values()
-    assert scored.sampler.score(part, state, scored.hidden[20:], scored.head, failed) == failed
+    prompt = ScoredPrompt.of(part, state)
+    assert scored.sampler.score(part, prompt, scored.hidden[20:], scored.head, failed) == failed
+
+
+def test_a_decode_that_begins_before_a_chunk_is_scored_leaves_its_prompt() -> None:
+    """A device begins steps ahead; those of the self-check know the tokens to decode."""
+    scored = Scored()
+    chunk = StepSlice(key(0), 0, PROMPT[20:], Prefill(20, 10, 30, is_scored=True))
+    first = Step.of((chunk,), epoch=1, step_id=0, digest=0)
+    decode = StepSlice(key(0), 0, (7,), Decode(30))
+    then = Step.of((decode,), epoch=1, step_id=1, digest=0)
+    sampled = scored.sampler.prepare(first, device=torch.device("cpu"))
+    scored.sampler.prepare(then, device=torch.device("cpu"))
+    result = scored.sampler.score(
+        chunk, sampled.scored[key(0)], scored.hidden[20:], scored.head, SliceResult(key(0), 0, None)
+    )
+    assert [logprob.token for logprob in result.prompt_logprobs] == list(PROMPT[21:])
