@@ -28,6 +28,7 @@ from checkpoint import DType, ScaledDType
 from checkpoint.step_graphs import MAX_GRAPHS
 from stage_worker.backends.contract import EagerReason, GraphCounts, GraphSize
 from stage_worker.backends.tensor_views import RowScaling, decoded_rows, encoded, sum_of
+from stage_worker.backends.torch_device import free_workspaces
 from stage_worker.backends.transfers import Field, field_places, torch_dtype
 from stage_worker.model.attention_views import HostArray
 from stage_worker.model.pipeline_stage import PipelineStage
@@ -84,6 +85,7 @@ class CudaRecorder(GraphRecorder):
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self._device)
         computation = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computation)
+        free_workspaces()
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -95,6 +97,8 @@ class CudaRecorder(GraphRecorder):
                     raise
                 graph.capture_end()
         finally:
+            # Recorded products keep using the pool's memory; no later owner of the stream gets it.
+            free_workspaces()
             self._num_bytes += torch.cuda.memory_reserved(self._device) - before
             computation.wait_stream(self._stream)
         return graph

@@ -24,7 +24,7 @@ from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import tokenizer_source
 from checkpoint.pins import Pins
-from checkpoint.step_graphs import graph_bytes
+from checkpoint.step_graphs import WORKSPACE_BYTES, graph_bytes
 from kvcache import group_windows
 from kvcache.pages import KvPages, PageGroups
 from stage_worker.assignment import Assignment, WantedModel
@@ -470,7 +470,7 @@ def _check_peak(
     run_largest_step(executor, assignment, config)
     found = meter.read()
     planned_bytes = held_bytes + _staging_bytes(assignment, config, resources.device)
-    planned_bytes += assignment.activation_bytes
+    planned_bytes += assignment.activation_bytes + WORKSPACE_BYTES
     measured = (
         f"the largest step took {format_size(found.peak_bytes)} in tensors, the plan counts"
         f" {format_size(planned_bytes)}; {format_size(found.reserved_bytes)} are reserved,"
