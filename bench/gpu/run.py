@@ -77,7 +77,7 @@ PHASES = (
     Phase(letter="H", name="transformers", about="transformers on the same checkpoint", weight_s=40),
 )
 ALWAYS = ("hardware", "checkpoint")
-"""Phases that the others need."""
+"""Phases that the others need: they may take all the time that is left."""
 
 
 class PhaseStatus(StrEnum):
@@ -161,7 +161,9 @@ def run_phases(
     end_s = time.monotonic() + 60 * settings.minutes
     for index, phase in enumerate(phases):
         weights_s = [later.weight_s for later in phases[index:]]
-        limit_s = max(0.0, end_s - time.monotonic()) * phase.weight_s / sum(weights_s)
+        limit_s = max(0.0, end_s - time.monotonic())
+        if phase.name not in ALWAYS:
+            limit_s *= phase.weight_s / sum(weights_s)
         say(f"{phase.name}: {phase.about} (at most {limit_s:.0f} s)")
         if phase.needs_model and not found.has_model:
             reason = "no checkpoint: its phase failed"

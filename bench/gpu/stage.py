@@ -30,6 +30,9 @@ from bench.gpu.timing import synchronize
 from bench.gpu.trace import STEP, TracedStep, steps_of
 from bench.harness.figure import NotMeasured
 from checkpoint import Checkpoint, DType
+from checkpoint.step_graphs import WORKSPACE_BYTES
+from coordinator.planner.plan import DeviceKind, StepLimits
+from coordinator.planner.stage_memory import StageMemory
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import LoadedStage, LoadProgress, StageBackend
 from stage_worker.backends.contract import KernelChoice, ReceivedFrame
@@ -38,6 +41,7 @@ from stage_worker.backends.torch_backend import TorchBackend
 from stage_worker.backends.torch_device import free_memory
 from stage_worker.config import WorkerConfig
 from stage_worker.executor import BegunStep
+from stage_worker.model.kernels import has_triton_kernels
 from wire.frames import Frame
 from wire.ids import StageRole
 from wire.steps import Step
@@ -154,6 +158,13 @@ class BenchStage:
         rows = self._hidden[: step.num_tokens]
         return Frame(step, to_frame([rows], self._boundary, self.loaded.assignment.dtype))
 
+    @property
+    def planned_bytes(self) -> int:
+        """What a plan counts in tensors of the device: weights, pages, activations, buffers, a workspace."""
+        loaded = self.loaded
+        tensors = loaded.weight_bytes + loaded.kv_bytes + loaded.pinned_bytes
+        return tensors + loaded.assignment.activation_bytes + WORKSPACE_BYTES
+
     def close(self) -> None:
         """Drop the stage: its weights and pages are free once the backend is, too."""
         del self.loaded, self.maker, self._backend
@@ -169,7 +180,7 @@ async def loaded_stage(
     backend = TorchBackend(WorkerConfig(device=order.device, kernels=kernels))
     backend.on_device_failure = _fail
     try:
-        assignment = assignment_of(order, role, sizes)
+        assignment = assignment_of(order, role, sizes, kernels)
         loaded = await backend.load(assignment, LoadProgress())
         await backend.begin_epoch(loaded.executor, FIRST_EPOCH, stage=assignment.stage)
         config = Checkpoint.open(order.model).config
@@ -187,30 +198,50 @@ def _fail(reason: str) -> None:
     os._exit(1)
 
 
-def assignment_of(order: Order, role: StageRole, sizes: Sizes) -> Assignment:
-    """The assignment of the reference stage in `role`, one of three stages, or of the whole model."""
+def assignment_of(order: Order, role: StageRole, sizes: Sizes, kernels: KernelChoice) -> Assignment:
+    """The assignment of the reference stage in `role`, one of three stages, or of the whole model, with the
+    activations that a plan counts.
+    """
     num_layers = geometry_of(is_quick=order.is_quick).num_layers
     stage, begin, end = {
         StageRole.MIDDLE: (1, 1, num_layers - 1),
         StageRole.LAST: (2, 2, num_layers),
         StageRole.ONLY: (0, 0, num_layers),
     }[role]
-    return Assignment(
-        plan_id=1,
-        stage=stage,
-        num_stages=1 if role is StageRole.ONLY else 3,
-        role=role,
-        layer_begin=begin,
-        layer_end=end,
-        model_directory=str(order.model),
-        fingerprint=Checkpoint.open(order.model).fingerprint,
-        dtype=DTYPES[dtype_of(order.device)],
-        block_size=BLOCK_SIZE,
-        num_blocks=-(-sizes.kv_tokens // BLOCK_SIZE),
+    checkpoint, dtype = Checkpoint.open(order.model), DTYPES[dtype_of(order.device)]
+    num_stages, num_blocks = 1 if role is StageRole.ONLY else 3, -(-sizes.kv_tokens // BLOCK_SIZE)
+    limits = StepLimits(
         max_step_tokens=sizes.max_step_tokens,
         max_step_sequences=sizes.max_step_sequences,
         max_sequence_tokens=sizes.max_sequence_tokens,
     )
+    memory = StageMemory(
+        config=checkpoint.config, dtype=dtype, limits=limits, block_size=BLOCK_SIZE, num_stages=num_stages
+    )
+    return Assignment(
+        plan_id=1,
+        stage=stage,
+        num_stages=num_stages,
+        role=role,
+        layer_begin=begin,
+        layer_end=end,
+        model_directory=str(order.model),
+        fingerprint=checkpoint.fingerprint,
+        dtype=dtype,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        activation_bytes=memory.activation_bytes(role, num_blocks, _kind_of(order.device, kernels)),
+        max_step_tokens=sizes.max_step_tokens,
+        max_step_sequences=sizes.max_step_sequences,
+        max_sequence_tokens=sizes.max_sequence_tokens,
+    )
+
+
+def _kind_of(device: str, kernels: KernelChoice) -> DeviceKind:
+    if device == "cpu":
+        return DeviceKind.HOST
+    in_place = has_triton_kernels(kernels, torch.device(device))
+    return DeviceKind.GPU_IN_PLACE if in_place else DeviceKind.GPU
 
 
 def work_of(order: Order, stage: BenchStage) -> StageWork:

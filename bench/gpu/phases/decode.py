@@ -16,6 +16,7 @@ from bench.harness.figure import Better
 from stage_worker.backends.contract import KernelChoice
 from wire.ids import StageRole
 
+PEAK_NAME = "memory of the largest step, of the plan"
 NO_TIME = "no time left in its phase: give more --minutes"
 
 
@@ -95,6 +96,17 @@ def _loading(recorder: Recorder, stage: BenchStage) -> None:
             "kernels": loaded.kernels_detail,
         },
     )
+    if not recorder.order.is_cuda:
+        recorder.not_measured(PEAK_NAME, "share", needs_cuda(recorder.order), better=Better.LOWER)
+        return
+    peak_bytes = torch.cuda.max_memory_allocated(stage.device)
+    recorder.figure(
+        PEAK_NAME,
+        peak_bytes / stage.planned_bytes,
+        "share",
+        better=Better.LOWER,
+        details={"peak_bytes": float(peak_bytes), "planned_bytes": float(stage.planned_bytes)},
+    )
 
 
 class _Cells:
@@ -172,6 +184,7 @@ class _Cells:
             "copies_up": use.num_up,
             "copies_down": use.num_down,
             "busy_ms": use.busy_us / 1e3,
+            "slowest": use.slowest,
         }
 
     def _device_figures(

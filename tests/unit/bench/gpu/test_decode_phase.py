@@ -50,6 +50,7 @@ async def test_cells_without_time_are_not_measured(tmp_path: Path) -> None:
     await decode.measure(recording)
     found = reasons(file)
     assert found.pop("loading the reference stage") == ""
+    assert "needs a CUDA device" in found.pop(decode.PEAK_NAME)
     assert found == dict.fromkeys(
         [
             "decode step, batch 1, context 32",

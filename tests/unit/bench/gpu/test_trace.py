@@ -46,6 +46,18 @@ def test_busy_time_is_the_union_and_a_gap_is_without_copies() -> None:
     assert use.attention_us == 20.0
 
 
+def test_the_slowest_kernels_are_named_without_their_templates() -> None:
+    others = [
+        found | {"name": f"void at::native::{found['name']}<float>(int)"}
+        if found["cat"] == "kernel"
+        else found
+        for found in [*step(1), *step(2), event("kernel", "gemm", 1220.0, 15.0, 21)]
+    ]
+    assert device_use(steps_of(others)).slowest == (
+        "2 x gemm 35.0 us; 1 x attend_kernel 20.0 us; 1 x norm 10.0 us; 1 x gate 10.0 us"
+    )
+
+
 def test_kernels_of_the_next_step_that_overlap_leave_no_gap() -> None:
     early = [{**found, "ts": found["ts"] - 60} if found["cat"] == "kernel" else found for found in step(2)]
     assert device_use(steps_of([*step(1), *early])).gap_us == 0.0
