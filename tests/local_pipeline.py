@@ -29,6 +29,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.backends.transfers import DeviceQueue, StagingRing
 from stage_worker.executor import StepExecutor
+from stage_worker.loading.stage_loader import new_queue
 from stage_worker.loading.stage_pages import new_pages
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
@@ -276,7 +277,7 @@ class LocalPipeline:
             dtype=self._dtype,
             device=device,
         )
-        model.load(self._checkpoint)
+        model.load(self._checkpoint, copies=new_queue(self._device))
         pages = new_pages(assignment, config, device)
         transfers = None
         if self._queue is not None:

@@ -17,7 +17,9 @@ from tests.temporary import process_directory
 
 STAGELINE = (sys.executable, "-P", "-m", "stageline")
 ENVIRONMENT: Mapping[str, str] = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")])
+    ),
     # Tables are as wide as the terminal, which a pipe is not.
     "COLUMNS": "160",
     # Per-user files of the processes stay inside the tests.

@@ -16,6 +16,7 @@ from checkpoint.blueprint import PageShape
 from kvcache import SlotChange
 from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.state_store import StateStore
+from stage_worker.loading.stage_loader import new_queue
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_layout import StepLayout, state_rows
@@ -125,7 +126,7 @@ class Pipeline:
                 dtype=config.dtype,
                 **stage_options,
             )
-            stage.load(checkpoint)
+            stage.load(checkpoint, copies=new_queue(stage.device))
             self.stages.append(stage)
             self.pages.append(self._new_pages(stage, block_size))
         self.block_size = block_size
