@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
-from stage_worker.model import attention_work, operations
+from stage_worker.model import attention_work, layer_weights, operations
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.operations import TorchOperations, limited
 from stage_worker.sampling import step_rows
@@ -29,8 +30,9 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention": SimpleNamespace(attend=attend),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
+        "row_products": SimpleNamespace(row_product=linear),
     }
-    for module in (operations, tensor_views, step_rows):
+    for module in (layer_weights, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 

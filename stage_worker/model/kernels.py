@@ -87,7 +87,7 @@ class ProductMethod(Enum):
     """Matrix products of a layer; the value is their name in logs."""
 
     LINEAR = "plain weights"
-    LINEAR_IN_PLACE = "plain weights with sums in place"
+    TRITON_ROWS = "plain weights, single rows by Triton kernels"
     ONEDNN = "packed weights"
     COMPILED = "compiled products"
     INT8 = "int8 weights"
@@ -215,7 +215,7 @@ PRODUCTS = replace(PLAIN, decode=AttentionMethod.PRODUCTS, prefill=AttentionMeth
 
 
 BY_TRITON = Kernels(
-    products=ProductMethod.LINEAR_IN_PLACE, decode=AttentionMethod.TRITON, prefill=AttentionMethod.TRITON
+    products=ProductMethod.TRITON_ROWS, decode=AttentionMethod.TRITON, prefill=AttentionMethod.TRITON
 )
 """For GPUs of compute capability 8.0 or higher, and every model."""
 

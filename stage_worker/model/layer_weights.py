@@ -109,6 +109,24 @@ class InPlaceProjection(PlainProjection):
         return residual.addmm_(x, self.weight.t())
 
 
+class RowProjection(InPlaceProjection):
+    """Multiplies a single row by a Triton kernel, which reads 16-bit weights faster than cuBLAS does: by 3 to
+    20 % on an H200, see docs/STUDIES.
+    """
+
+    __slots__ = ("_has_kernel",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._has_kernel = weight.element_size() == 2 and weight.is_contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 1 and self._has_kernel:
+            found: Tensor = load_triton("row_products").row_product(x, self.weight, self.bias)
+            return found
+        return super().__call__(x)
+
+
 class PackedProjection:
     """oneDNN's product with a reordered weight; sums products and residual in float32, rounds once."""
 
@@ -305,7 +323,7 @@ def _rounded_projection(products: ProductMethod) -> Callable[[Tensor, Tensor | N
 
 _PROJECTIONS: dict[ProductMethod, Callable[[Tensor, Tensor | None], Projection]] = {
     ProductMethod.LINEAR: PlainProjection,
-    ProductMethod.LINEAR_IN_PLACE: InPlaceProjection,
+    ProductMethod.TRITON_ROWS: RowProjection,
     ProductMethod.ONEDNN: PackedProjection,
     ProductMethod.COMPILED: CompiledProjection,
     ProductMethod.INT8: Int8Projection,

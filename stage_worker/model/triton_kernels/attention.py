@@ -9,6 +9,7 @@ Source: Dao et al. 2022, arXiv:2205.14135, algorithm 1, with the parts of Flash-
 # ruff: noqa: N803
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,8 @@ def _page_rows(
     pages, scales, at, is_key, into, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr,
     ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
 ):
-    """`_rows` of pages at rows `at`, as `into`."""
-    found = _rows(pages + at * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
+    """`_rows` of pages at rows `at` int32, as `into`."""
+    found = _rows(pages + at.to(tl.int64) * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
     if scales is not None:
         wide = from_e4m3(found) if IS_FP8 else found.to(tl.float32)
         found = (wide * tl.load(scales + at, mask=is_key, other=0.0)[:, None]).to(into)
@@ -53,15 +54,12 @@ def _product(left, right, total, WIDENS: tl.constexpr):
 
 
 @triton.jit
-def _visible(scores, keys, is_key, positions, scale, softcap, window):
-    """Scores in units of log2 from products; -inf for hidden keys."""
-    scores = scores * scale
-    if softcap is not None:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * (scores / softcap)) - 1.0)  # tanh
+def _visible(scores, keys, is_key, positions, window):
+    """Scores with -inf for hidden keys."""
     is_seen = is_key[None, :] & (keys[None, :] <= positions[:, None])
     if window is not None:
         is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
-    return tl.where(is_seen, scores * _LOG2E, float("-inf"))
+    return tl.where(is_seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -74,19 +72,17 @@ def _factors(highest, other):
 
 # fmt: off
 @triton.jit
-def _attend_to_keys(
-    asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale, softcap, window,
-    NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
+def _attend_to_range(
+    mixed, highest, total, asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale,
+    softcap, window, ARE_SEEN: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr,
+    IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
 ):
-    """Unscaled mixed values [lanes, columns], the highest scores, and the sums of weights."""
-    highest = tl.full([asked.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([asked.shape[0]], tl.float32)
-    mixed = tl.zeros([asked.shape[0], asked.shape[1]], tl.float32)
+    """Go on with what `_attend_to_keys` returns. ARE_SEEN: all queries see all keys, a multiple of KEYS."""
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
-        page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
         at = (page * (NUM_PARTS * NUM_KV) + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
         found = _page_rows(
             pages, scales, at, is_key, asked.dtype, 0, WIDTH, asked.shape[1], ROW_WIDTH, IS_FP8
@@ -99,10 +95,16 @@ def _attend_to_keys(
                 IS_FP8,
             )
             scores = _product(asked_tail, tl.trans(tail), scores, WIDENS)
-        scores = _visible(scores, keys, is_key, positions, scale, softcap, window)
-        highest, kept, _ = _factors(highest, tl.max(scores, 1))
+        # From products to units of log2, by one multiplication unless they are limited before.
+        unit = scale * _LOG2E
+        if softcap is not None:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * (scores * scale / softcap)) - 1.0)  # tanh
+            unit = _LOG2E
+        if not ARE_SEEN:
+            scores = _visible(scores, keys, is_key, positions, window)
+        highest, kept, _ = _factors(highest, tl.max(scores, 1) * unit)
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * unit - base[:, None])
         total = total * kept + tl.sum(weights, 1)
         if NUM_PARTS == 2:
             found = _page_rows(
@@ -111,6 +113,34 @@ def _attend_to_keys(
             )
         mixed = _product(weights.to(asked.dtype), found, mixed * kept[:, None], WIDENS)
     return mixed, highest, total
+
+
+@triton.jit
+def _attend_to_keys(
+    asked, asked_tail, pages, scales, table, begin, end, first, positions, kv_head, scale, softcap, window,
+    IS_PROMPT: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
+    WIDENS: tl.constexpr,
+):
+    """Unscaled mixed values [lanes, columns], the highest scores, and the sums of weights.
+
+    Products bound a prompt: its keys before the `first` query, which all queries see, have no masks.
+    """
+    highest = tl.full([asked.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([asked.shape[0]], tl.float32)
+    mixed = tl.zeros([asked.shape[0], asked.shape[1]], tl.float32)
+    if IS_PROMPT and window is None:
+        num_seen = tl.maximum(tl.minimum(end, first + 1) - begin, 0) // KEYS * KEYS
+        mixed, highest, total = _attend_to_range(
+            mixed, highest, total, asked, asked_tail, pages, scales, table, begin, begin + num_seen,
+            positions, kv_head, scale, softcap, window, True, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH,
+            ROW_WIDTH, IS_FP8, WIDENS,
+        )
+        begin += num_seen
+    return _attend_to_range(
+        mixed, highest, total, asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale,
+        softcap, window, False, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+    )
 
 
 # A work list has parts at any offset: other kernels for aligned ones would be compiled while a stage serves.
@@ -128,7 +158,8 @@ def attend_kernel(
     A row of pages has `ROW_WIDTH` elements: the first `WIDTH`, padded to `MAIN`, and a tail for scores only,
     padded to `TAIL`. Values are the first `WIDTH` elements of the last part's rows.
     """
-    item = items + tl.program_id(0) * ITEM_FIELDS
+    # The last items of a prompt have the most keys, and begin first.
+    item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * ITEM_FIELDS
     num_queries, kv_head = tl.load(item + 1), tl.program_id(1) // TILES
     if num_queries == 0:
         return
@@ -142,8 +173,8 @@ def attend_kernel(
         asked_tail = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, WIDTH, ROW_WIDTH, TAIL)
     mixed, highest, total = _attend_to_keys(
         asked, asked_tail, pages, scales, table + tl.load(item + 2), tl.load(item + 3),
-        tl.load(item + 4), tl.load(item + 5) + index, kv_head, scale, softcap, window,
-        NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+        tl.load(item + 4), tl.load(item + 5), tl.load(item + 5) + index, kv_head, scale, softcap, window,
+        QUERIES > 1, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
     )
     partial = tl.load(item + 6)
     if partial < 0:
@@ -204,34 +235,57 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Sizes of one program: queries times heads, and keys at a time."""
+    """Sizes of one program: queries times heads, and keys at a time, whose loads begin `num_stages` ahead."""
 
     queries: int
     heads: int
     keys: int
     num_warps: int
+    num_stages: int = 2
+    most_registers: int | None = None
 
 
 LEAST_ROWS = 16
 """Rows of the smallest tile of a tensor core."""
+_LARGE_SHARED_BYTES = 200 * 1024
+"""Shared memory of a program from Hopper on, but for consumer cards."""
 _TILE_BYTES, _PROMPT_TILE_BYTES = 16 * 1024, 8 * 1024
-"""Bytes of the keys, and of the values, of one program at a time. Beside them, several queries are in shared
-memory, of which the smallest GPUs have 99 KiB.
+"""Bytes of the keys, and of the values, of one program at a time; twice as many in large shared memory.
+Beside them, several queries are in shared memory, of which the smallest GPUs have 99 KiB.
 """
-_NUM_STAGES = 2
+
+
+_LARGE_PROMPT = (64, 4, 3, None)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of one program; that of the smallest GPUs, where torch does not tell."""
+    if device.type != "cuda":
+        return 99 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
 
 
 def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
+    """Measured on an H200 for rows of 128 elements, see docs/STUDIES: decodes are bound by loads, prompts by
+    products, which one warp group of Hopper has to itself.
+    """
     group, row_width, element_bytes = query.shape[1] // pages.shape[2], query.shape[2], query.element_size()
     heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
     queries = max(padded(num_queries), LEAST_ROWS // heads)
-    tile_bytes = _TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES
-    if num_queries > 1 and pages.element_size() == 1:
-        tile_bytes //= 2  # converting takes registers
-    keys = max(LEAST_ROWS, min(64, tile_bytes // (padded(row_width) * element_bytes)))
     if element_bytes == 4:
         return _Tile(queries, heads, LEAST_ROWS, 8)
-    return _Tile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
+    has_scales = pages.element_size() == 1
+    is_large = shared_bytes(query.device) >= _LARGE_SHARED_BYTES and row_width <= 128 and not has_scales
+    tile_bytes = (_TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES) << is_large
+    if num_queries > 1 and has_scales:
+        tile_bytes //= 2  # converting takes registers
+    keys = max(LEAST_ROWS, min(128 if is_large else 64, tile_bytes // (padded(row_width) * element_bytes)))
+    if num_queries > 1 and is_large:
+        return _Tile(queries, heads, *_LARGE_PROMPT)
+    num_warps = 8 if queries * heads * padded(row_width) >= 64 * 128 else 4
+    return _Tile(queries, heads, keys, num_warps, 3 if is_large else 2)
 
 
 def _constants(
@@ -284,7 +338,7 @@ def attend(
     stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
     grid = (len(work.items), kv_heads * constants["TILES"])
-    Launch(attend_kernel, grid, constants, tile.num_warps, _NUM_STAGES)(
+    Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages, tile.most_registers)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
         *(work.table, work.items, sinks, output, output.stride(0)),
         *(mixed, stats, scale, softcap, window),

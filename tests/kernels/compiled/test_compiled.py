@@ -29,6 +29,7 @@ from stage_worker.model.attention_work import AttentionWork, HostWork, queries_p
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.norms import NormWeights
+from stage_worker.model.triton_kernels import attention as attention_kernels
 from stage_worker.model.triton_kernels import gates, heads, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
@@ -36,6 +37,7 @@ from stage_worker.model.triton_kernels.byte_products import byte_product
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.nibble_products import nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
+from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
 
 pytestmark = pytest.mark.kernels
@@ -133,6 +135,11 @@ def experts(num_rows: int, dtype: torch.dtype) -> None:
     expert_products(
         new((num_rows, 2048), dtype=dtype), new((128, 1536, 2048), dtype=dtype), new(128, dtype=torch.int64)
     )
+
+
+def row(num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+    bias = None if num_rows % 4 == 0 else new(num_rows, dtype=dtype)
+    row_product(new((1, num_columns), dtype=dtype), new((num_rows, num_columns), dtype=dtype), bias)
 
 
 ROW_COUNTS = {"decode": 8, "decodes": 24, "prompt": 512}
@@ -236,6 +243,9 @@ def _cases() -> dict[str, Callable[[], None]]:
         cases[f"norms-{name}"] = partial(norms, 8192, NormKind.RMS, dtype)
         cases[f"gate-{name}"] = partial(gate, Activation.SILU, dtype)
         cases[f"experts-{name}"] = partial(experts, 4096, dtype)
+    for name, dtype in (("bf16", BF16), ("f16", F16)):
+        cases[f"row-{name}"] = partial(row, 28672, 4096, dtype)
+        cases[f"odd-row-{name}"] = partial(row, 50_257, 2880, dtype)
     cases["experts-many-rows"] = partial(experts, 65536, BF16)
     cases["heads-qk-norm-fp8"] = partial(
         head_step, 8, 4, 256, BF16, has_norm=True, element=torch.float8_e4m3fn
@@ -312,6 +322,7 @@ def test_kernels_compile_without_spills(
     monkeypatch.setattr(
         launch.Launch, "__call__", lambda launched, *arguments: recorded.append(Recorded(launched, arguments))
     )
+    monkeypatch.setattr(attention_kernels, "shared_bytes", lambda device: SHARED_BYTES[capability] * KIB)
     CASES[case]()
     assert recorded
     for one in recorded:

@@ -21,7 +21,8 @@ from kvcache.scaled_pages import ScaledPages
 from stage_worker.model.decoder_layer import SeparateHeads
 from stage_worker.model.experts import separate_products
 from stage_worker.model.feed_forward import gated
-from stage_worker.model.kernels import BY_TRITON, PLAIN
+from stage_worker.model.kernels import BY_TRITON, PLAIN, ProductMethod
+from stage_worker.model.layer_weights import project
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.operations import operations
 from stage_worker.model.rope import RotaryTable
@@ -74,6 +75,18 @@ def test_final_norm_of_picked_rows(rows: list[int] | None, kind: NormKind, dtype
     assert flags is not None
     assert flags.tolist() == [0] * len(found)
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(24, 2048), (23, 2048), (24, 1000), (5, 40)], ids=str)
+def test_product_of_a_single_row(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> None:
+    matrix = random(*shape, dtype=dtype, seed=3)
+    bias = random(shape[0], dtype=dtype, seed=4) if has_bias else None
+    projection = project(matrix, bias, ProductMethod.TRITON_ROWS)
+    x = random(1, shape[1], dtype=dtype)
+    exact = matrix.double() @ x[0].double() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(projection(x)[0], exact.to(dtype), rtol=TOLERANCES[dtype], atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

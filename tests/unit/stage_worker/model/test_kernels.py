@@ -365,7 +365,7 @@ def test_gpus_use_triton_kernels(
     assert chosen == BY_TRITON
     assert chosen.choice is KernelChoice.COMPILED
     assert str(chosen) == (
-        "plain weights with sums in place, decode by Triton kernels, prefill by Triton kernels"
+        "plain weights, single rows by Triton kernels, decode by Triton kernels, prefill by Triton kernels"
     )
     assert Kernels.of(checkpoints["llama"].config, gpu, dtype, KernelChoice.PLAIN) == PLAIN
     check_choice(KernelChoice.COMPILED, gpu)

@@ -242,7 +242,7 @@ def test_a_gpu_multiplies_by_rounded_weights_with_triton(
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=1, intermediate_size=96))
     found = Kernels.of(checkpoint.with_weights(form).config, gpu, torch.bfloat16)
     assert found.layer_products is products
-    assert found.products is ProductMethod.LINEAR_IN_PLACE
+    assert found.products is ProductMethod.TRITON_ROWS
 
 
 @pytest.mark.usefixtures("gpu")
@@ -261,7 +261,7 @@ def test_only_a_gpu_with_triton_kernels_holds_weights_as_they_are_stored(
     config = Checkpoint.open(tmp_path).config.with_stored(holds_stored=True)
     found = Kernels.of(config, gpu, torch.bfloat16)
     assert found.holds_stored
-    assert found.layer_products is ProductMethod.LINEAR_IN_PLACE
+    assert found.layer_products is ProductMethod.TRITON_ROWS
     assert "quantised weights as stored" in str(found)
     assert found != Kernels.of(config.with_stored(holds_stored=False), gpu, torch.bfloat16)
     with pytest.raises(
