@@ -123,6 +123,9 @@ class FakeCudaQueue(DeviceQueue):
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
 
+    def fence_uploads(self) -> None:
+        pass
+
     def upload(self, target: Tensor, source: HostArray) -> Event:
         target.copy_(torch.from_numpy(source), non_blocking=True)
         return _Ended()

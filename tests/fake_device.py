@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,13 +47,17 @@ class _Ended(Event):
 
 
 class FakeQueue(DeviceQueue):
-    """Downloads end in their order: at once, or by `end_oldest`."""
+    """Downloads end in their order: at once, or by `end_oldest`.
+
+    `computation` is queued by a test, and runs late: when uploads wait for it.
+    """
 
     def __init__(self, *, is_manual: bool = False) -> None:
         self.is_manual = is_manual
         self.failure: str | None = None
         self.running: deque[_Download] = deque()
         self.num_uploads = 0
+        self.computation: list[Callable[[], None]] = []
         self._started = threading.Semaphore(0)
 
     def host_memory(self, num_bytes: int) -> HostArray:
@@ -60,6 +65,10 @@ class FakeQueue(DeviceQueue):
 
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
+
+    def fence_uploads(self) -> None:
+        while self.computation:
+            self.computation.pop(0)()
 
     def upload(self, target: Tensor, source: HostArray) -> Event:
         self.check()

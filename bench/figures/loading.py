@@ -88,6 +88,9 @@ class _NoDevice(DeviceCopies):
     def host_memory(self, num_bytes: int) -> HostArray:
         return np.empty(num_bytes, np.uint8)
 
+    def fence_uploads(self) -> None:
+        pass
+
     def upload(self, target: Tensor, source: HostArray) -> CopyEvent:
         return _NoEvent()
 

@@ -176,6 +176,10 @@ class DeviceQueue(ABC):
         """Memory of the device, uint8 [num_bytes]."""
 
     @abstractmethod
+    def fence_uploads(self) -> None:
+        """Start later uploads after the computation so far, for targets whose memory it may still use."""
+
+    @abstractmethod
     def upload(self, target: Tensor, source: HostArray) -> Event:
         """Copy `source` to the device beside earlier computation, and before later one."""
 
@@ -201,6 +205,9 @@ class CudaQueue(DeviceQueue):
 
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def fence_uploads(self) -> None:
+        self._up.wait_stream(torch.cuda.current_stream(self._device))
 
     def upload(self, target: Tensor, source: HostArray) -> Event:
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -256,6 +263,7 @@ class StagingRing(StepTransfers):
             )
             for _ in range(NUM_SLOTS)
         ]
+        queue.fence_uploads()
         for slot in self._slots:
             self._free.put(slot)
 

@@ -36,6 +36,11 @@ class DeviceCopies(Protocol):
     def host_memory(self, num_bytes: int) -> HostBytes:
         """Pinned memory uint8 [num_bytes]."""
 
+    def fence_uploads(self) -> None:
+        """Start later uploads after the computation so far, which may still use the memory of their targets:
+        allocators reuse memory in the order of computation, and copies have another.
+        """
+
     def upload(self, target: Tensor, source: HostBytes) -> CopyEvent:
         """Copy `source` to `target`, both uint8, before later computation."""
 
@@ -124,7 +129,11 @@ class WeightReads:
 
         All copies have ended after the last one. An error of a reader or of the device ends it, as closing
         the iterator does; no reader has a piece any longer then.
+
+        Targets on a device must be allocated before.
         """
+        if self._copies is not None:
+            self._copies.fence_uploads()
         reads: deque[_Read] = deque()
         try:
             for piece in pieces:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from stage_worker.backends.backend import RanStep
 from stage_worker.backends.compute_thread import ComputeThread
 from stage_worker.backends.contract import DeviceError, DeviceHung, HandedOn, StageOutput
 from stage_worker.backends.step_pipeline import StepPipeline
-from stage_worker.backends.transfers import NUM_SLOTS
+from stage_worker.backends.transfers import NUM_SLOTS, StagingRing
 from stage_worker.executor import BegunStep, StepExecutor
 from tests.checkpoints import make_checkpoint
 from tests.fake_device import FakeQueue
@@ -28,6 +29,7 @@ from tests.unit.stage_worker.test_executor import Stage
 from tests.unit.stage_worker.test_steps_ahead import comparable, scripted_steps
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.staging import StagingSizes
 
 CPU = torch.device("cpu")
 
@@ -80,6 +82,14 @@ def test_outputs_do_not_depend_on_what_is_in_flight(staged: StagedStage, choices
             assert comparable(held[0][1]) == held[0][0]
             held.popleft()  # the only reference
     assert not waiting and not begun and not held
+
+
+def test_the_first_step_is_copied_after_computation_that_may_use_the_same_memory() -> None:
+    queue, num_uploads = FakeQueue(), list[int]()
+    queue.computation.append(lambda: num_uploads.append(queue.num_uploads))
+    ring = StagingRing(queue, StagingSizes(input_bytes=64, output_bytes=64), timeout_s=1.0)
+    ring.begin().upload([np.arange(3, dtype=np.int32)])
+    assert num_uploads == [0] and queue.num_uploads == 1
 
 
 def test_an_output_keeps_its_memory_as_long_as_it_is_referenced(staged: StagedStage) -> None:

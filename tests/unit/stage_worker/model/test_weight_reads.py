@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound
 from stage_worker.backends.backend import LoadCancelled
 from stage_worker.backends.contract import DeviceError
+from stage_worker.model import held_matrices
 from stage_worker.model.attention_views import HostArray
 from stage_worker.model.held_matrices import HeldRows, NibbleMatrix
 from stage_worker.model.host_weights import with_tensors
@@ -49,15 +51,23 @@ class _LateCopy:
 
 @dataclass(eq=False)
 class LateCopies:
-    """A device on memory of the host. A window that is filled again too early changes what arrives."""
+    """A device on memory of the host. A window that is filled again too early changes what arrives.
+
+    `computation` runs when uploads wait for it, and not before.
+    """
 
     allocated: list[int] = field(default_factory=list)
     started: list[_LateCopy] = field(default_factory=list)
     fails_after: int | None = None
+    computation: list[Callable[[], None]] = field(default_factory=list)
 
     def host_memory(self, num_bytes: int) -> HostArray:
         self.allocated.append(num_bytes)
         return np.full(num_bytes, GARBAGE, np.uint8)
+
+    def fence_uploads(self) -> None:
+        while self.computation:
+            self.computation.pop(0)()
 
     def upload(self, target: Tensor, source: HostArray) -> _LateCopy:
         assert target.dtype is torch.uint8 and target.shape == source.shape
@@ -96,6 +106,46 @@ def test_pieces_reach_a_device_in_order_through_a_bounded_number_of_windows(num_
     assert torch.equal(targets, torch.arange(1.0, num_pieces + 1)[:, None].expand(num_pieces, 100))
     assert [copy.target.data_ptr() for copy in copies.started] == [target.data_ptr() for target in targets]
     assert copies.allocated == [WINDOW_BYTES] * min(num_pieces, NUM_WINDOWS)
+
+
+def test_pieces_leave_memory_alone_that_earlier_computation_reads() -> None:
+    """As allocators of devices give it away: freed after the computation was queued."""
+    copies, target, seen = LateCopies(), torch.zeros(9), list[Tensor]()
+    with WeightReads(copies, window_bytes=WINDOW_BYTES) as reads:
+        for value in (1, 2):
+            copies.computation.append(lambda: seen.append(target.clone()))
+            assert list(reads.copy([WeightPiece(target, filler(value), 1)])) == [1]
+    copies.fence_uploads()
+    assert [one.unique().tolist() for one in seen] == [[0], [1]]
+    assert bool((target == 2).all())
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "awq"])
+def test_codes_are_packed_before_their_memory_has_those_of_the_next_matrix(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing is computation of the device, which runs late; all matrices have one memory for their codes."""
+    write_quantized(tmp_path, FORMATS[form], seed=5)
+    checkpoint, copies = Checkpoint.open(tmp_path).with_stored(holds_stored=True), LateCopies()
+    expected, given = allocate_layer(checkpoint.config, 0, garbage)
+    load_tensors(checkpoint, given)
+    found, given = allocate_layer(checkpoint.config, 0, garbage)
+    begin, finish = held_matrices._NibbleLoad.__init__, held_matrices._NibbleLoad.finish
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+
+    def begin_in_memory(load: Any, matrix: Any, *others: Any) -> None:
+        begin(load, matrix, *others)
+        load._codes = memory[: load._codes.numel()].view(load._codes.shape)
+
+    monkeypatch.setattr(held_matrices._NibbleLoad, "__init__", begin_in_memory)
+    monkeypatch.setattr(
+        held_matrices._NibbleLoad, "finish", lambda load: copies.computation.append(partial(finish, load))
+    )
+    with WeightReads(copies, window_bytes=1 << 12) as reads:
+        load_tensors(checkpoint, given, reads=reads)
+    copies.fence_uploads()
+    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
+    assert len(pairs) > 4 and all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("copies", [None, LateCopies()], ids=["in place", "windows"])
