@@ -30,10 +30,16 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "attention": SimpleNamespace(attend=attend),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
-        "row_products": SimpleNamespace(row_product=linear),
+        "row_products": SimpleNamespace(row_product=row_product),
     }
     for module in (layer_weights, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
+
+
+def row_product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """See `triton_kernels.row_products.row_product`."""
+    found = linear(x, matrix, bias)
+    return found if residual is None else residual.add_(found)
 
 
 def choose(

@@ -235,41 +235,32 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Sizes of one program: queries times heads, and keys at a time, whose loads begin `num_stages` ahead."""
+    """Sizes of one program: queries times heads, and keys at a time, loaded `num_stages` ahead."""
 
     queries: int
     heads: int
     keys: int
     num_warps: int
     num_stages: int = 2
-    most_registers: int | None = None
 
 
 LEAST_ROWS = 16
 """Rows of the smallest tile of a tensor core."""
-_LARGE_SHARED_BYTES = 200 * 1024
-"""Shared memory of a program from Hopper on, but for consumer cards."""
 _TILE_BYTES, _PROMPT_TILE_BYTES = 16 * 1024, 8 * 1024
-"""Bytes of the keys, and of the values, of one program at a time; twice as many in large shared memory.
-Beside them, several queries are in shared memory, of which the smallest GPUs have 99 KiB.
+"""Bytes of the keys, and of the values, of one program at a time; twice as many on Hopper. Beside them,
+several queries are in shared memory, of which the smallest GPUs have 99 KiB.
 """
 
 
-_LARGE_PROMPT = (64, 4, 3, None)
-
-
 @functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory of one program; that of the smallest GPUs, where torch does not tell."""
-    if device.type != "cuda":
-        return 99 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU of compute capability 9, with 227 KiB of shared memory for a program."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
-    """Measured on an H200 for rows of 128 elements, see docs/STUDIES: decodes are bound by loads, prompts by
-    products, which one warp group of Hopper has to itself.
+    """Tiles of Hopper were chosen on an H200 for rows of 128 elements, see bench/STUDIES.md: decodes wait for
+    loads, and prompts run on one warp group, so that two programs share a multiprocessor.
     """
     group, row_width, element_bytes = query.shape[1] // pages.shape[2], query.shape[2], query.element_size()
     heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
@@ -277,15 +268,16 @@ def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
     if element_bytes == 4:
         return _Tile(queries, heads, LEAST_ROWS, 8)
     has_scales = pages.element_size() == 1
-    is_large = shared_bytes(query.device) >= _LARGE_SHARED_BYTES and row_width <= 128 and not has_scales
-    tile_bytes = (_TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES) << is_large
+    row_bytes = padded(row_width) * element_bytes
+    if is_hopper(query.device) and row_width <= 128 and not has_scales:
+        if num_queries == 1:
+            return _Tile(queries, heads, min(128, 2 * _TILE_BYTES // row_bytes), 4, 3)
+        return _Tile(queries, heads, min(64, 2 * _PROMPT_TILE_BYTES // row_bytes), 4, 3)
+    tile_bytes = _TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES
     if num_queries > 1 and has_scales:
         tile_bytes //= 2  # converting takes registers
-    keys = max(LEAST_ROWS, min(128 if is_large else 64, tile_bytes // (padded(row_width) * element_bytes)))
-    if num_queries > 1 and is_large:
-        return _Tile(queries, heads, *_LARGE_PROMPT)
-    num_warps = 8 if queries * heads * padded(row_width) >= 64 * 128 else 4
-    return _Tile(queries, heads, keys, num_warps, 3 if is_large else 2)
+    keys = max(LEAST_ROWS, min(64, tile_bytes // row_bytes))
+    return _Tile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
 
 
 def _constants(
@@ -338,7 +330,7 @@ def attend(
     stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
     grid = (len(work.items), kv_heads * constants["TILES"])
-    Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages, tile.most_registers)(
+    Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
         *(work.table, work.items, sinks, output, output.stride(0)),
         *(mixed, stats, scale, softcap, window),

@@ -23,25 +23,20 @@ PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Run `kernel` in `grid` programs, each of `num_warps`; loops load `num_stages` tiles ahead.
-
-    A thread has at most `most_registers`, so that more programs run at once.
-    """
+    """Run `kernel` in `grid` programs, each of `num_warps`; loops load `num_stages` tiles ahead."""
 
     kernel: Any
     grid: tuple[int, ...]
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    most_registers: int | None = None
 
     def __call__(self, *arguments: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         if 0 in self.grid:
             return
-        limits = {} if self.most_registers is None else {"maxnreg": self.most_registers}
         self.kernel[self.grid](
-            *arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, **limits
+            *arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
 

@@ -87,6 +87,11 @@ def test_product_of_a_single_row(shape: tuple[int, int], has_bias: bool, dtype: 
     x = random(1, shape[1], dtype=dtype)
     exact = matrix.double() @ x[0].double() + (0 if bias is None else bias.double())
     torch.testing.assert_close(projection(x)[0], exact.to(dtype), rtol=TOLERANCES[dtype], atol=1e-3)
+    residual = random(1, shape[0], dtype=dtype, seed=5)
+    exact += residual[0].double()
+    total = projection.added_to(residual, x)
+    assert total is residual
+    torch.testing.assert_close(total[0], exact.to(dtype), rtol=TOLERANCES[dtype], atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
