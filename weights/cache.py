@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from checkpoint.pins import PinnedFile, Pins
 from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
 from weights.metadata import fetch_metadata, free_bytes
+from weights.parallel import no_check
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import WeightSource
 from wire.sizes import format_size
@@ -62,10 +63,14 @@ class TensorCache:
         self._models.clear()
         os.close(self._lock)
 
-    def model(self, source: WeightSource, pins: Pins) -> CachedModel:
-        """The model at this version, with config and headers at least. Raises CheckpointError and OSError."""
+    def model(self, source: WeightSource, pins: Pins, *, check: Callable[[], None] = no_check) -> CachedModel:
+        """The model at this version, with config and headers at least.
+
+        `check` is called several times a second; its exceptions end the fetch. Raises CheckpointError and
+        OSError.
+        """
         folder = self.directory / MODELS_FOLDER / pins.key
-        fetch_metadata(source, pins, folder, has_text=False)
+        fetch_metadata(source, pins, folder, has_text=False, check=check)
         write_pins(folder / PINS_FILE, pins)
         if pins.key not in self._models:
             self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)

@@ -18,6 +18,10 @@ class SourceUnavailable(SourceError):
         self.retry_after_s = retry_after_s
 
 
+class RequestAborted(Exception):
+    """`WeightSource.abort` ended the request. Not an error of the source: nothing tries again."""
+
+
 class SourceRefused(SourceError):
     """The source needs other credentials, or lacks the model or a file."""
 

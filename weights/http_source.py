@@ -6,6 +6,7 @@ lock only for headers.
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import netrc
@@ -16,24 +17,25 @@ import threading
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from time import monotonic, time
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from checkpoint.pins import PinnedFile
 from weights.errors import (
     RangeNotHeld,
     RangesIgnored,
+    RequestAborted,
     SourceChanged,
     SourceError,
     SourceRefused,
     SourceUnavailable,
 )
 from weights.location import LOOPBACK, RemoteModel
+from weights.parallel import run_requests
 from weights.source import TIMEOUT_S, RangeBody, WeightSource
 
 MAX_REDIRECTS = 5
@@ -81,6 +83,7 @@ class HttpRanges:
         self._proxies = urllib.request.getproxies() if uses_proxies else {}
         self._check_server = check_server
         self._idle: dict[tuple[str, str], list[_Connection]] = {}
+        self._busy: set[_Connection] = set()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -90,6 +93,15 @@ class HttpRanges:
             self._idle.clear()
         for connection in idle:
             connection.close()
+
+    def abort(self) -> None:
+        """End the requests of other threads, whatever they wait for; they raise RequestAborted.
+
+        Looking up a name takes its time.
+        """
+        with self._lock:
+            for connection in self._busy:
+                connection.abort()
 
     def head(self, url: str) -> FileHead | None:
         """Size and validator of a file; None if there is none. Raises SourceError."""
@@ -157,7 +169,7 @@ class HttpRanges:
                 raise SourceRefused(f"{_shown(url)} answered more than {max_bytes} bytes")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise SourceUnavailable(f"{_shown(url)} broke off: {_reason(error)}") from error
+            raise connection.failure(f"{_shown(url)} broke off: {_reason(error)}") from error
         except BaseException:
             connection.close()
             raise
@@ -186,17 +198,22 @@ class HttpRanges:
         raise SourceRefused(f"{shown} redirects more than {MAX_REDIRECTS} times")
 
     def _connection(self, parts: SplitResult) -> _Connection:
-        """An idle connection to a host, or a new one."""
+        """An idle connection to a host, or a new one; it is busy until it is kept or closed."""
         key = (parts.scheme, parts.netloc)
-        with self._lock:
-            if idle := self._idle.get(key):
-                return idle.pop()
 
-        def on_idle(connection: _Connection) -> None:
+        def on_end(connection: _Connection, *, is_usable: bool) -> None:
             with self._lock:
-                self._idle.setdefault(key, []).append(connection)
+                self._busy.discard(connection)
+                if is_kept := is_usable and not connection.is_aborted:
+                    self._idle.setdefault(key, []).append(connection)
+            if not is_kept:
+                connection.disconnect()
 
-        return _Connection(self._new(parts), on_idle, self._check_server)
+        with self._lock:
+            idle = self._idle.get(key)
+            connection = idle.pop() if idle else _Connection(self._new(parts), on_end, self._check_server)
+            self._busy.add(connection)
+            return connection
 
     def _new(self, parts: SplitResult) -> http.client.HTTPConnection:
         host, port = parts.hostname or "", parts.port
@@ -214,20 +231,33 @@ class HttpRanges:
         return tunnel
 
 
+class _OnEnd(Protocol):
+    """Takes a connection that no request uses any longer, and disconnects one that is not usable."""
+
+    def __call__(self, connection: _Connection, *, is_usable: bool) -> None: ...
+
+
 class _Connection:
-    """A connection that is used by one request after the other."""
+    """A connection that is used by one request after the other, until it is closed or aborted."""
 
     def __init__(
         self,
         connection: http.client.HTTPConnection,
-        on_idle: Callable[[_Connection], None],
+        on_end: _OnEnd,
         check_server: Callable[[ssl.SSLSocket], None] | None = None,
     ) -> None:
-        self._connection, self._on_idle, self._check_server = connection, on_idle, check_server
+        dialled: Any = connection
+        dialled._create_connection = self._dial  # there is no public way to give it a socket
+        self._connection = connection
+        self._on_end, self._check_server = on_end, check_server
         self._is_fresh = True
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        """A second handle of the socket, since TLS takes the first one while it shakes hands."""
+        self.is_aborted = False
 
     def send(self, method: str, parts: SplitResult, headers: Headers, shown: str) -> http.client.HTTPResponse:
-        """Raises SourceUnavailable."""
+        """Raises SourceUnavailable and RequestAborted."""
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         sent = {"Accept-Encoding": "identity", "User-Agent": "stageline", **headers}
         while True:
@@ -237,9 +267,17 @@ class _Connection:
                 self._connection.request(method, target, headers=sent)
                 return self._connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
+                self.disconnect()
+                if was_fresh or self.is_aborted:
+                    self.close()
+                    raise self.failure(f"{shown} does not respond: {_reason(error)}") from error
+            except BaseException:
                 self.close()
-                if was_fresh:
-                    raise SourceUnavailable(f"{shown} does not respond: {_reason(error)}") from error
+                raise
+
+    def failure(self, text: str) -> SourceUnavailable | RequestAborted:
+        """The error of a request that ended early."""
+        return RequestAborted(text) if self.is_aborted else SourceUnavailable(text)
 
     def _connect(self) -> None:
         """Connect unless it is, and check the server before anything is sent."""
@@ -248,28 +286,63 @@ class _Connection:
         self._connection.connect()
         connected: Any = self._connection.sock
         if self._check_server is not None and isinstance(connected, ssl.SSLSocket):
+            self._check_server(connected)
+
+    def _dial(self, address: tuple[str, int], timeout_s: float, _source: None) -> socket.socket:
+        """Connect to the first address of a host that answers, unless `abort` ends it. Raises OSError."""
+        failure = OSError(f"{address[0]} has no address")
+        for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
             try:
-                self._check_server(connected)
-            except BaseException:
-                self.close()
-                raise
+                self._register(sock)
+                sock.settimeout(timeout_s)
+                sock.connect(place)
+                return sock
+            except OSError as error:
+                sock.close()
+                failure = error
+        raise failure
+
+    def _register(self, sock: socket.socket) -> None:
+        """Raises ConnectionAbortedError."""
+        with self._lock:
+            if self.is_aborted:
+                raise ConnectionAbortedError("aborted")
+            self._forget_socket()
+            self._socket = sock.dup()
+
+    def _forget_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def keep(self) -> None:
         """The response was read to its end: the next request may use the connection."""
         self._is_fresh = self._connection.sock is None
-        self._on_idle(self)
+        if self._is_fresh:
+            self.disconnect()
+        self._on_end(self, is_usable=True)
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
+        """Close the socket; the next request connects again."""
         self._connection.close()
         self._is_fresh = True
+        with self._lock:
+            self._forget_socket()
+
+    def close(self) -> None:
+        """No further request uses the connection."""
+        self._on_end(self, is_usable=False)
 
     def abort(self) -> None:
-        """Let a read in another thread end."""
-        if (sock := self._connection.sock) is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # it has ended by itself
+        """End the request of another thread. The connection is not used again."""
+        with self._lock:
+            self.is_aborted = True
+            if self._socket is not None:
+                try:
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # it has ended by itself
 
 
 class _HttpBody(RangeBody):
@@ -308,8 +381,8 @@ class _HttpBody(RangeBody):
             raise self._ended(f"{self._window_bytes} bytes in {self._stall_s:g} s")
         self._window_began_s, self._window_bytes = now_s, 0
 
-    def _ended(self, reason: str) -> SourceUnavailable:
-        return SourceUnavailable(
+    def _ended(self, reason: str) -> SourceUnavailable | RequestAborted:
+        return self._connection.failure(
             f"{self._shown} ended after {self._received} of {self._expected} bytes: {reason}"
         )
 
@@ -319,9 +392,6 @@ class _HttpBody(RangeBody):
             self._connection.keep()
         else:
             self._connection.close()
-
-    def abort(self) -> None:
-        self._connection.abort()
 
 
 def _redirected(url: str, response: http.client.HTTPResponse, shown: str, *, allows_http: bool) -> str:
@@ -461,9 +531,13 @@ class HttpSource(WeightSource):
         self._ranges = HttpRanges(credentials=lambda: netrc_credentials(host), timeout_s=timeout_s)
 
     def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
-        with ThreadPoolExecutor(NUM_HEADS, thread_name_prefix="weights-head") as pool:
-            found = pool.map(self._find, names)
-            return {file.name: file for file in found if file is not None}
+        found = run_requests(
+            [functools.partial(self._find, name) for name in names],
+            num_threads=NUM_HEADS,
+            name="weights-head",
+            abort=self.abort,
+        )
+        return {file.name: file for file in found if file is not None}
 
     def open(self, file: PinnedFile, begin: int, end: int) -> RangeBody:
         return self._ranges.open(self._url(file.name), file, begin, end)
@@ -471,7 +545,10 @@ class HttpSource(WeightSource):
     def close(self) -> None:
         self._ranges.close()
 
-    def _find(self, name: str) -> PinnedFile | None:
+    def abort(self) -> None:
+        self._ranges.abort()
+
+    def _find(self, name: str, _ending: threading.Event) -> PinnedFile | None:
         head = self._ranges.head(self._url(name))
         if head is None:
             return None

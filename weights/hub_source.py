@@ -56,6 +56,9 @@ class HubSource(WeightSource):
     def close(self) -> None:
         self._ranges.close()
 
+    def abort(self) -> None:
+        self._ranges.abort()
+
     def _list(self) -> str:
         """List the files; return the commit."""
         location = self.location

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from checkpoint.headers import (
 )
 from checkpoint.pins import PinnedFile, Pins
 from weights.errors import CacheFull, SourceUnavailable
+from weights.parallel import no_check, run_requests
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import CONFIG_FILES, WeightSource
 
@@ -78,36 +80,44 @@ def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
     return shards
 
 
-def fetch_metadata(source: WeightSource, pins: Pins, folder: Path, *, has_text: bool) -> Path:
+def fetch_metadata(
+    source: WeightSource, pins: Pins, folder: Path, *, has_text: bool, check: Callable[[], None] = no_check
+) -> Path:
     """Fetch what `folder` lacks of config, headers and, with `has_text`, tokenizer. Return the directory.
 
-    Files appear whole or not at all, so processes may do this at the same time. Raises SourceError and
-    CheckpointError.
+    Files appear whole or not at all, so processes may do this at the same time. `check` is called several
+    times a second by this thread; its exceptions end the fetch. Raises SourceError and CheckpointError.
     """
     directory = folder / FILES_FOLDER
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     wanted = [file for file in pins.files if has_text or file.name not in TOKENIZER_FILES]
-    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
-
-    def fetch(file: PinnedFile) -> None:
-        _fetch_file(source, file, directory)
-
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights-metadata") as pool:
-        for _ in pool.map(fetch, missing):
-            pass
+    _fetch_missing(source, wanted, directory, check)
     return directory
 
 
-def fetch_file(source: WeightSource, pins: Pins, name: str, directory: Path) -> None:
+def fetch_file(
+    source: WeightSource, pins: Pins, name: str, directory: Path, *, check: Callable[[], None] = no_check
+) -> None:
     """Fetch one more small file, if the checkpoint has it. Raises like `fetch_metadata`."""
-    for file in pins.files:
-        if file.name == name and not _is_complete(directory / name, file):
-            _fetch_file(source, file, directory)
+    _fetch_missing(source, [file for file in pins.files if file.name == name], directory, check)
 
 
-def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path) -> None:
+def _fetch_missing(
+    source: WeightSource, wanted: Iterable[PinnedFile], directory: Path, check: Callable[[], None]
+) -> None:
+    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
+    run_requests(
+        [functools.partial(_fetch_file, source, file, directory) for file in missing],
+        num_threads=NUM_READERS,
+        name="weights-metadata",
+        abort=source.abort,
+        check=check,
+    )
+
+
+def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event) -> None:
     is_sparse = file.name.endswith(".safetensors")
-    content = _read_header(source, file) if is_sparse else read_small(source, file)
+    content = _read_header(source, file, ending) if is_sparse else read_small(source, file, ending)
     _write(directory / file.name, content, size_bytes=file.size_bytes)
 
 
@@ -116,35 +126,39 @@ def _is_complete(path: Path, file: PinnedFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes
 
 
-def read_small(source: WeightSource, file: PinnedFile) -> bytes:
-    """All of a file other than weights. Raises FileTooLarge and SourceError."""
+def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event | None = None) -> bytes:
+    """All of a file other than weights; `ending` ends waits. Raises FileTooLarge and SourceError."""
     limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
     if file.size_bytes > limit:
         raise FileTooLarge(f"{source.location}/{file.name} has {file.size_bytes} bytes, the limit is {limit}")
-    return _patiently(lambda: source.read(file, 0, file.size_bytes))
+    return _patiently(lambda: source.read(file, 0, file.size_bytes), ending or threading.Event())
 
 
-def _read_header(source: WeightSource, file: PinnedFile) -> bytes:
+def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event) -> bytes:
     """The length of the header and the header of a safetensors file."""
     where = f"{source.location}/{file.name}"
     if file.size_bytes < 8:
         raise BadHeader(f"{where} has {file.size_bytes} bytes, too few for a safetensors header")
-    prefix = _patiently(lambda: source.read(file, 0, 8))
+    prefix = _patiently(lambda: source.read(file, 0, 8), ending)
     length = int.from_bytes(prefix, "little")
     if length > min(MAX_HEADER_BYTES, file.size_bytes - 8):
         raise BadHeader(f"{where} claims a header of {length} bytes in a file of {file.size_bytes} bytes")
-    return prefix + _patiently(lambda: source.read(file, 8, 8 + length))
+    return prefix + _patiently(lambda: source.read(file, 8, 8 + length), ending)
 
 
-def _patiently(read: Callable[[], bytes], policy: TransferPolicy = DEFAULT_TRANSFER) -> bytes:
-    """Try again while the source is unavailable. Raises its last error."""
+def _patiently(
+    read: Callable[[], bytes], ending: threading.Event, policy: TransferPolicy = DEFAULT_TRANSFER
+) -> bytes:
+    """Try again while the source is unavailable, until `ending` is set. Raises its last error."""
     for num_failures in range(1, NUM_TRIES):
         try:
             return read()
         except SourceUnavailable as error:
             wait_s = min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s)
-            log.info("%s: trying again in %.1f s", error, wait_s)
-            time.sleep(wait_s)
+            if not ending.is_set():
+                log.info("%s: trying again in %.1f s", error, wait_s)
+            if ending.wait(wait_s):
+                raise
     return read()
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from certificates.identity import Role, parse_identity
 from checkpoint.headers import TensorEntry
 from checkpoint.pins import PinnedFile
-from weights.errors import RangeNotHeld, SourceError, SourceRefused, SourceUnavailable
+from weights.errors import RangeNotHeld, RequestAborted, SourceError, SourceRefused, SourceUnavailable
 from weights.http_source import HttpRanges
 from weights.source import RangeBody, WeightSource
 from wire.addresses import parse_peer_address
@@ -53,6 +53,10 @@ class PeerConnections:
     def close(self) -> None:
         """Close idle connections."""
         self._ranges.close()
+
+    def abort(self) -> None:
+        """End the requests of other threads with RequestAborted."""
+        self._ranges.abort()
 
     def open_part(self, address: str, file: str, begin: int, end: int) -> tuple[RangeBody, int]:
         """See `HttpRanges.open_part`."""
@@ -189,6 +193,10 @@ class SharedSource(WeightSource):
         self._connections.close()
         self._origin.close()
 
+    def abort(self) -> None:
+        self._connections.abort()
+        self._origin.abort()
+
     def blame(self, wrong: Mapping[str, TensorEntry]) -> bool:
         with self._lock:
             parts, self._parts = self._parts, []
@@ -210,6 +218,9 @@ class SharedSource(WeightSource):
             except RangeNotHeld:
                 self._release(peer)
                 peer.lacks.add(unit)
+            except RequestAborted:
+                self._release(peer)
+                raise
             except SourceError as error:
                 self._release(peer)
                 self._leave(peer, str(error))
@@ -273,7 +284,6 @@ class _JoinedBody(RangeBody):
     def __init__(self, source: _PartSource, file: PinnedFile, begin: int, end: int) -> None:
         self._source, self._file, self._end = source, file, end
         self._position = begin
-        self._is_aborted = False
         self._part: _Part | None = source.open_part(file, begin, end)
 
     def read_some(self, view: memoryview) -> int:
@@ -284,8 +294,6 @@ class _JoinedBody(RangeBody):
                 count = part.body.read_some(view[: part.end - self._position])
             except SourceUnavailable as error:
                 self._end_part()
-                if self._is_aborted:
-                    raise
                 self._source.note_failure(part, error)
                 continue
             self._position += count
@@ -301,11 +309,6 @@ class _JoinedBody(RangeBody):
 
     def close(self) -> None:
         self._end_part()
-
-    def abort(self) -> None:
-        self._is_aborted = True
-        if (part := self._part) is not None:
-            part.body.abort()
 
 
 class CoordinatorSource(WeightSource):
@@ -335,3 +338,6 @@ class CoordinatorSource(WeightSource):
 
     def close(self) -> None:
         self._connections.close()
+
+    def abort(self) -> None:
+        self._connections.abort()

@@ -31,10 +31,6 @@ class RangeBody(ABC):
     def close(self) -> None:
         """End the transfer."""
 
-    @abstractmethod
-    def abort(self) -> None:
-        """End a read that another thread waits for, if this kind of source can."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -67,6 +63,13 @@ class WeightSource(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close idle connections. The source may be used again."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the requests of other threads, with RequestAborted, if this kind of source can.
+
+        Later requests are not affected.
+        """
 
     def blame(self, wrong: Mapping[str, TensorEntry]) -> bool:
         """Note that the bytes of tensors were wrong, which have a place in their file.

@@ -74,6 +74,9 @@ class StoreSource(WeightSource):
     def close(self) -> None:
         """The library owns the connections."""
 
+    def abort(self) -> None:
+        """The library cannot: a request ends with its timeout."""
+
     def _explained(self, name: str, error: Exception) -> SourceError:
         """Texts of the library have addresses and responses, so only its kinds of errors are passed on."""
         where, errors = f"{self.location}/{name}", self._library.exceptions
@@ -119,9 +122,6 @@ class _StoreBody(RangeBody):
 
     def close(self) -> None:
         self._chunks = iter(())
-
-    def abort(self) -> None:
-        """The library cannot: a read ends with its timeout."""
 
 
 def _kind(error: Exception) -> str:

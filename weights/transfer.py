@@ -10,14 +10,12 @@ from time import monotonic
 
 from checkpoint.pins import Pins
 from weights.cached_model import CachedModel
-from weights.errors import SourceUnavailable
+from weights.errors import RequestAborted, SourceUnavailable
+from weights.parallel import CHECK_S
 from weights.pieces import FileRange, TensorPiece, TransferPolicy
 from weights.source import RangeBody, WeightSource
 
 log = logging.getLogger(__name__)
-
-CHECK_S = 0.2
-"""Time between two looks at progress and cancellation."""
 
 
 class Transfer:
@@ -33,7 +31,6 @@ class Transfer:
         self._resume_at_s = 0.0
         self._last_byte_s = 0.0
         self._num_busy = 0
-        self._bodies: set[RangeBody] = set()
         self._done_bytes = self._received_bytes = 0
 
     @property
@@ -66,9 +63,7 @@ class Transfer:
         try:
             self._wait(check)
         finally:
-            self._stop()
-            for thread in threads:
-                thread.join()
+            self._stop(threads)
         if self._fatal is not None:
             raise self._fatal
 
@@ -85,13 +80,15 @@ class Transfer:
                 raise SourceUnavailable(f"no byte from {self._pins.source} for {silent_s:.0f} s: {reason}")
         check()
 
-    def _stop(self) -> None:
+    def _stop(self, threads: Iterable[threading.Thread]) -> None:
+        """End the threads. One that was about to send a request is met by the next abort."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-            bodies = list(self._bodies)
-        for body in bodies:
-            body.abort()
+        for thread in threads:
+            while thread.is_alive():
+                self._source.abort()
+                thread.join(CHECK_S)
 
     def _work(self) -> None:
         buffer = memoryview(bytearray(self._policy.piece_bytes))
@@ -135,6 +132,8 @@ class Transfer:
             try:
                 self._pause()
                 self._stream(progress, buffer)
+            except RequestAborted as error:
+                raise _Stopped from error
             except SourceUnavailable as error:
                 num_failures = 1 if progress.position > before else num_failures + 1
                 self._note_failure(error, num_failures)
@@ -142,19 +141,8 @@ class Transfer:
     def _stream(self, progress: _RangeProgress, buffer: memoryview) -> None:
         file = self._pins.file(progress.range.file)
         with self._source.open(file, progress.position, progress.range.end) as body:
-            self._watch(body)
-            try:
-                while progress.pieces:
-                    self._read_on(body, progress, buffer)
-            finally:
-                with self._changed:
-                    self._bodies.discard(body)
-
-    def _watch(self, body: RangeBody) -> None:
-        with self._changed:
-            if self._is_stopping:
-                raise _Stopped
-            self._bodies.add(body)
+            while progress.pieces:
+                self._read_on(body, progress, buffer)
 
     def _read_on(self, body: RangeBody, progress: _RangeProgress, buffer: memoryview) -> None:
         """Read some bytes: of the gap before the next piece, or of the piece, which is written when whole."""

@@ -139,10 +139,14 @@ class RemoteWeights:
         cache, pins = self._opened(), model.pins
         connections = PeerConnections(model.fingerprint, self._sharing.context())
         origin = _origin(model, connections)
+
+        def check() -> None:
+            progress.advance(0)
+
         with closing(origin), _change_is_final():
-            cached = cache.model(origin, pins)
+            cached = cache.model(origin, pins, check=check)
             if has_head:
-                fetch_file(origin, pins, TOKENIZER_FILE, cached.directory)
+                fetch_file(origin, pins, TOKENIZER_FILE, cached.directory, check=check)
         checkpoint = Checkpoint.open(cached.directory, pins=pins)
         if checkpoint.fingerprint == model.fingerprint:
             held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))

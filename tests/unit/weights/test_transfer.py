@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import signal
 import socket
 import threading
 import time
@@ -13,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.pins import Pins
 from tests.range_server import Handler, RangeServer, Request, range_server
 from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
 from weights.errors import RangesIgnored, SourceChanged, SourceRefused, SourceUnavailable
 from weights.http_source import HttpSource
 from weights.location import remote_model
-from weights.metadata import pin
+from weights.metadata import NUM_READERS, fetch_metadata, pin
 from weights.pieces import ranges_of
 from weights.transfer import Transfer
 
@@ -213,32 +216,143 @@ def test_a_server_that_is_gone_is_given_up(server: RangeServer, tmp_path: Path) 
             fetch.run(layer_names(0))
 
 
-def test_cancelling_ends_connections_that_wait(server: RangeServer, tmp_path: Path) -> None:
-    waiting, release = threading.Event(), threading.Event()
+class Cancelled(Exception):
+    """Raised by the `check` of a test."""
 
-    def hang(handler: Handler, request: Request) -> bool:
-        if not is_of_weights(request):
+
+class Hang:
+    """Does not answer requests of weights, or of all files; `check` raises once it is reached."""
+
+    def __init__(self, *, has_header: bool = False, is_of_all: bool = False) -> None:
+        self._has_header, self._is_of_all = has_header, is_of_all
+        self.waiting, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) and not self._is_of_all:
             return False
-        handler.begin_file(request, server.directory / SHARD, status=206)
-        waiting.set()
-        release.wait(60)
+        if self._has_header:
+            handler.begin_file(request, handler.owner.directory / SHARD, status=206)
+        self.waiting.set()
+        self.release.wait(20)
+        handler.close_connection = True
         return True
 
-    class Cancelled(Exception):
-        pass
+    def check(self) -> None:
+        if self.waiting.is_set():
+            raise Cancelled
 
+
+def weights_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
+
+
+@pytest.mark.parametrize("has_header", [True, False], ids=["body", "header"])
+def test_cancelling_ends_connections_that_wait(
+    server: RangeServer, tmp_path: Path, *, has_header: bool
+) -> None:
     with Fetch(server, tmp_path / "cache", timeout_s=600.0) as fetch:
-        server.misbehave = hang
+        server.misbehave = hang = Hang(has_header=has_header)
+        transfer = Transfer(fetch.source, fetch.pins, fetch.model, SMALL)
+        begin_s = time.monotonic()
+        with pytest.raises(Cancelled):
+            transfer.run(ranges_of(fetch.model.missing(layer_names(0)), SMALL), hang.check)
+        assert time.monotonic() - begin_s < 10.0, "the server releases after 20 s"
+        assert not weights_threads()
+        hang.release.set()
+        server.misbehave = None
+        fetch.run(layer_names(0))
+        assert not fetch.wrong(layer_names(0)), "the source is used again"
+
+
+def test_cancelling_ends_the_handshake_of_a_connection(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch, closing(socket.create_server(("127.0.0.1", 0))) as mute:
+        url = f"https://127.0.0.1:{mute.getsockname()[1]}/model"
+        source = HttpSource(remote_model(url), timeout_s=20.0)
+        checks = iter(range(3))
 
         def check() -> None:
-            if waiting.is_set():
+            if next(checks, None) is None:
                 raise Cancelled
 
-        transfer = Transfer(fetch.source, fetch.pins, fetch.model, SMALL)
+        transfer = Transfer(source, fetch.pins, fetch.model, SMALL)
+        begin_s = time.monotonic()
         with pytest.raises(Cancelled):
             transfer.run(ranges_of(fetch.model.missing(layer_names(0)), SMALL), check)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
-    release.set()
+        assert time.monotonic() - begin_s < 10.0
+        assert not weights_threads()
+
+
+def test_cancelling_ends_a_fetch_of_headers(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", timeout_s=600.0) as fetch:
+        server.misbehave = hang = Hang(is_of_all=True)
+        begin_s = time.monotonic()
+        with pytest.raises(Cancelled):
+            fetch_metadata(fetch.source, fetch.pins, tmp_path / "new", has_text=False, check=hang.check)
+        assert time.monotonic() - begin_s < 10.0
+        hang.release.set()
+
+
+def test_a_change_ends_a_fetch_of_more_files_than_are_read_at_once(tmp_path: Path) -> None:
+    names = [f"model-{number:05}.safetensors" for number in range(NUM_READERS * 2)]
+    directory = write_shards(tmp_path / "source")
+    with range_server(directory) as server, closing(HttpSource(remote_model(server.url))) as source:
+        for name in names:
+            shutil.copy(directory / SHARD, directory / name)
+        files = source.find(names)
+        for name in names:
+            (directory / name).write_bytes(b"other")
+        with pytest.raises(SourceChanged, match="has changed since the model was opened"):
+            fetch_metadata(
+                source, Pins(source=server.url, files=tuple(files.values())), tmp_path, has_text=False
+            )
+
+
+def test_an_interrupted_search_for_files_ends(server: RangeServer) -> None:
+    """As by Ctrl-C while a model is opened."""
+    server.misbehave = hang = Hang(is_of_all=True)
+
+    def interrupt() -> None:
+        assert hang.waiting.wait(20)
+        signal.raise_signal(signal.SIGINT)
+
+    begin_s = time.monotonic()
+    with closing(HttpSource(remote_model(server.url), timeout_s=600.0)) as source:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            source.find(["config.json"])
+    assert time.monotonic() - begin_s < 10.0
+    assert not weights_threads()
+    hang.release.set()
+
+
+def test_an_aborted_connection_is_not_used_again(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        file = fetch.pins.file("config.json")
+        body = fetch.source.open(file, 0, file.size_bytes)
+        assert body.read_some(memoryview(bytearray(file.size_bytes)))
+        fetch.source.abort()
+        body.close()
+        assert fetch.source.read(file, 0, file.size_bytes) == b"{}"
+
+
+def test_cancelling_ends_the_wait_for_a_busy_source(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        asked = threading.Event()
+
+        def refuse(handler: Handler, request: Request) -> bool:
+            handler.answer(429, {"Retry-After": "20"})
+            asked.set()
+            return True
+
+        def check() -> None:
+            if asked.is_set():
+                raise Cancelled
+
+        server.misbehave = refuse
+        begin_s = time.monotonic()
+        with pytest.raises(Cancelled):
+            fetch_metadata(fetch.source, fetch.pins, tmp_path / "new", has_text=False, check=check)
+        assert time.monotonic() - begin_s < 10.0
 
 
 def test_progress_is_logged_with_rate_and_time_left(
