@@ -485,7 +485,7 @@ def _retry_after_s(text: str) -> float | None:
         return float(text)
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

@@ -34,6 +34,8 @@ class TransferPolicy:
     first_wait_s: float = 0.5
     """Before the second try of a range; doubles with each further one."""
     max_wait_s: float = 30.0
+    max_retry_after_s: float = 120.0
+    """Maximum wait that a source may ask for; less than `give_up_s`, so that it is asked again."""
     max_damaged: int = 3
     """Fetches of a tensor whose bytes do not match the manifest, before its source counts as damaged."""
 

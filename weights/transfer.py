@@ -172,11 +172,20 @@ class Transfer:
         with self._changed:
             self._last_failure = str(error)
             if error.retry_after_s is not None:
-                self._resume_at_s = max(self._resume_at_s, monotonic() + error.retry_after_s)
+                self._resume_at_s = max(self._resume_at_s, monotonic() + self._honoured_s(error))
                 wait_s = 0.0
         level = logging.WARNING if num_failures == 3 else logging.INFO
         log.log(level, "%s: trying again, num_failures=%d", error, num_failures)
         self._sleep_until(monotonic() + wait_s)
+
+    def _honoured_s(self, error: SourceUnavailable) -> float:
+        """The wait that a source asks for, within the policy's limit."""
+        wanted_s, limit_s = error.retry_after_s or 0.0, self._policy.max_retry_after_s
+        if wanted_s > limit_s:
+            log.warning(
+                "%s: trying again in %g s although the source asks for %.6g s", error, limit_s, wanted_s
+            )
+        return min(wanted_s, limit_s)
 
     def _pause(self) -> None:
         self._sleep_until(self._resume_at_s)

@@ -216,6 +216,39 @@ def test_a_server_that_is_gone_is_given_up(server: RangeServer, tmp_path: Path) 
             fetch.run(layer_names(0))
 
 
+@pytest.mark.parametrize("text", ["1" + "0" * 300, "9" * 400, "99999999999", "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_a_long_wait_that_a_source_asks_for_is_bounded(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    refused = iter(range(4))
+
+    def refuse(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or next(refused, None) is None:
+            return False
+        handler.answer(429, {"Retry-After": text})
+        return True
+
+    with Fetch(server, tmp_path / "cache", policy=replace(SMALL, max_retry_after_s=0.1)) as fetch:
+        server.misbehave = refuse
+        fetch.run(layer_names(0, 1, 2))
+        assert not fetch.wrong(layer_names(0, 1, 2))
+    assert "answered 429 Too Many Requests" in caplog.text
+    assert "s although the source asks for" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["1e300", "-5", "soon", "Sun, 01 Jan 99999999999999999999 00:00:00 GMT"])
+def test_a_wait_that_is_none_is_not_honoured(server: RangeServer, text: str) -> None:
+    def refuse(handler: Handler, request: Request) -> bool:
+        handler.answer(429, {"Retry-After": text})
+        return True
+
+    server.misbehave = refuse
+    with closing(HttpSource(remote_model(server.url))) as source:
+        with pytest.raises(SourceUnavailable, match="answered 429") as caught:
+            source.find(["config.json"])
+        assert not caught.value.retry_after_s
+
+
 class Cancelled(Exception):
     """Raised by the `check` of a test."""
 
