@@ -9,14 +9,23 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
 from checkpoint.errors import BadHeader, CheckpointError, CheckpointNotFound
-from checkpoint.files import read_json_object, replace_file
+from checkpoint.files import TOKENIZER_FILES, read_json_object, replace_file
+from checkpoint.headers import read_headers
 from checkpoint.pins import PinnedFile, Pins
 from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
-from weights.metadata import fetch_metadata, free_bytes
+from weights.metadata import (
+    FILES_FOLDER,
+    FileState,
+    fetch_metadata,
+    file_state,
+    free_bytes,
+    full_disk_named,
+)
 from weights.parallel import no_check
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
 from weights.source import WeightSource
@@ -70,8 +79,9 @@ class TensorCache:
         OSError.
         """
         folder = self.directory / MODELS_FOLDER / pins.key
-        fetch_metadata(source, pins, folder, has_text=False, check=check)
+        folder.mkdir(mode=0o700, exist_ok=True)
         write_pins(folder / PINS_FILE, pins)
+        fetch_metadata(source, pins, folder, has_text=False, check=check)
         if pins.key not in self._models:
             self._models[pins.key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
         return self._models[pins.key]
@@ -172,10 +182,69 @@ def stored_keys(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / MODELS_FOLDER).iterdir() if path.is_dir())
 
 
+class ModelState(Enum):
+    """What a folder of a cache has of config and headers; any number of tensors may be there."""
+
+    USABLE = "usable"
+    INCOMPLETE = "incomplete"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A folder of a cache; `problem` says why it cannot be used, in the state INCOMPLETE or DAMAGED."""
+
+    folder: Path
+    source: str
+    """Empty if the pins are missing or damaged."""
+    state: ModelState
+    problem: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+
+def stored_models(directory: Path) -> Iterator[StoredModel]:
+    """The models of a cache, by key; a model that cannot be used hides no other. Raises OSError."""
+    for key in stored_keys(directory):
+        yield stored_model(directory / MODELS_FOLDER / key)
+
+
+def stored_model(folder: Path) -> StoredModel:
+    """Compare config and headers with the records of their fetch, without changing them. Raises OSError."""
+    try:
+        pins = read_pins(folder / PINS_FILE)
+    except CheckpointNotFound:
+        problem = f"it lacks {PINS_FILE}"
+        return StoredModel(folder=folder, source="", state=ModelState.INCOMPLETE, problem=problem)
+    except CheckpointError as error:
+        return StoredModel(folder=folder, source="", state=ModelState.DAMAGED, problem=str(error))
+    state, problem = _metadata_state(folder / FILES_FOLDER, pins)
+    return StoredModel(folder=folder, source=pins.source, state=state, problem=problem)
+
+
+def _metadata_state(directory: Path, pins: Pins) -> tuple[ModelState, str]:
+    """The state of a folder, and the problem."""
+    states = {file.name: file_state(directory, file) for file in pins.files}
+    if damaged := [name for name, state in states.items() if state is FileState.DAMAGED]:
+        return ModelState.DAMAGED, f"not as fetched: {', '.join(damaged)}"
+    missing = [name for name, state in states.items() if state is FileState.MISSING]
+    if wanted := [name for name in missing if name not in TOKENIZER_FILES]:
+        return ModelState.INCOMPLETE, f"it lacks {', '.join(wanted)}"
+    try:
+        read_headers(directory)
+    except CheckpointError as error:
+        return ModelState.DAMAGED, str(error)
+    return ModelState.USABLE, ""
+
+
 def write_pins(path: Path, pins: Pins) -> None:
-    """Write the pins of a folder, unless they are there. Raises OSError."""
-    if not path.exists():
-        replace_file(path, json.dumps(asdict(pins)))
+    """Write the pins of a folder, unless they are there. Raises CacheFull and OSError."""
+    text = json.dumps(asdict(pins))
+    with full_disk_named(path.parent, path.name, len(text)):
+        if not path.exists() or path.read_bytes() != text.encode("ascii"):
+            replace_file(path, text)
 
 
 def read_pins(path: Path) -> Pins:

@@ -11,10 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
 
+import xxhash
+
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
-from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES
+from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES, replace_file
 from checkpoint.headers import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
@@ -36,6 +39,9 @@ NUM_READERS = 8
 FILES_FOLDER = "files"
 """In the folder of a model: the checkpoint's directory."""
 _LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
+HASHES_FOLDER = "hashes"
+"""Beside FILES_FOLDER: the record of each small file and header that was fetched."""
+_MAX_RECORD_BYTES = 64
 NUM_TRIES = 5
 """Of a small file; the transfer of weights is more patient."""
 
@@ -105,7 +111,7 @@ def fetch_file(
 def _fetch_missing(
     source: WeightSource, wanted: Iterable[PinnedFile], directory: Path, check: Callable[[], None]
 ) -> None:
-    missing = [file for file in wanted if not _is_complete(directory / file.name, file)]
+    missing = [file for file in wanted if not _is_whole(directory, file)]
     run_requests(
         [functools.partial(_fetch_file, source, file, directory) for file in missing],
         num_threads=NUM_READERS,
@@ -118,12 +124,60 @@ def _fetch_missing(
 def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event) -> None:
     is_sparse = file.name.endswith(".safetensors")
     content = _read_header(source, file, ending) if is_sparse else read_small(source, file, ending)
-    _write(directory / file.name, content, size_bytes=file.size_bytes)
+    path = directory / file.name
+    if is_sparse and _has_size(path, file):
+        _rewrite_header(path, content)
+    else:
+        _write(path, content, size_bytes=file.size_bytes)
+    record = _record(directory, file)
+    record.parent.mkdir(mode=0o700, exist_ok=True)
+    with full_disk_named(directory, file.name, len(content)):
+        replace_file(record, f"{len(content)} {xxhash.xxh3_128_hexdigest(content)}")
 
 
-def _is_complete(path: Path, file: PinnedFile) -> bool:
-    """A file of the right size: it was renamed after it was written."""
+class FileState(Enum):
+    """What a folder has of a small file, or of the header of a file with weights."""
+
+    MISSING = auto()
+    UNPROVEN = auto()
+    """It has the right size, and no record: a kill came between the two, or an older version wrote it."""
+    DAMAGED = auto()
+    WHOLE = auto()
+
+
+def file_state(directory: Path, file: PinnedFile) -> FileState:
+    """Compare a file with the record of its fetch. Raises OSError."""
+    path = directory / file.name
+    if not path.is_file():
+        return FileState.MISSING
+    if not _has_size(path, file):
+        return FileState.DAMAGED
+    try:
+        with _record(directory, file).open("rb") as opened:
+            length, _, digest = opened.read(_MAX_RECORD_BYTES).partition(b" ")
+    except FileNotFoundError:
+        return FileState.UNPROVEN
+    if not length.isdigit() or int(length) > file.size_bytes:
+        return FileState.DAMAGED
+    with path.open("rb") as opened:
+        is_same = xxhash.xxh3_128_hexdigest(opened.read(int(length))).encode() == digest
+    return FileState.WHOLE if is_same else FileState.DAMAGED
+
+
+def _is_whole(directory: Path, file: PinnedFile) -> bool:
+    state = file_state(directory, file)
+    if state is FileState.DAMAGED:
+        log.warning("%s differs from its recorded hash: fetched again", directory / file.name)
+    return state is FileState.WHOLE
+
+
+def _has_size(path: Path, file: PinnedFile) -> bool:
     return path.is_file() and path.stat().st_size == file.size_bytes
+
+
+def _record(directory: Path, file: PinnedFile) -> Path:
+    """The record of a file: the number of bytes that were fetched, and their XXH3-128."""
+    return directory.parent / HASHES_FOLDER / file.name
 
 
 def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event | None = None) -> bytes:
@@ -178,6 +232,17 @@ def _write(path: Path, content: bytes, *, size_bytes: int) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _rewrite_header(path: Path, header: bytes) -> None:
+    """Write a header in its place: the tensors behind it stay, and others may have the file open.
+
+    Raises CacheFull when the disk is full.
+    """
+    with full_disk_named(path.parent, path.name, len(header)), path.open("r+b") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

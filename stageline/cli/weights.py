@@ -19,7 +19,7 @@ import typer
 from checkpoint import Checkpoint, CheckpointError, DType, stage_tensor_names
 from checkpoint.headers import read_headers
 from stageline.cli.options import CommandFailed, Json, build_config, option_parser
-from weights.cache import MODELS_FOLDER, PINS_FILE, TensorCache, read_pins, stored_keys
+from weights.cache import MODELS_FOLDER, ModelState, StoredModel, TensorCache, stored_keys, stored_models
 from weights.cached_model import CachedModel, disk_bytes
 from weights.fetching import NO_MANIFEST, TensorFetcher
 from weights.location import RemoteModel, model_location, remote_model
@@ -199,7 +199,8 @@ def pull(
     with _failures(), closing(TensorCache(cache_dir, limit_bytes=cache_size)) as cache:
         remote = open_remote(model, user_cache_directory(os.environ), manifest=weights_manifest)
         names = _names(remote.checkpoint, layers)
-        fetched = _fetch(cache, remote, names)
+        with closing(remote.source):
+            fetched = _fetch(cache, remote, names)
     print(f"{len(names)} tensors of {remote.pins.source} are in {cache_dir}: fetched_bytes={fetched}")
     return ExitCode.DONE
 
@@ -243,13 +244,13 @@ def _fetch(cache: TensorCache, remote: RemoteCheckpoint, names: list[str]) -> in
 def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
     """List the models in a cache: layers, sizes on the disk, and last use."""
     with _failures(), closing(_existing(cache_dir)):
-        rows = [_describe(key, folder, model) for key, folder, model in _models(cache_dir)]
+        rows = [_describe(stored, model) for stored, model in _models(cache_dir)]
     if as_json:
         print(json.dumps(rows, indent=2))
         return ExitCode.DONE
     for row in rows:
-        print(f"{row['key']}  {row['source']}")
-        print(f"  {format_size(row['disk_bytes'])}, {row['verified']} of {row['tensors']} tensors verified")
+        print(f"{row['key']}  {row['source'] or 'of an unknown source'}")
+        print(f"  {format_size(row['disk_bytes'])}, {_summary(row)}")
         for unit in row["units"]:
             used = datetime.fromtimestamp(unit["last_use_s"], UTC)
             print(f"  {unit['name']}  {format_size(unit['num_bytes'])}  used {used:%Y-%m-%d %H:%M} UTC")
@@ -258,13 +259,30 @@ def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
     return ExitCode.DONE
 
 
-def _describe(key: str, folder: Path, model: CachedModel) -> dict[str, Any]:
+def _summary(row: dict[str, Any]) -> str:
+    if row["state"] == ModelState.USABLE.value:
+        return f"{row['verified']} of {row['tensors']} tensors verified"
+    return f"{row['state']}: {row['problem']}; {_remedy(row['key'])}"
+
+
+def _remedy(key: str) -> str:
+    return f"fetched again when the model is used, or remove it with `weights rm --cache-dir DIR {key}`"
+
+
+def _describe(stored: StoredModel, model: CachedModel | None) -> dict[str, Any]:
+    """One row of `ls`; without a usable model it has no tensors."""
+    row = {
+        "key": stored.key,
+        "source": stored.source,
+        "state": stored.state.value,
+        "problem": stored.problem,
+        "disk_bytes": disk_bytes(stored.folder),
+    }
+    if model is None:
+        return row | {"tensors": 0, "verified": 0, "units": []}
     units = model.units()
     tensors = [tensor for names in units.values() for tensor in names]
-    return {
-        "key": key,
-        "source": read_pins(folder / PINS_FILE).source,
-        "disk_bytes": disk_bytes(folder),
+    return row | {
         "tensors": len(tensors),
         "verified": sum(map(model.is_verified, tensors)),
         "units": [
@@ -331,16 +349,21 @@ def _verify_directory(directory: Path, path: Path) -> int:
 
 def _verify_cache(cache_dir: Path) -> int:
     num_tensors = num_damaged = 0
+    has_damaged_files = False
     with _failures(), closing(_existing(cache_dir)):
-        for key, _, model in _models(cache_dir):
+        for stored, model in _models(cache_dir):
+            if model is None:
+                print(f"{stored.key}: {stored.state.value}: {stored.problem}; {_remedy(stored.key)}")
+                has_damaged_files |= stored.state is ModelState.DAMAGED
+                continue
             tensors = [tensor for names in model.units().values() for tensor in names]
             damaged = model.damaged(tensors, lambda _: None)
             model.drop(damaged)
             for tensor in damaged:
-                print(f"{key}: tensor {tensor} is damaged: dropped, it will be fetched again")
+                print(f"{stored.key}: tensor {tensor} is damaged: dropped, it will be fetched again")
             num_tensors, num_damaged = num_tensors + len(tensors), num_damaged + len(damaged)
     print(f"{num_tensors - num_damaged} of {num_tensors} tensors are as they were fetched")
-    return ExitCode.FAILED if num_damaged else ExitCode.DONE
+    return ExitCode.FAILED if num_damaged or has_damaged_files else ExitCode.DONE
 
 
 @weights.command()
@@ -371,11 +394,14 @@ def _existing(directory: Path) -> TensorCache:
     return TensorCache(directory)
 
 
-def _models(directory: Path) -> Iterator[tuple[str, Path, CachedModel]]:
-    for key in stored_keys(directory):
-        folder = directory / MODELS_FOLDER / key
-        with closing(CachedModel(folder, piece_bytes=DEFAULT_TRANSFER.piece_bytes)) as model:
-            yield key, folder, model
+def _models(directory: Path) -> Iterator[tuple[StoredModel, CachedModel | None]]:
+    """The models of a cache, opened if they can be."""
+    for stored in stored_models(directory):
+        if stored.state is not ModelState.USABLE:
+            yield stored, None
+            continue
+        with closing(CachedModel(stored.folder, piece_bytes=DEFAULT_TRANSFER.piece_bytes)) as model:
+            yield stored, model
 
 
 @contextmanager

@@ -77,6 +77,51 @@ def test_layers_are_pulled_listed_verified_and_removed(
     assert listed(cache, capsys) == []
 
 
+def test_a_model_that_cannot_be_used_hides_no_other(
+    server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    flags = ["--cache-dir", str(cache)]
+    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
+    (row,) = listed(cache, capsys)
+    models = cache / "models"
+    (models / "0123" / "files").mkdir(parents=True)  # as a kill leaves it
+    shutil.copytree(models / row["key"], models / "z-copy")
+    config = models / "z-copy" / "files" / "config.json"
+    config.unlink()
+    begun, usable, lacking = listed(cache, capsys)
+    assert (begun["state"], begun["problem"]) == ("incomplete", "it lacks pins.json")
+    assert (usable["state"], usable["tensors"]) == ("usable", row["tensors"])
+    assert (lacking["state"], lacking["problem"]) == ("incomplete", "it lacks config.json")
+    assert lacking["source"] == server.url and not lacking["units"]
+    assert main(["weights", "verify", *flags]) == 0, "what is there is right"
+    assert "0123: incomplete: it lacks pins.json; fetched again when" in capsys.readouterr().out
+    config.write_bytes(b"\xff" * 5)
+    assert main(["weights", "ls", *flags]) == 0
+    out = capsys.readouterr().out
+    assert f"{row['key']}  {server.url}" in out and "0123  of an unknown source" in out
+    assert "damaged: not as fetched: config.json; fetched again when the model is used" in out
+
+
+def test_damaged_files_of_a_model_are_verified_and_pulled_again(
+    server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    flags = ["--cache-dir", str(cache)]
+    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
+    (row,) = listed(cache, capsys)
+    with (cache / "models" / row["key"] / "files" / SHARD).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff")
+    assert main(["weights", "verify", *flags]) == 1
+    assert f"{row['key']}: damaged: not as fetched: {SHARD}" in capsys.readouterr().out
+    before = server.sent_of(SHARD)
+    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
+    assert server.sent_of(SHARD) - before < row["disk_bytes"] / 10, "only the header"
+    assert main(["weights", "verify", *flags]) == 0
+    assert listed(cache, capsys)[0]["tensors"] == row["tensors"]
+
+
 def test_a_directory_is_compared_with_its_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

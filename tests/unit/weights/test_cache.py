@@ -21,9 +21,10 @@ import pytest
 from tests.range_server import Handler, RangeServer, Request, range_server
 from tests.repository import REPOSITORY
 from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
-from weights.cache import SERVED_FILE, TensorCache
+from weights.cache import PINS_FILE, SERVED_FILE, ModelState, StoredModel, TensorCache, stored_model
 from weights.cached_model import disk_bytes
 from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
+from weights.metadata import HASHES_FOLDER
 
 LAYER_BYTES = 4 * 42_500
 FIRST = "model-00001-of-00002.safetensors"
@@ -167,6 +168,43 @@ def test_a_flipped_byte_in_the_cache_is_named_and_fetched_again(
             sent = fetch.run(ALL)
         assert "tensor model.layers.4.b differs from the recorded hash" in caplog.text
         assert sent == fetch.size(["model.layers.4.b"]) and not fetch.wrong(ALL)
+
+
+@pytest.mark.parametrize("position", [0, 12], ids=["length", "names"])
+def test_damaged_metadata_is_named_and_fetched_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, position: int
+) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(layer_names(0))
+        directory = fetch.model.directory
+    names = ("config.json", FIRST)
+    for name in names:
+        flip(directory / name, position if name == FIRST else 0)
+    stored = stored_model(directory.parent)
+    assert (stored.state, stored.problem) == (ModelState.DAMAGED, f"not as fetched: config.json, {FIRST}")
+    with Fetch(server, tmp_path / "cache") as again:
+        for name in names:
+            assert f"{directory / name} differs from its recorded hash: fetched again" in caplog.text
+        assert stored_model(directory.parent).state is ModelState.USABLE
+        assert (directory / "config.json").read_bytes() == (server.directory / "config.json").read_bytes()
+        assert again.run(layer_names(0)) == 0, "tensors behind the header stay"
+        assert not again.wrong(layer_names(0))
+
+
+def test_damaged_records_and_pins_are_written_again(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache") as fetch:
+        fetch.run(layer_names(0))
+        folder = fetch.model.directory.parent
+    (folder / HASHES_FOLDER / "config.json").write_bytes(b"\xff")
+    (folder / HASHES_FOLDER / FIRST).unlink()
+    (folder / PINS_FILE).write_bytes(b"{")
+    assert stored_model(folder).state is ModelState.DAMAGED
+    with Fetch(server, tmp_path / "cache") as again:
+        assert stored_model(folder) == StoredModel(folder=folder, source=server.url, state=ModelState.USABLE)
+        assert again.run(layer_names(0)) == 0
+        sent = server.sent_bytes
+        again.cache.model(again.source, again.pins)
+        assert server.sent_bytes == sent, "what is whole is not fetched again"
 
 
 def test_a_limit_of_file_sizes_is_named(server: RangeServer, tmp_path: Path) -> None:
