@@ -91,11 +91,19 @@ class TensorCache:
         return self._models.get(pins.key)
 
     def record_served(self, pins: Pins, tensors: Collection[str]) -> None:
-        """Remember the tensors that a stage is loaded from, also for the next process. Raises OSError."""
-        served = json.dumps({"key": pins.key, "tensors": sorted(tensors)})
+        """Remember the tensors that a stage is loaded from, also for the next process.
+
+        A disk that refuses them is a warning, since only a prefetch needs them.
+        """
+        if self._served() == (pins.key, set(tensors)):
+            return
         path = self.directory / SERVED_FILE
-        if not path.exists() or path.read_text() != served:
-            replace_file(path, served)
+        try:
+            replace_file(path, json.dumps({"key": pins.key, "tensors": sorted(tensors)}))
+        except OSError as error:
+            log.warning(
+                "a prefetch may evict the layers of this stage: %s cannot be written: %s", path, error
+            )
 
     def make_room(
         self, num_bytes: int, model: CachedModel, tensors: Collection[str], *, keeps_served: bool = False
@@ -153,7 +161,7 @@ class TensorCache:
             found = read_json_object(self.directory / SERVED_FILE, max_bytes=_MAX_SERVED_BYTES)
         except CheckpointNotFound:
             return "", set()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             log.warning("the layers of the last stage are not known: %s", error)
             return "", set()
         tensors = found.get("tensors")

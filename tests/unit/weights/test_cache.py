@@ -109,6 +109,25 @@ def test_an_unreadable_record_of_the_last_stage_is_a_warning(
     assert "the layers of the last stage are not known" in caplog.text
 
 
+def test_a_damaged_record_of_the_last_stage_is_written_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "cache" / SERVED_FILE
+    limit = 2 * LAYER_BYTES + 128 * 1024
+    with Fetch(server, tmp_path / "cache", limit_bytes=limit) as fetch:
+        fetch.run(layer_names(0))
+        path.write_bytes(b"\xff\xfe{")
+        fetch.cache.record_served(fetch.pins, layer_names(0))
+        assert "the layers of the last stage are not known" in caplog.text
+        fetch.run(layer_names(1), keeps_served=True)
+        fetch.run(layer_names(2), keeps_served=True)
+        assert "model.layers.0" in fetch.model.units(), "it is known again"
+        path.unlink()
+        path.mkdir()
+        fetch.cache.record_served(fetch.pins, layer_names(0))
+    assert f"{path} cannot be written" in caplog.text
+
+
 def test_a_cache_that_is_too_small_says_how_much_is_needed(server: RangeServer, tmp_path: Path) -> None:
     with Fetch(server, tmp_path / "cache", limit_bytes=2 * LAYER_BYTES) as fetch:
         fetch.run(layer_names(0))
