@@ -20,6 +20,7 @@ from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
 from weights.metadata import (
     FILES_FOLDER,
+    HASHES_FOLDER,
     FileState,
     fetch_metadata,
     file_state,
@@ -64,6 +65,7 @@ class TensorCache:
         self._policy = policy
         (directory / MODELS_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(directory)
+        _sweep(directory)
         self._models: dict[str, CachedModel] = {}
 
     def close(self) -> None:
@@ -274,6 +276,19 @@ def read_pins(path: Path) -> Pins:
 def _number(value: object) -> int | None:
     assert value is None or type(value) is int
     return value
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what a kill has left of files that had no name yet; nothing else writes into a locked cache.
+
+    Their names begin with a dot and end with random letters; a file with weights may begin with a dot, too.
+    """
+    places = [directory, *(directory / MODELS_FOLDER).iterdir()]
+    places += [place / part for place in places[1:] for part in (FILES_FOLDER, HASHES_FOLDER)]
+    for path in (path for place in places if place.is_dir() for path in place.glob(".*")):
+        if path.is_file() and not path.name.endswith(".safetensors"):
+            log.info("removed %s, which was not written to its end", path)
+            path.unlink()
 
 
 def _locked(directory: Path) -> int:

@@ -319,6 +319,39 @@ def test_other_sizes_of_pieces_begin_again(server: RangeServer, tmp_path: Path) 
         assert not fetch.wrong(layer_names(0, 1))
 
 
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.range_server import RangeServer
+from tests.unit.weights.remote_files import Fetch
+from weights import metadata
+os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+metadata.NUM_READERS = 1
+if sys.argv[3] == "files":
+    import weights.cache
+    weights.cache.write_pins = lambda *arguments: None
+Fetch(RangeServer(Path(sys.argv[1]), address=sys.argv[2]), Path(sys.argv[4]))
+"""
+
+
+@pytest.mark.parametrize("place", ["model", "files"])
+def test_files_that_a_kill_leaves_without_their_names_are_removed(
+    server: RangeServer, tmp_path: Path, place: str
+) -> None:
+    cache = tmp_path / "cache"
+    arguments = [str(server.directory), server.address, place, str(cache)]
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *arguments], cwd=REPOSITORY, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = [path for path in cache.rglob(".*") if path.is_file()]
+    assert left.parent.name == "files" or place == "model"
+    kept = left.parent / ".hidden.safetensors"
+    kept.touch()
+    with Fetch(server, cache) as fetch:
+        assert not left.exists() and kept.exists()
+        fetch.run(layer_names(0))
+        assert not fetch.wrong(layer_names(0))
+
+
 _FETCH = """
 import sys
 from pathlib import Path
