@@ -40,7 +40,7 @@ from checkpoint.held import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from checkpoint.recurrent import GatedDelta, Recurrent, StatePart
+from checkpoint.recurrent import DeltaLayout, GatedDelta, Recurrent, StatePart
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.tensors import (
     cached_bytes_per_token,
@@ -63,6 +63,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "DType",
+    "DeltaLayout",
     "Dense",
     "Experts",
     "FileTooLarge",

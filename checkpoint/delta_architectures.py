@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, NormSpan
-from checkpoint.family_rules import Architecture, DeltaRule, ExpertRule, NormRule, SparseLayers
+from checkpoint.family_rules import Architecture, ExpertRule, NormRule, SparseLayers
 from checkpoint.names import LLAMA_NAMES, Pack, TensorRole, renamed
+from checkpoint.recurrent import DeltaLayout
 from checkpoint.rope_config import RopeRule
 
 
@@ -48,7 +49,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         head_dim=256,
         has_kv_heads_default=False,
         has_output_gate=True,
-        delta=DeltaRule(is_grouped=True),
+        delta=DeltaLayout(is_grouped=True, has_grouped_heads=True),
         norms=_DELTA_NORMS,
         experts=replace(
             STEP_EXPERTS,
@@ -69,7 +70,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         head_dim=256,
         has_kv_heads_default=False,
         has_output_gate=True,
-        delta=DeltaRule(),
+        delta=DeltaLayout(),
         norms=_DELTA_NORMS,
         fixed=_DELTA_FIXED,
         reasons=_DELTA_REASONS,
@@ -87,7 +88,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         head_dim=256,
         has_kv_heads_default=False,
         has_output_gate=True,
-        delta=DeltaRule(),
+        delta=DeltaLayout(),
         norms=_DELTA_NORMS,
         experts=ExpertRule(
             count_keys=("num_experts",),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from checkpoint.config_fields import RawConfig, positive_int, text
 from checkpoint.errors import BadConfig, UnsupportedModel
-from checkpoint.family_rules import DeltaRule
-from checkpoint.recurrent import GatedDelta
+from checkpoint.recurrent import DeltaLayout, GatedDelta
 from checkpoint.rope_config import FULL
 
 LINEAR = "linear_attention"
@@ -35,7 +34,7 @@ def parse_delta_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     return are_recurrent
 
 
-def parse_delta(raw: RawConfig, rule: DeltaRule, eps: float) -> GatedDelta:
+def parse_delta(raw: RawConfig, layout: DeltaLayout, eps: float) -> GatedDelta:
     """Return the mixer of the recurrent layers. Raises BadConfig, and UnsupportedModel for an activation."""
     activation = text(raw, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
@@ -56,5 +55,5 @@ def parse_delta(raw: RawConfig, rule: DeltaRule, eps: float) -> GatedDelta:
         value_dim=positive_int(raw, "linear_value_head_dim", 128),
         kernel_size=kernel_size,
         norm_eps=eps,
-        is_grouped=rule.is_grouped,
+        layout=layout,
     )

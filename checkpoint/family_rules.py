@@ -8,6 +8,7 @@ from enum import Enum
 
 from checkpoint.blueprint import GroupScore, NormKind, NormSpan, Placement, RouterScore
 from checkpoint.names import LLAMA_NAMES, NameTable
+from checkpoint.recurrent import DeltaLayout
 from checkpoint.rope_config import RopeRule
 
 
@@ -164,13 +165,6 @@ class LatentRule:
     indexer: IndexRule | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRule:
-    """How a family reads its Gated DeltaNet layers. `is_grouped`: see `GatedDelta`."""
-
-    is_grouped: bool = False
-
-
 _USUAL_ROPE = RopeRule()
 
 
@@ -216,7 +210,7 @@ class Architecture:
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     experts: ExpertRule | None = None
     latent: LatentRule | None = None
-    delta: DeltaRule | None = None
+    delta: DeltaLayout | None = None
     has_output_gate: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)

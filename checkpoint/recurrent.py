@@ -14,15 +14,30 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayout:
+    """How files hold the weights of `GatedDelta`.
+
+    `is_grouped`: rows of queries, keys, values and gates are grouped by key head, and with
+    `has_grouped_heads` the rows of strengths and decays. `is_tiled`: value heads of one key head are
+    `num_key_heads` apart, so that value head h has key head h mod `num_key_heads`; else they are
+    consecutive. `has_rates`: there is -exp(A_log) instead of A_log.
+    """
+
+    is_grouped: bool = False
+    has_grouped_heads: bool = False
+    is_tiled: bool = False
+    has_rates: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta:
     """Gated delta rule: linear attention over a state per sequence instead of keys and values.
 
-    Queries and keys of `num_key_heads`, each for several consecutive ones of the `num_heads` value heads,
-    and values pass a causal convolution of `kernel_size` tokens per channel and SiLU. Queries and keys are
-    scaled to unit length. For each head, the state S [key_dim, value_dim] is multiplied by exp(g), with
+    Queries and keys of `num_key_heads`, each for several of the `num_heads` value heads, and values pass a
+    causal convolution of `kernel_size` tokens per channel and SiLU. Queries and keys are scaled to unit
+    length. For each head, the state S [key_dim, value_dim] is multiplied by exp(g), with
     g = -exp(A_log) * softplus(a + dt_bias), and then S += k (beta (v - S^T k))^T with beta = sigmoid(b). The
     output is S^T q / sqrt(key_dim), after an RMS norm per head with `norm_eps`, times SiLU of a gate.
-    `is_grouped`: projections on disk are grouped by key head.
 
     The state has the last `kernel_size` - 1 inputs of the convolution, and S in float32: it sums over all
     tokens, which would lose small terms in fewer bits.
@@ -36,7 +51,7 @@ class GatedDelta:
     value_dim: int
     kernel_size: int
     norm_eps: float
-    is_grouped: bool = False
+    layout: DeltaLayout = DeltaLayout()
 
     @property
     def q_size(self) -> int:

@@ -29,7 +29,13 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
+_DELTA_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OFFSET_NORMS = ("gemma3_text", *_DELTA_TYPES)
+"""Weights of norms get their 1."""
 _MODULES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -58,6 +64,18 @@ _MODULES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_DELTA_MODULES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 _GEMMA_MODULES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -109,11 +127,14 @@ def write_gguf(
     split_max_tensors: int = 0,
     extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     settings: Mapping[str, Any] | None = None,
+    rounding: TypeOf = as_stored,
 ) -> Path:
     """Write the checkpoint in a directory, with its tokenizer if `pre` names its rule; return the first file.
 
-    `metadata` are further keys, `extra` adds tensors. `settings` are added to config.json; with
-    "has_split_heads", keys and values of latents are split by head, as in newer files.
+    `metadata` are further keys, `extra` adds tensors. Values are those that the types of `rounding` can
+    hold. `settings` are added to config.json; with "has_fused_experts", gates and ups of experts are one
+    tensor; with "has_split_heads", keys and values of latents are split by head, as in newer files; with
+    "has_one_input", Qwen3-Next has one matrix before its delta rule, as in older ones.
     """
     config = json.loads((checkpoint / "config.json").read_text()) | (settings or {})
     architecture = ARCHITECTURES[config["model_type"]]
@@ -127,7 +148,8 @@ def write_gguf(
         name: tensor.float().numpy() for name, tensor in load_file(checkpoint / "model.safetensors").items()
     }
     for name, array in tensors_of(config, loaded).items():
-        add_tensor(writer, name, array, type_of(name, array))
+        rounded = _rounded(array, rounding(name, array))
+        add_tensor(writer, name, rounded, type_of(name, rounded))
     extra(writer)
     close(writer)
     if split_max_tensors:
@@ -174,6 +196,12 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, array: Array, kind: QuantType
         writer.add_tensor(name, array.astype(np.float32 if kind is QuantType.F32 else np.float16))
         return
     writer.add_tensor(name, blocks_of(array, kind), raw_dtype=kind)
+
+
+def _rounded(array: Array, kind: QuantType) -> Array:
+    if kind is QuantType.F32:
+        return array
+    return np.asarray(gguf.quants.dequantize(blocks_of(array, kind), kind)).reshape(array.shape)
 
 
 def blocks_of(array: Array, kind: QuantType) -> Array:
@@ -248,13 +276,27 @@ def tensors_of(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[
             stacks.setdefault(stack, {})[int(expert[1])] = array
         elif inner == "self_attn.kv_b_proj.weight" and config.get("has_split_heads"):
             found |= {f"blk.{layer}.{key}": part for key, part in _by_head(config, array)}
+        elif inner == "linear_attn.in_proj_qkvz.weight" and not config.get("has_one_input"):
+            rows, gates = _ungrouped(config, array)
+            found |= {f"blk.{layer}.attn_qkv.weight": rows, f"blk.{layer}.attn_gate.weight": gates}
         elif config["model_type"] == "gpt_oss" and ".experts." in name:
             found |= {f"blk.{layer}.{key}": part for key, part in _gpt_oss_experts(inner, array)}
         else:
             found[f"blk.{layer}.{_named(config, inner)}"] = _converted(config, inner, array)
-    return found | {
-        name: np.stack([parts[number] for number in sorted(parts)]) for name, parts in stacks.items()
-    }
+    experts = {name: np.stack([parts[number] for number in sorted(parts)]) for name, parts in stacks.items()}
+    return found | (_fused(experts) if config.get("has_fused_experts") else experts)
+
+
+def _fused(experts: dict[str, Array]) -> dict[str, Array]:
+    """Stacks with rows of gates before rows of ups."""
+    fused = {}
+    for name in experts:
+        if "_gate_" in name:
+            both = experts[name], experts[name.replace("_gate_", "_up_")]
+            fused[name.replace("_gate_", "_gate_up_")] = np.concatenate(both, axis=1)
+        elif "_down_" in name:
+            fused[name] = experts[name]
+    return fused
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -268,9 +310,13 @@ def _named(config: Mapping[str, Any], inner: str) -> str:
         return "attn_sinks.weight"
     if inner == "mlp.gate.e_score_correction_bias":
         return "exp_probs_b.bias"
+    if (delta := {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}.get(inner)) is not None:
+        return delta
     modules = _MODULES | (_GEMMA_MODULES if config["model_type"] == "gemma3_text" else {})
     if config["model_type"] == "gpt_oss":
         modules = modules | {"post_attention_layernorm": "post_attention_norm"}
+    if config["model_type"] in _DELTA_TYPES:
+        modules = modules | _DELTA_MODULES
     module, _, kind = inner.rpartition(".")
     return f"{modules[module]}.{kind}"
 
@@ -284,11 +330,49 @@ def _converted(config: Mapping[str, Any], inner: str, array: Array) -> Array:
         return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     if inner.startswith("mlp.shared_expert_gate"):
         return array.squeeze()
+    if inner.startswith("linear_attn."):
+        return _delta(config, inner, array)
     return _normed(config, inner, array)
 
 
+def _delta(config: Mapping[str, Any], inner: str, array: Array) -> Array:
+    """Rates instead of logarithms; value heads of Qwen3.5 in turns by key head."""
+    if inner == "linear_attn.A_log":
+        array = -torch.from_numpy(array).exp().numpy()
+    elif inner == "linear_attn.conv1d.weight":
+        array = array.squeeze(1)
+    if config["model_type"] == "qwen3_next" or inner == "linear_attn.norm.weight":
+        return array
+    key_heads, value_dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    first = 2 * key_heads * config["linear_key_head_dim"]
+    match inner.split(".")[1]:
+        case "in_proj_qkv" | "conv1d":
+            return np.concatenate((array[:first], _tiled(array[first:], key_heads, value_dim)))
+        case "in_proj_z":
+            return _tiled(array, key_heads, value_dim)
+        case "out_proj":
+            return np.ascontiguousarray(_tiled(array.T, key_heads, value_dim).T)
+    return _tiled(array, key_heads, 1)
+
+
+def _tiled(rows: Array, key_heads: int, width: int) -> Array:
+    """Rows of value heads, `width` each: from one key head after the other to turns of all key heads."""
+    grouped = rows.reshape(key_heads, -1, width, *rows.shape[1:])
+    return np.ascontiguousarray(grouped.swapaxes(0, 1)).reshape(rows.shape)
+
+
+def _ungrouped(config: Mapping[str, Any], array: Array) -> tuple[Array, Array]:
+    """Rows of queries, keys and values, and of gates, which are grouped by key head."""
+    key_heads, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    groups = array.reshape(key_heads, -1, array.shape[1])
+    of_values = (groups.shape[1] - 2 * key_dim) // 2
+    places = np.cumsum([key_dim, key_dim, of_values])
+    *rows, gates = (part.reshape(-1, array.shape[1]) for part in np.split(groups, places, axis=1))
+    return np.concatenate(rows), gates
+
+
 def _normed(config: Mapping[str, Any], name: str, array: Array) -> Array:
-    is_offset = config["model_type"] == "gemma3_text" and "norm" in name
+    is_offset = config["model_type"] in _OFFSET_NORMS and "norm" in name
     return array + np.float32(1) if is_offset else array
 
 
@@ -312,7 +396,7 @@ def _gpt_oss_experts(inner: str, array: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("num_drafts", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -325,8 +409,10 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     if (head_dim := config.get("head_dim")) is not None and not has_latents:
-        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-            add(head_dim)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * share))
     _write_rope(writer, config)
     for keys, add_count in (
         (("num_experts", "num_local_experts", "n_routed_experts"), writer.add_expert_count),
@@ -336,12 +422,32 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         for key in keys:
             if config.get(key):
                 add_count(config[key])
-    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+    if config["model_type"] in _DELTA_TYPES:
+        _write_delta(writer, config)
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] in ("gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config["sliding_window"])
+
+
+def _write_delta(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    num_drafts = config.get("num_drafts", 0)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    if num_drafts:
+        writer.add_nextn_predict_layers(num_drafts)
+    are_recurrent = [kind == "linear_attention" for kind in config["layer_types"]] + [False] * num_drafts
+    if are_recurrent == [bool((layer + 1) % 4) for layer in range(len(are_recurrent))]:
+        writer.add_full_attention_interval(4)
+    else:
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", are_recurrent)
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([1, 1, 1, 0])
 
 
 def _write_latents(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Families of GGUF files: each reads its metadata as a config.json and names its tensors as llama.cpp does.
 
-Values follow llama.cpp's loader, defaults included. A key that no rule reads is an error, as it may change
-tokens.
+A key that no rule reads is an error, as it may change tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +10,31 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from checkpoint.architectures import architecture_of
 from checkpoint.blueprint import NormKind
 from checkpoint.dtypes import DType
-from checkpoint.errors import BadConfig, BadHeader, UnsupportedModel
+from checkpoint.errors import BadHeader, UnsupportedModel
 from checkpoint.family_rules import Architecture
-from checkpoint.gguf.files import GgufFile, Value, read_bytes
+from checkpoint.gguf.files import GgufFile, read_bytes
+from checkpoint.gguf.metadata import (
+    Fields,
+    RawFields,
+    read_deepseek2,
+    read_gemma3,
+    read_gpt_oss,
+    read_llama,
+    read_qwen2,
+    read_qwen2_moe,
+    read_qwen3,
+    read_qwen3_moe,
+    read_qwen3_next,
+    read_qwen35,
+    read_qwen35_moe,
+)
 from checkpoint.headers import TensorEntry
 from checkpoint.names import NameTable, Pack, TensorRole
+from checkpoint.recurrent import DeltaLayout
 
 _MODULES = {
     TensorRole.Q: "attn_q",
@@ -52,14 +66,34 @@ _MODULES = {
     TensorRole.SHARED_UP: "ffn_up_shexp",
     TensorRole.SHARED_DOWN: "ffn_down_shexp",
     TensorRole.SHARED_WEIGHT: "ffn_gate_inp_shexp",
+    TensorRole.DELTA_QKV: "attn_qkv",
+    TensorRole.DELTA_Z: "attn_gate",
+    TensorRole.DELTA_B: "ssm_beta",
+    TensorRole.DELTA_A: "ssm_alpha",
+    TensorRole.DELTA_CONV: "ssm_conv1d",
+    TensorRole.DELTA_NORM: "ssm_norm",
+    TensorRole.DELTA_OUT: "ssm_out",
 }
 _SINKS = Pack(module="attn_sinks", roles=(TensorRole.SINKS,), kind="weight")
 _CHOICE_BIAS = Pack(module="exp_probs_b", roles=(TensorRole.CHOICE_BIAS,), kind="bias")
-_STACK = re.compile(r"(?P<module>blk\.\d+\.(?:ffn_(?:gate|up|down)_exps|attn_[kv]_b))\.(?P<kind>weight|bias)")
+_DELTA_PACKS = (
+    Pack(module="ssm_a", roles=(TensorRole.DELTA_DECAY,), has_kind=False, kind="weight"),
+    Pack(module="ssm_dt", roles=(TensorRole.DELTA_DT,), kind="bias"),
+)
+_GROUPED_HEADS = Pack(module="ssm_ba", roles=(TensorRole.DELTA_B, TensorRole.DELTA_A))
+_GROUPED_ROWS = Pack(module="ssm_in", roles=(TensorRole.DELTA_QKV, TensorRole.DELTA_Z))
+"""Of Qwen3-Next in older files."""
+_FUSED_EXPERTS = Pack(
+    module="ffn_gate_up_exps.{expert}", roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)
+)
+"""In files of any mixture of experts."""
+_STACK = re.compile(
+    r"(?P<module>blk\.\d+\.(?:ffn_(?:gate|up|gate_up|down)_exps|attn_[kv]_b))\.(?P<kind>weight|bias)"
+)
 _MOST_TENSORS = 1 << 18
 """Of experts and heads of all layers; Kimi K2 has 69,120 matrices of experts."""
-_SQUEEZED = "ffn_gate_inp_shexp.weight"
-"""Stored without its dimension of 1."""
+_SQUEEZED = {"ffn_gate_inp_shexp.weight": (1, 0), "ssm_conv1d.weight": (2, 1)}
+"""Stored without its dimension of 1: number of the others, and where it is."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of Llama 3.1 and later; the metadata does not tell its scaling."""
 
@@ -74,274 +108,6 @@ def _names(others: Mapping[TensorRole, str], *packs: Pack) -> NameTable:
         layers_module="blk",
         packs=(*packs, *singles),
     )
-
-
-class Fields:
-    """The metadata of a model: `{architecture}.{key}` by key, and its tensors."""
-
-    def __init__(self, file: GgufFile, architecture: str, tensors: Mapping[str, TensorEntry]) -> None:
-        self.file, self.tensors = file, tensors
-        self.prefix = f"{architecture}."
-        self._read: set[str] = set()
-
-    def find(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or `default`; arrays are lists of numbers."""
-        name = self.prefix + key
-        self._read.add(name)
-        value = self.file.metadata.get(name)
-        if value is None:
-            return default
-        return value if isinstance(value, bool | int | float | str) else list(self.file.numbers(name))
-
-    def get(self, key: str) -> Any:
-        """Raises BadConfig for a missing key."""
-        if (value := self.find(key)) is None:
-            raise BadConfig(f"{self.file.path}: metadata key {self.prefix + key!r} is missing")
-        return value
-
-    def natural(self, key: str) -> int:
-        """A key's positive integer. Raises BadConfig."""
-        value = self.get(key)
-        if not _is_natural(value):
-            raise BadConfig(
-                f"{self.file.path}: metadata key {self.prefix + key!r} must be a positive integer,"
-                f" is {value!r:.80}"
-            )
-        return int(value)
-
-    def expect(self, key: str, *values: object) -> None:
-        """Raise UnsupportedModel unless the key is missing or has one of these values."""
-        if (value := self.find(key)) is not None and value not in values:
-            raise self._unsupported(self.prefix + key, value, f", expected {' or '.join(map(repr, values))}")
-
-    def refuse_unread(self) -> None:
-        """Raise UnsupportedModel for the first key of the architecture that nothing has read."""
-        for name, value in self.file.metadata.items():
-            if name.startswith(self.prefix) and name not in self._read:
-                raise self._unsupported(name, value, "")
-
-    def _unsupported(self, name: str, value: Value, expected: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.file.path}: metadata key {name!r} = {value!r:.120} is not supported{expected}"
-        )
-
-
-RawFields = dict[str, Any]
-
-
-def _is_natural(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _common(fields: Fields) -> RawFields:
-    embeddings = fields.tensors.get("token_embd.weight")
-    num_tokens = embeddings.shape[0] if embeddings is not None else fields.get("vocab_size")
-    fields.expect("vocab_size", num_tokens)
-    fields.find("rope.scaling.finetuned")  # tells of the training
-    raw = {
-        "hidden_size": fields.natural("embedding_length"),
-        "num_hidden_layers": fields.natural("block_count"),
-        "intermediate_size": fields.find("feed_forward_length"),
-        "num_attention_heads": fields.natural("attention.head_count"),
-        "max_position_embeddings": fields.get("context_length"),
-        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.find("rope.freq_base", 10_000.0),
-        "vocab_size": num_tokens,
-        "tie_word_embeddings": "output.weight" not in fields.tensors,
-    }
-    return {key: value for key, value in raw.items() if value is not None}
-
-
-def _attention(fields: Fields) -> RawFields:
-    """Heads of one width in all layers, rotated whole."""
-    raw = _common(fields)
-    heads = raw["num_attention_heads"]
-    head_dim = fields.find("attention.key_length", raw["hidden_size"] // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        fields.expect(key, head_dim)
-    kv_heads = fields.find("attention.head_count_kv", heads)
-    if isinstance(kv_heads, list) and len(set(kv_heads)) == 1:
-        kv_heads = kv_heads[0]
-    return {**raw, "num_key_value_heads": kv_heads, "head_dim": head_dim, **_rope_scaling(fields)}
-
-
-def _rope_scaling(fields: Fields) -> RawFields:
-    kind = fields.find("rope.scaling.type", "none")
-    factor, original = fields.find("rope.scaling.factor"), fields.find("rope.scaling.original_context_length")
-    if kind == "none" and (linear := fields.find("rope.scale_linear")) not in (None, 1.0):
-        kind, factor = "linear", linear
-    fields.expect("rope.scaling.attn_factor", 1.0)
-    if kind == "none":
-        return {}
-    scaling = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        scaling |= {
-            "original_max_position_embeddings": original,
-            "beta_fast": fields.find("rope.scaling.yarn_beta_fast"),
-            "beta_slow": fields.find("rope.scaling.yarn_beta_slow"),
-        }
-    return {"rope_scaling": {key: value for key, value in scaling.items() if value is not None}}
-
-
-def _llama(fields: Fields) -> RawFields:
-    raw = _attention(fields)
-    if not fields.find("expert_count", 0):
-        has_bias = "blk.0.attn_q.bias" in fields.tensors
-        fields.expect("expert_used_count", 0)
-        return {**raw, "model_type": "llama", "attention_bias": has_bias}
-    return {
-        **raw,
-        "model_type": "mixtral",
-        "num_local_experts": fields.get("expert_count"),
-        "num_experts_per_tok": fields.get("expert_used_count"),
-        "sliding_window": None,
-    }
-
-
-def _qwen2(fields: Fields) -> RawFields:
-    return {**_attention(fields), "model_type": "qwen2"}
-
-
-def _qwen3(fields: Fields) -> RawFields:
-    return {**_attention(fields), "model_type": "qwen3"}
-
-
-def _qwen_experts(fields: Fields) -> RawFields:
-    return {
-        **_attention(fields),
-        "num_experts": fields.get("expert_count"),
-        "num_experts_per_tok": fields.get("expert_used_count"),
-        "moe_intermediate_size": fields.get("expert_feed_forward_length"),
-    }
-
-
-def _qwen2_moe(fields: Fields) -> RawFields:
-    """llama.cpp does not normalise the weights of experts here, and does for Qwen3."""
-    raw = _qwen_experts(fields)
-    width = fields.find("expert_shared_feed_forward_length", raw.get("intermediate_size"))
-    return {
-        **raw,
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": width,
-        "norm_topk_prob": False,
-    }
-
-
-def _qwen3_moe(fields: Fields) -> RawFields:
-    return {**_qwen_experts(fields), "model_type": "qwen3_moe", "norm_topk_prob": True}
-
-
-_GEMMA_3_27B_LAYERS = 62
-"""Its scores are scaled by hidden_size / heads instead of a head's width; the metadata does not tell."""
-
-
-def _gemma3(fields: Fields) -> RawFields:
-    raw = _attention(fields)
-    is_27b = raw["num_hidden_layers"] == _GEMMA_3_27B_LAYERS
-    pattern = fields.find("attention.sliding_window_pattern", 6)
-    windows: RawFields = {"sliding_window_pattern": pattern}
-    if isinstance(pattern, list):
-        names = {True: "sliding_attention", False: "full_attention"}
-        windows = {"layer_types": [names.get(is_windowed, is_windowed) for is_windowed in pattern]}
-    return {
-        **raw,
-        **windows,
-        "model_type": "gemma3_text",
-        "sliding_window": fields.get("attention.sliding_window"),
-        "rope_theta": fields.find("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": fields.find("rope.freq_base_swa", 10_000.0),
-        "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"]
-        if is_27b
-        else raw["head_dim"],
-        "final_logit_softcapping": fields.find("final_logit_softcapping"),
-        "attn_logit_softcapping": fields.find("attn_logit_softcapping"),
-    }
-
-
-def _gpt_oss(fields: Fields) -> RawFields:
-    raw = _attention(fields)
-    scaling = raw.get("rope_scaling", {"rope_type": "default"})
-    if scaling["rope_type"] == "yarn":
-        scaling = {**scaling, "truncate": False}
-    return {
-        **raw,
-        "model_type": "gpt_oss",
-        "intermediate_size": fields.get("expert_feed_forward_length"),
-        "num_local_experts": fields.get("expert_count"),
-        "num_experts_per_tok": fields.get("expert_used_count"),
-        "sliding_window": fields.get("attention.sliding_window"),
-        "rope_scaling": scaling,
-    }
-
-
-_GATES = {0: "softmax", 1: "softmax", 2: "sigmoid"}
-"""Of expert_gating_func; files of DeepSeek V2 lack it."""
-_GATED_TYPES = {"softmax": "deepseek_v2", "sigmoid": "deepseek_v3"}
-
-
-def _deepseek2(fields: Fields) -> RawFields:
-    """DeepSeek V2 and V3, and others that llama.cpp computes like them: Kimi K2, GLM-4.7-Flash.
-
-    Older files have the keys and values of all heads in one matrix, newer ones a matrix of each head, and
-    other widths: there, key_length is the width of a row of the cache.
-    """
-    fields.expect("expert_gating_func", *_GATES)
-    gate = _GATES[fields.find("expert_gating_func", 0)]
-    raw = _common(fields)
-    return {
-        **raw,
-        **_latent_widths(fields, raw["num_attention_heads"]),
-        **_latent_rope(fields),
-        "model_type": _GATED_TYPES[gate],
-        "q_lora_rank": fields.find("attention.q_lora_rank"),
-        "n_routed_experts": fields.natural("expert_count"),
-        "num_experts_per_tok": fields.natural("expert_used_count"),
-        "n_shared_experts": fields.find("expert_shared_count", 0),
-        "moe_intermediate_size": fields.natural("expert_feed_forward_length"),
-        "first_k_dense_replace": fields.find("leading_dense_block_count", 0),
-        "routed_scaling_factor": fields.find("expert_weights_scale", 0.0) or 1.0,
-        "norm_topk_prob": fields.find("expert_weights_norm", False),
-        **_expert_groups(fields, gate),
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _latent_widths(fields: Fields, num_heads: int) -> RawFields:
-    rank, rope_dim = fields.natural("attention.kv_lora_rank"), fields.natural("rope.dimension_count")
-    key, value = fields.find("attention.key_length_mla"), fields.find("attention.value_length_mla")
-    if key is None or value is None:
-        key, value = fields.natural("attention.key_length"), fields.natural("attention.value_length")
-    fields.expect("attention.key_length", key, rank + rope_dim)
-    fields.expect("attention.value_length", value, rank)
-    fields.expect("attention.head_count_kv", 1, num_heads)
-    return {
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": key - rope_dim,
-        "v_head_dim": value,
-        "num_key_value_heads": num_heads,
-    }
-
-
-def _latent_rope(fields: Fields) -> RawFields:
-    """yarn, with the temperature of scores: the file has a tenth of mscale_all_dim, and cos and sin have no
-    temperature, which is mscale = mscale_all_dim.
-    """
-    scaling: RawFields = _rope_scaling(fields)
-    if not scaling or scaling["rope_scaling"]["rope_type"] != "yarn":
-        return scaling
-    mscale = round(10 * fields.get("rope.scaling.yarn_log_multiplier"), 6)
-    return {"rope_scaling": {**scaling["rope_scaling"], "mscale": mscale, "mscale_all_dim": mscale}}
-
-
-def _expert_groups(fields: Fields, gate: str) -> RawFields:
-    """llama.cpp ranks groups by their two best experts, as DeepSeek V3 does and V2 does not."""
-    if gate == "softmax":
-        fields.expect("expert_group_count", 0, 1)
-        fields.expect("expert_group_used_count", 0, 1)
-        return {}
-    count = fields.find("expert_group_count", 0) or 1
-    return {"n_group": count, "topk_group": fields.find("expert_group_used_count", 0) or count}
 
 
 def _rope_factors(fields: Fields, raw: RawFields, entry: TensorEntry) -> RawFields:
@@ -380,6 +146,26 @@ def _with_whole_norms(row: Architecture, tensors: Tensors) -> Architecture:
     return replace(row, norms=replace(row.norms, kind=NormKind.RMS_WIDE))
 
 
+def _with_tiled_delta(row: Architecture, tensors: Tensors) -> Architecture:
+    """llama.cpp reorders value heads, so that it can repeat key heads as a whole."""
+    return _with_delta(row, DeltaLayout(is_tiled=True, has_rates=True))
+
+
+def _with_grouped_delta(row: Architecture, tensors: Tensors) -> Architecture:
+    """Older files have queries, keys, values and gates in one matrix, grouped by key head."""
+    names = replace(row.names, packs=(_GROUPED_HEADS, *row.names.packs))
+    is_grouped = any(name.endswith(f".{_GROUPED_ROWS.module}.weight") for name in tensors)
+    if is_grouped:
+        names = replace(names, packs=(_GROUPED_ROWS, *names.packs))
+    layout = DeltaLayout(is_grouped=is_grouped, has_grouped_heads=True, has_rates=True)
+    return _with_delta(replace(row, names=names), layout)
+
+
+def _with_delta(row: Architecture, layout: DeltaLayout) -> Architecture:
+    norms = replace(row.norms, kind=NormKind.RMS_WIDE)
+    return replace(row, delta=layout, norms=norms, keys=row.keys | {"num_nextn_predict_layers"})
+
+
 def _with_latents(row: Architecture, tensors: Tensors) -> Architecture:
     """A file without the rank of latents of queries has none; keys and values may be split by head."""
     assert row.latent is not None, "a family without latents"
@@ -402,25 +188,50 @@ class GgufFamily:
     names: NameTable = field(default_factory=lambda: _names({}))
 
 
+_DELTA_NAMES = _names({TensorRole.FFN_NORM: "post_attention_norm"}, *_DELTA_PACKS)
+
 FAMILIES: tuple[GgufFamily, ...] = (
-    GgufFamily(architecture="llama", model_types=("llama", "mixtral"), read=_llama, adapt=_interleaved),
-    GgufFamily(architecture="qwen2", model_types=("qwen2",), read=_qwen2),
-    GgufFamily(architecture="qwen3", model_types=("qwen3",), read=_qwen3),
-    GgufFamily(architecture="qwen2moe", model_types=("qwen2_moe",), read=_qwen2_moe),
-    GgufFamily(architecture="qwen3moe", model_types=("qwen3_moe",), read=_qwen3_moe),
-    GgufFamily(architecture="gemma3", model_types=("gemma3_text",), read=_gemma3, adapt=_with_whole_norms),
+    GgufFamily(architecture="llama", model_types=("llama", "mixtral"), read=read_llama, adapt=_interleaved),
+    GgufFamily(architecture="qwen2", model_types=("qwen2",), read=read_qwen2),
+    GgufFamily(architecture="qwen3", model_types=("qwen3",), read=read_qwen3),
+    GgufFamily(architecture="qwen2moe", model_types=("qwen2_moe",), read=read_qwen2_moe),
+    GgufFamily(architecture="qwen3moe", model_types=("qwen3_moe",), read=read_qwen3_moe),
+    GgufFamily(
+        architecture="gemma3", model_types=("gemma3_text",), read=read_gemma3, adapt=_with_whole_norms
+    ),
     GgufFamily(
         architecture="gpt-oss",
         model_types=("gpt_oss",),
-        read=_gpt_oss,
+        read=read_gpt_oss,
         names=_names({TensorRole.FFN_NORM: "post_attention_norm"}, _SINKS),
     ),
     GgufFamily(
         architecture="deepseek2",
         model_types=("deepseek_v2", "deepseek_v3"),
-        read=_deepseek2,
+        read=read_deepseek2,
         adapt=_with_latents,
         names=_names({}, _CHOICE_BIAS),
+    ),
+    GgufFamily(
+        architecture="qwen3next",
+        model_types=("qwen3_next",),
+        read=read_qwen3_next,
+        adapt=_with_grouped_delta,
+        names=_DELTA_NAMES,
+    ),
+    GgufFamily(
+        architecture="qwen35",
+        model_types=("qwen3_5_text",),
+        read=read_qwen35,
+        adapt=_with_tiled_delta,
+        names=_DELTA_NAMES,
+    ),
+    GgufFamily(
+        architecture="qwen35moe",
+        model_types=("qwen3_5_moe_text",),
+        read=read_qwen35_moe,
+        adapt=_with_tiled_delta,
+        names=_DELTA_NAMES,
     ),
 )
 _BY_NAME = {family.architecture: family for family in FAMILIES}
@@ -448,7 +259,7 @@ def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfi
     fields = Fields(file, family.architecture, tensors)
     raw = {key: value for key, value in family.read(fields).items() if value is not None}
     fields.refuse_unread()
-    row = replace(family.adapt(architecture_of(raw), tensors), names=family.names)
+    row = family.adapt(replace(architecture_of(raw), names=_names_in(family, tensors)), tensors)
     kept = _as_named(fields.file.path, tensors)
     if (factors := kept.pop(_ROPE_FACTORS, None)) is None:
         return ReadConfig(raw=raw, row=row, tensors=kept)
@@ -457,12 +268,21 @@ def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfi
     return ReadConfig(raw={**raw, "rope_scaling": scaling}, row=row, tensors=kept)
 
 
+def _names_in(family: GgufFamily, tensors: Tensors) -> NameTable:
+    """The family's names, for files with gates and ups of experts in one tensor or in two."""
+    if not any(".ffn_gate_up_exps." in name for name in tensors):
+        return family.names
+    return replace(family.names, packs=(_FUSED_EXPERTS, *family.names.packs))
+
+
 def _as_named(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors under the names of `_names`: each expert's or head's part of a stack on its own."""
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
-        if name.endswith(_SQUEEZED) and len(entry.shape) == 1:
-            found[name] = replace(entry, shape=(1, *entry.shape))
+        inner = name.split(".", 2)[-1]
+        if inner in _SQUEEZED and len(entry.shape) == _SQUEEZED[inner][0]:
+            at = _SQUEEZED[inner][1]
+            found[name] = replace(entry, shape=(*entry.shape[:at], 1, *entry.shape[at:]))
         elif (stack := _STACK.fullmatch(name)) is not None and len(entry.shape) > 1:
             if len(found) + entry.shape[0] > _MOST_TENSORS:
                 raise BadHeader(

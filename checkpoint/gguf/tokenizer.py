@@ -79,6 +79,13 @@ _SPLITS: Mapping[str, _Split] = {
     "llama-v3": _LLAMA_3,
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
+    "qwen35": _Split(
+        patterns=(
+            rf"{_CONTRACTIONS}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+        ),
+        has_nfc=True,
+    ),
     "tekken": _Split(
         patterns=(_CASED % ("", "") + rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
         ignores_merges=True,

@@ -33,9 +33,10 @@ class DeltaInputs:
     ) -> Tensor:
         """Output [2, n, heads, value_dim] before its norm, of texts of `lengths`.
 
-        `kernel` is [channels, 1, kernel_size]; `decays` are A_log and dt_bias [heads].
+        `kernel` is [channels, 1, kernel_size]; `decays` are A_log, or the rates, and dt_bias [heads].
         """
-        kept = (-decays[0].exp() * softplus(self.decay + decays[1])).exp()
+        rates = decays[0] if mixer.layout.has_rates else -decays[0].exp()
+        kept = (rates * softplus(self.decay + decays[1])).exp()
         of_tokens = (self.fresh, rounded(self.strength.sigmoid()), kept)
         found = []
         for rows, b, g in zip(*(x.split_with_sizes(list(lengths), dim=1) for x in of_tokens), strict=True):
@@ -50,27 +51,30 @@ def delta_inputs(mixer: GatedDelta, wide: Tensor, narrow: Tensor) -> DeltaInputs
     strengths and decays.
     """
     of_values, of_heads = (size // mixer.num_key_heads for size in (mixer.o_size, mixer.num_heads))
-    query, key, value, gate = _parts(wide, (mixer.key_dim, mixer.key_dim, of_values, of_values), mixer)
-    strength, decay = _parts(narrow, (of_heads, of_heads), mixer)
+    layout, key_heads = mixer.layout, mixer.num_key_heads
+    sizes = mixer.key_dim, mixer.key_dim, of_values, of_values
+    query, key, value, gate = _parts(wide, sizes, key_heads, is_grouped=layout.is_grouped)
+    strength, decay = _parts(narrow, (of_heads,) * 2, key_heads, is_grouped=layout.has_grouped_heads)
     return DeltaInputs(torch.cat((query, key, value), dim=-1), gate, strength, decay)
 
 
-def _parts(joined: Tensor, sizes: tuple[int, ...], mixer: GatedDelta) -> list[Tensor]:
+def _parts(joined: Tensor, sizes: tuple[int, ...], num_key_heads: int, *, is_grouped: bool) -> list[Tensor]:
     """Parts of `sizes` for each key head."""
-    if not mixer.is_grouped:
-        return list(joined.split_with_sizes([size * mixer.num_key_heads for size in sizes], dim=-1))
-    groups = torch.unflatten(joined, -1, (mixer.num_key_heads, -1))
+    if not is_grouped:
+        return list(joined.split_with_sizes([size * num_key_heads for size in sizes], dim=-1))
+    groups = torch.unflatten(joined, -1, (num_key_heads, -1))
     return [part.flatten(-2) for part in groups.split_with_sizes(sizes, dim=-1)]
 
 
 def _delta_rule(mixed: Tensor, strength: Tensor, kept: Tensor, mixer: GatedDelta) -> Tensor:
     """Output [2, n, heads, value_dim] for queries, keys and values `mixed` [2, n, channels]."""
     query, key, value = mixed.split_with_sizes((mixer.q_size, mixer.q_size, mixer.o_size), dim=-1)
-    shared = mixer.num_heads // mixer.num_key_heads
     query, key = (torch.unflatten(x, -1, (mixer.num_key_heads, -1)) for x in (query, key))
+    heads = torch.arange(mixer.num_heads)
+    per_key = mixer.num_heads // mixer.num_key_heads
+    key_heads = heads % mixer.num_key_heads if mixer.layout.is_tiled else heads // per_key
     query, key = (
-        (x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, dim=2)
-        for x in (query, key)
+        (x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt())[:, :, key_heads] for x in (query, key)
     )
     value = torch.unflatten(value, -1, (mixer.num_heads, -1))
     state = mixed.new_zeros(2, mixer.num_heads, mixer.key_dim, mixer.value_dim)

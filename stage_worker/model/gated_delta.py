@@ -37,8 +37,9 @@ class GatedDeltaNet:
         """Packed weights replace the given ones."""
         self._mixer = mixer
         self._input = project(weights.input, None, kernels.layer_products)
+        self._is_tiled = mixer.layout.is_tiled
         self._conv = weights.conv
-        self._decay = -weights.decay.exp()
+        self._decay = weights.decay if mixer.layout.has_rates else -weights.decay.exp()
         self._dt_bias = weights.dt_bias
         self._norm = row_norm(Norm(eps=mixer.norm_eps), NormWeights(weights.norm, None))
 
@@ -103,12 +104,15 @@ class GatedDeltaNet:
         query, key, value = convolved.float().split_with_sizes(
             (mixer.q_size, mixer.q_size, mixer.o_size), dim=1
         )
-        shared = mixer.num_heads // mixer.num_key_heads
         units = [
-            _unit(torch.unflatten(x, 1, (mixer.num_key_heads, -1))).repeat_interleave(shared, dim=1)
-            for x in (query, key)
+            self._of_values(_unit(torch.unflatten(x, 1, (mixer.num_key_heads, -1)))) for x in (query, key)
         ]
         return units[0] * mixer.key_dim**-0.5, units[1], torch.unflatten(value, 1, (mixer.num_heads, -1))
+
+    def _of_values(self, unit: Tensor) -> Tensor:
+        """[n, heads, key_dim] of [n, key_heads, key_dim], see `DeltaLayout.is_tiled`."""
+        shared = self._mixer.num_heads // self._mixer.num_key_heads
+        return unit.repeat(1, shared, 1) if self._is_tiled else unit.repeat_interleave(shared, dim=1)
 
     def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
         """The normed `output` [n, heads, value_dim] times SiLU of `gate`, [n, heads * value_dim]."""

@@ -420,7 +420,8 @@ class LatentWeights:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DeltaWeights:
     """Gated DeltaNet. `input` has the rows of queries, keys, values, gates, strengths and decays; `conv` is
-    [channels, 1, kernel_size], `norm` [value_dim]; `decay` and `dt_bias` [heads] are float32.
+    [channels, 1, kernel_size], `norm` [value_dim]; `decay` (A_log, or rates, see `DeltaLayout`) and
+    `dt_bias` [heads] are float32.
     """
 
     input: Weight

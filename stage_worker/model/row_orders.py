@@ -85,17 +85,22 @@ def _separate_gates(mixer: Attention, weights: LayerWeights) -> None:
 
 def _reorder_delta(mixer: GatedDelta, weights: LayerWeights) -> None:
     """Turn rows that are grouped by key head into the order of `DeltaWeights`."""
-    if not mixer.is_grouped:
+    layout = mixer.layout
+    if not (layout.is_grouped or layout.has_grouped_heads):
         return
     given = weights.mixer
     assert isinstance(given, DeltaWeights), "weights of another kind"
     of_values = mixer.o_size // mixer.num_key_heads
     of_heads = mixer.num_heads // mixer.num_key_heads
     order, begin = [], 0
-    for sizes in ((mixer.key_dim, mixer.key_dim, of_values, of_values), (of_heads, of_heads)):
+    for sizes, is_grouped in (
+        ((mixer.key_dim, mixer.key_dim, of_values, of_values), layout.is_grouped),
+        ((of_heads, of_heads), layout.has_grouped_heads),
+    ):
         end = begin + mixer.num_key_heads * sum(sizes)
-        groups = torch.arange(begin, end).view(mixer.num_key_heads, -1)
-        order += [part.flatten() for part in groups.split_with_sizes(sizes, dim=1)]
+        rows = torch.arange(begin, end)
+        groups = rows.view(mixer.num_key_heads, -1)
+        order += [p.flatten() for p in groups.split_with_sizes(sizes, dim=1)] if is_grouped else [rows]
         begin = end
     for tensor in _by_row(given.input):
         tensor.copy_(tensor[torch.cat(order).to(tensor.device)])

@@ -92,6 +92,7 @@ PIECES = {
     "smollm": ["I", "'", "LL", " pay", " $", *"12345", " now", "\n\n ", " x", "_", "y"],
     "llama-bpe": ["I", "'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
     "qwen2": ["I", "'LL", " pay", " $", *"12345", " now", "\n\n", " ", " x", "_y"],
+    "qwen35": ["I", "'LL", " pay", " $", *"12345", " now", "\n\n", " ", " x", "_y"],
     "tekken": ["I", "'LL", " pay", " $", *"12345", " now", "\n\n", " ", " x", "_y"],
     "gpt-4o": ["I'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
     "deepseek-v3": ["I", "'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
@@ -114,6 +115,14 @@ def test_texts_are_split_by_the_named_rule(pre: str, tmp_path: Path) -> None:
     rule = Tokenizer.from_str(files["tokenizer.json"].decode()).pre_tokenizer
     found = [SAMPLE[begin:end] for _, (begin, end) in rule.pre_tokenize_str(SAMPLE)]
     assert found == PIECES[pre]
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("qwen2", ["नमस", "\u094dत", "\u0947"]), ("qwen35", ["नमस्ते"])])
+def test_marks_belong_to_words_in_newer_rules(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    files = GgufTokenizer(read_gguf_file(write_tokenizer(tmp_path / "a.gguf", pre))).files()
+    rule = Tokenizer.from_str(files["tokenizer.json"].decode()).pre_tokenizer
+    word = "नमस्ते"
+    assert [word[begin:end] for _, (begin, end) in rule.pre_tokenize_str(word)] == pieces
 
 
 def test_deepseek_splits_off_han_and_kana(tmp_path: Path) -> None:

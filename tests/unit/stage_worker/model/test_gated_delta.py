@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, GatedDelta, UnsupportedModel, parse_config
+from checkpoint import Checkpoint, DeltaLayout, GatedDelta, UnsupportedModel, parse_config
 from checkpoint.blueprint import Implementation
 from kvcache import CopyState, LiveState, SavedState, SlotChange
 from kvcache.state_store import StateStore
@@ -239,5 +239,5 @@ def test_layers_with_equal_states_are_one_kind() -> None:
     plan = GatedDelta(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8, kernel_size=4, norm_eps=1e-6)
     assert plan.state_parts[0].shape == (2 * 16 + 32, 3)
     assert plan.state_parts[1].shape == (4, 8, 8) and plan.state_parts[1].is_wide
-    assert replace(plan, is_grouped=True) != plan
+    assert replace(plan, layout=DeltaLayout(is_grouped=True)) != plan
     assert LiveState(1) != SavedState(1)
