@@ -32,11 +32,11 @@ class TensorRole(Enum):
     DELTA_Z = "gates of the delta rule's output"
     DELTA_B = "strengths of the delta rule's updates"
     DELTA_A = "decays of the delta rule's state"
-    DELTA_CONV = "convolution before the delta rule"
-    DELTA_DECAY = "logarithms of the delta rule's decays"
-    DELTA_DT = "biases of the delta rule's decays"
-    DELTA_NORM = "norm of the delta rule's output"
-    DELTA_OUT = "output of the delta rule"
+    STATE_CONV = "convolution before a state"
+    STATE_DECAY = "logarithms of a state's decays"
+    STATE_DT = "biases of a state's time steps"
+    STATE_NORM = "norm of a recurrent layer's output"
+    STATE_OUT = "output of a recurrent layer"
     MIXER_NORM = "norm of the mixer's input"
     MIXER_OUT_NORM = "norm of the mixer's output"
     FFN_NORM = "norm of the feed-forward's input"
@@ -85,11 +85,11 @@ _USUAL_MODULES = {
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",
     TensorRole.DELTA_B: "linear_attn.in_proj_b",
     TensorRole.DELTA_A: "linear_attn.in_proj_a",
-    TensorRole.DELTA_CONV: "linear_attn.conv1d",
-    TensorRole.DELTA_DECAY: "linear_attn",
-    TensorRole.DELTA_DT: "linear_attn",
-    TensorRole.DELTA_NORM: "linear_attn.norm",
-    TensorRole.DELTA_OUT: "linear_attn.out_proj",
+    TensorRole.STATE_CONV: "linear_attn.conv1d",
+    TensorRole.STATE_DECAY: "linear_attn",
+    TensorRole.STATE_DT: "linear_attn",
+    TensorRole.STATE_NORM: "linear_attn.norm",
+    TensorRole.STATE_OUT: "linear_attn.out_proj",
     TensorRole.MIXER_NORM: "input_layernorm",
     TensorRole.MIXER_OUT_NORM: "post_attention_layernorm",
     TensorRole.FFN_NORM: "post_attention_layernorm",

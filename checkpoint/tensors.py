@@ -40,7 +40,7 @@ _INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
-    | {TensorRole.DELTA_OUT}
+    | {TensorRole.STATE_OUT}
 ).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
@@ -53,7 +53,7 @@ LAYER_SCALE_KIND = "layer_scalar"
 ROUTER_NORM_KIND, EXPERT_SCALE_KIND = "scale", "per_expert_scale"
 """Kinds of tensor of `TensorRole.ROUTER_NORM` and `TensorRole.EXPERT_SCALE`."""
 DECAY_KIND, DT_KIND = "A_log", "dt_bias"
-"""Kinds of tensor of `TensorRole.DELTA_DECAY` and `TensorRole.DELTA_DT`."""
+"""Kinds of tensor of `TensorRole.STATE_DECAY` and `TensorRole.STATE_DT`."""
 BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole.SHARED_OUT_NORM)
 """Norms of `Experts.branch_norm`."""
 
@@ -124,11 +124,11 @@ def _delta(delta: GatedDelta, hidden_size: int) -> RoleShapes:
         _DELTA, (delta.conv_size, delta.o_size, delta.num_heads, delta.num_heads), strict=True
     ):
         shapes |= _projection(role, width, hidden_size, bias=False)
-    shapes[TensorRole.DELTA_CONV, "weight"] = (delta.conv_size, 1, delta.kernel_size)
-    shapes[TensorRole.DELTA_DECAY, DECAY_KIND] = (delta.num_heads,)
-    shapes[TensorRole.DELTA_DT, DT_KIND] = (delta.num_heads,)
-    shapes[TensorRole.DELTA_NORM, "weight"] = (delta.value_dim,)
-    return shapes | _projection(TensorRole.DELTA_OUT, hidden_size, delta.o_size, bias=False)
+    shapes[TensorRole.STATE_CONV, "weight"] = (delta.conv_size, 1, delta.kernel_size)
+    shapes[TensorRole.STATE_DECAY, DECAY_KIND] = (delta.num_heads,)
+    shapes[TensorRole.STATE_DT, DT_KIND] = (delta.num_heads,)
+    shapes[TensorRole.STATE_NORM, "weight"] = (delta.value_dim,)
+    return shapes | _projection(TensorRole.STATE_OUT, hidden_size, delta.o_size, bias=False)
 
 
 def _indexer(indexer: Indexer, query_rank: int, hidden_size: int) -> RoleShapes:

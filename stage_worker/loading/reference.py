@@ -373,18 +373,18 @@ class _StreamedLayer:
         model, places = self._model, self._places
         decay, dt_bias = (
             model.exact(places[role, kind, None])
-            for role, kind in ((TensorRole.DELTA_DECAY, DECAY_KIND), (TensorRole.DELTA_DT, DT_KIND))
+            for role, kind in ((TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND))
         )
         inputs = delta_inputs(
             mixer,
             torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_QKV, TensorRole.DELTA_Z)], -1),
             torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_B, TensorRole.DELTA_A)], -1),
         )
-        kernel = model.kernel(places[TensorRole.DELTA_CONV, "weight", None])
+        kernel = model.kernel(places[TensorRole.STATE_CONV, "weight", None])
         mixed = inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded)
         norm = Norm(eps=mixer.norm_eps)
-        output = self._normed(model.rounded(mixed), TensorRole.DELTA_NORM, norm).flatten(2)
-        return self._projected(model.rounded(output * silu(inputs.gate)), TensorRole.DELTA_OUT)
+        output = self._normed(model.rounded(mixed), TensorRole.STATE_NORM, norm).flatten(2)
+        return self._projected(model.rounded(output * silu(inputs.gate)), TensorRole.STATE_OUT)
 
     def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
         """Expanded: each head has keys and values."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad, silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from checkpoint import GatedDelta, Norm
+from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import DeltaWeights, project
 from stage_worker.model.norms import NormWeights, row_norm
@@ -38,7 +39,7 @@ class GatedDeltaNet:
         self._mixer = mixer
         self._input = project(weights.input, None, kernels.layer_products)
         self._is_tiled = mixer.layout.is_tiled
-        self._conv = weights.conv
+        self._convolution = CausalConvolution(weights.conv)
         self._decay = weights.decay if mixer.layout.has_rates else -weights.decay.exp()
         self._dt_bias = weights.dt_bias
         self._norm = row_norm(Norm(eps=mixer.norm_eps), NormWeights(weights.norm, None))
@@ -60,8 +61,7 @@ class GatedDeltaNet:
             self._decode(mixed, strength, decay, output, memory)
         for begin, end, slot in rows.longer:
             part = slice(begin, end)
-            convolved = self._convolved_chunk(mixed[part], memory.conv[slot])
-            query, key, value = self._heads(convolved)
+            query, key, value = self._heads(self._convolution.of_chunk(mixed[part], memory.conv[slot]))
             state = memory.recurrent[slot]
             for first in range(0, end - begin, CHUNK_TOKENS):
                 at = slice(first, first + CHUNK_TOKENS)
@@ -78,25 +78,13 @@ class GatedDeltaNet:
         rows, slots = memory.rows.singles, memory.rows.single_slots
         assert rows is not None and slots is not None
         fresh, strength, decay = (x.index_select(0, rows) for x in (mixed, strength, decay))
-        seen = torch.cat((memory.conv.index_select(0, slots), fresh[:, :, None]), dim=2)
-        memory.conv.index_copy_(0, slots, seen[:, :, 1:])
-        query, key, value = self._heads(silu(self._convolution(seen))[:, :, 0])
+        query, key, value = self._heads(self._convolution.of_singles(fresh, memory.conv, slots))
         state = memory.recurrent.index_select(0, slots).mul_(decay.exp()[..., None, None])
         predicted = (key[:, :, None] @ state)[:, :, 0]
         update = (value - predicted) * strength[..., None]
         state += key[..., None] * update[:, :, None]
         output.index_copy_(0, rows, (query[:, :, None] @ state)[:, :, 0])
         memory.recurrent.index_copy_(0, slots, state)
-
-    def _convolved_chunk(self, fresh: Tensor, kept: Tensor) -> Tensor:
-        """[n, channels] of `fresh` [n, channels] after `kept` [channels, kernel_size - 1], which advances."""
-        seen = torch.cat((kept, fresh.t()), dim=1)
-        kept.copy_(seen[:, len(fresh) :])
-        return silu(self._convolution(seen[None]))[0].t()
-
-    def _convolution(self, seen: Tensor) -> Tensor:
-        """[b, channels, n] of `seen` [b, channels, kernel_size - 1 + n]."""
-        return conv1d(seen, self._conv, groups=self._mixer.conv_size)
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [n, heads, key_dim] and values [n, heads, value_dim] in float32."""

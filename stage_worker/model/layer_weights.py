@@ -455,7 +455,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
     """Allocate uninitialised weights of layer number `layer`, and their destinations."""
     tensors = _Allocation(config, layer, new)
     is_delta = isinstance(config.layers[layer].mixer, GatedDelta)
-    out_role = TensorRole.DELTA_OUT if is_delta else TensorRole.O
+    out_role = TensorRole.STATE_OUT if is_delta else TensorRole.O
     weights = LayerWeights(
         norms={
             role: NormWeights(tensors.found(role, "weight"), tensors.get(role, "bias"))
@@ -475,10 +475,10 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeigh
     if isinstance(mixer, GatedDelta):
         return DeltaWeights(
             input=tensors.matrix(TensorRole.DELTA_QKV),
-            conv=tensors.found(TensorRole.DELTA_CONV, "weight"),
-            decay=tensors.found(TensorRole.DELTA_DECAY, DECAY_KIND),
-            dt_bias=tensors.found(TensorRole.DELTA_DT, DT_KIND),
-            norm=tensors.found(TensorRole.DELTA_NORM, "weight"),
+            conv=tensors.found(TensorRole.STATE_CONV, "weight"),
+            decay=tensors.found(TensorRole.STATE_DECAY, DECAY_KIND),
+            dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
+            norm=tensors.found(TensorRole.STATE_NORM, "weight"),
         )
     if isinstance(mixer, Attention):
         return AttentionWeights(
@@ -620,5 +620,5 @@ class _Allocation:
 def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
-    always = (TensorRole.CHOICE_BIAS, TensorRole.DELTA_DECAY, TensorRole.DELTA_DT)
+    always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT)
     return (*always, TensorRole.ROUTER) if is_wide else always
