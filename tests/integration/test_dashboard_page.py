@@ -173,6 +173,44 @@ async def test_a_stage_shows_the_speed_of_its_gpu_and_its_cuda_graphs(browser: B
         await watched.page.unroute_all(behavior="wait")
 
 
+async def test_stages_show_the_links_of_their_hops(browser: Browser) -> None:
+    async def on_hosts(route: Route) -> None:
+        response = await route.fetch()
+        status = await response.json()
+        ends = [("", "w0"), ("w0", "w1"), ("w1", "w2"), ("w2", "")]
+        status["links"] = [
+            {"from_worker": one, "to_worker": other, "round_trip": f"{number}.5s", "bytes_per_second": "0"}
+            for number, (one, other) in enumerate(ends)
+        ]
+        status["links"][1] |= {"bytes_per_second": str(250 << 20), "advice": "use int8"}
+        del status["links"][2]  # both on one host
+        status["workers"][0] |= {"hop_transport": "HOP_TRANSPORT_TCP", "same_host_fallback": ""}
+        status["workers"][1] |= {"hop_transport": "HOP_TRANSPORT_GRPC", "same_host_fallback": "other users"}
+        await route.fulfill(response=response, json=status)
+
+    async with served(3, "step=6ms") as cluster, opened(browser, cluster) as watched:
+        links = watched.page.locator(".stage .links")
+        await expect(links.nth(0)).to_have_text("to w1 grpc", timeout=VISIBLE_MS)
+        await expect(links.nth(2)).to_be_empty()
+        await watched.page.route("**/api/status", on_hosts)
+        await expect(links.nth(0)).to_have_text(
+            re.compile(r"^from the coordinator 500\sms\s*to w1 1\.50\ss, 250\.0\sMiB/s tcp$"),
+            timeout=VISIBLE_MS,
+        )
+        await expect(links.nth(0).locator("span").nth(0)).to_have_attribute(
+            "title", "round trip; rate not measured yet"
+        )
+        await expect(links.nth(0).locator("span").nth(1)).to_have_attribute(
+            "title", "round trip and rate; use int8"
+        )
+        await expect(links.nth(1)).to_have_text("to w2 grpc")
+        await expect(links.nth(1).locator("span")).to_have_attribute(
+            "title", "not in shared memory: other users"
+        )
+        await expect(links.nth(2)).to_have_text(re.compile(r"^to the coordinator 3\.50\ss$"))
+        await watched.page.unroute_all(behavior="wait")
+
+
 @pytest.mark.full
 async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     browser: Browser, monkeypatch: pytest.MonkeyPatch

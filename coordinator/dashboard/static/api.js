@@ -10,10 +10,10 @@ export class ApiError extends Error {
 }
 
 // In protobuf's JSON, enums are names with their type in front, 64-bit integers are strings, durations end in "s".
-const ENUM = /^(CLUSTER_STATE|WORKER_STATE|HEALTH|DTYPE|STAGE_ROLE|STEP_KIND|REQUEST_PHASE|EPOCH_END_CAUSE)_(?=[A-Z0-9_]+$)/;
-const ENUM_KEYS = new Set(["cause", "dtype", "end_cause", "health", "kind", "phase", "role", "state", "wire_dtype"]);
+const ENUM = /^(CLUSTER_STATE|WORKER_STATE|HEALTH|DTYPE|STAGE_ROLE|STEP_KIND|REQUEST_PHASE|EPOCH_END_CAUSE|HOP_TRANSPORT)_(?=[A-Z0-9_]+$)/;
+const ENUM_KEYS = new Set(["cause", "dtype", "end_cause", "health", "hop_transport", "kind", "phase", "role", "state", "wire_dtype"]);
 const NUMBER_KEY = /_bytes$|_us$|_tokens$|^(num_.*|epoch|number|step_id|finished|cancelled|failed|preemptions|orphaned|count|bytes_per_second|operations_per_second)$/;
-const DURATION_KEYS = new Set(["busy_time", "compute_time", "duration", "heartbeat_age", "p50", "p99", "time_in_queue", "time_to_first_token", "uptime"]);
+const DURATION_KEYS = new Set(["busy_time", "compute_time", "duration", "heartbeat_age", "p50", "p99", "round_trip", "time_in_queue", "time_to_first_token", "uptime"]);
 
 export function decoded(key, value) {
   if (typeof value !== "string") return value;

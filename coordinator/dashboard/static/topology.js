@@ -1,4 +1,4 @@
-// Stages with worker, layers, load and memory.
+// Stages with worker, layers, load, memory and links.
 import { bytes, digits, duration, element, grouped, percent, plural } from "./format.js";
 
 const WORKER_CLASS = { ready: "ok", loading: "warn", suspect: "warn", draining: "warn", joining: "warn", lost: "bad", quarantined: "bad" };
@@ -27,7 +27,11 @@ export class Topology {
       this.stages.replaceChildren(...placed.map((worker) => this.#card(worker, canAct)));
       this.drawn = shape;
     }
-    placed.forEach((worker, index) => this.#update(this.stages.children[index], worker, activity));
+    placed.forEach((worker, index) => {
+      const card = this.stages.children[index];
+      this.#update(card, worker, activity);
+      card.querySelector(".links").replaceChildren(...hops(worker, placed[index + 1], status.links));
+    });
     const others = status.workers.filter((worker) => !hasStage(worker));
     this.others.replaceChildren(...others.map((worker) => element("li", {}, `${worker.name}: ${worker.state}${worker.detail ? `, ${worker.detail}` : ""}`)));
     return placed;
@@ -43,6 +47,7 @@ export class Topology {
       element("p", { class: "place", title: `${role}, process ${worker.pid} at ${worker.address}` }, [layers, role, worker.device, worker.kernels].filter(Boolean).join(" · ")),
       element("div", { class: "bars" }, ...bar("Busy", "busy", ["load"]), ...bar("Memory", "memory", ["weights", "kv"]), ...bar("KV blocks", "blocks", ["active", "inactive"])),
       element("p", { class: "times" }),
+      element("p", { class: "links" }),
       element("p", { class: "gpu" }),
       element("footer", {}));
     if (canAct) card.lastChild.append(this.#drainButton(worker.name));
@@ -101,6 +106,22 @@ function cudaGraphs({ num_replayed, eager, sizes, num_failed, pool_bytes }) {
   const title = [`${plural(num_replayed, "step")} replayed`, `eager: ${reasons.join(", ") || "none"}`, `${plural(count, "graph")} of ${bytes(pool_bytes)}`,
     `tokens: ${ofSizes.join(", ") || "–"}`, `${num_failed} failed`].join("; ");
   return element("span", { title }, "CUDA graphs ", element("b", {}, steps ? percent(num_replayed / steps) : "–"), " of steps");
+}
+
+// The ways to this stage from the coordinator, and from this stage. Links are measured between hosts only.
+function hops(worker, next, links) {
+  const link = (from, to) => links.find(({ from_worker, to_worker }) => from_worker === from && to_worker === to);
+  const back = next ? null : hop("to the coordinator", link(worker.name, ""));
+  return [hop("from the coordinator", link("", worker.name)), next ? hop(`to ${next.name}`, link(worker.name, next.name), worker) : back].filter(Boolean);
+}
+
+function hop(label, link, { hop_transport: transport, same_host_fallback: fallback } = {}) {
+  const way = transport && transport !== "unspecified" ? transport : "";
+  if (!link && !way) return null;
+  const rate = link?.bytes_per_second ? `${bytes(link.bytes_per_second)}/s` : "";
+  const numbers = [link && duration(link.round_trip), rate].filter(Boolean).join(", ");
+  const title = [link && `round trip${rate ? " and rate" : "; rate not measured yet"}`, link?.advice, fallback && `not in shared memory: ${fallback}`].filter(Boolean).join("; ");
+  return element("span", { title: title || null }, label, numbers && " ", numbers && element("b", {}, numbers), way && ` ${way}`);
 }
 
 function times(load, worker) {
