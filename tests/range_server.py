@@ -18,7 +18,6 @@ from urllib.parse import unquote, urlsplit
 import xxhash
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
-CHUNK_BYTES = 16 * 1024
 
 
 @dataclass(slots=True)
@@ -51,6 +50,8 @@ class RangeServer:
     """Of all paths."""
     bytes_per_s: float | None = None
     """Of each connection."""
+    chunk_bytes: int = 16 * 1024
+    """Written at once."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -142,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
             file.seek(request.begin)
             position, end = request.begin, request.end if end is None else end
             while position < end:
-                data = bytearray(file.read(min(CHUNK_BYTES, end - position)))
+                data = bytearray(file.read(min(self.owner.chunk_bytes, end - position)))
                 if flipped is not None and position <= flipped < position + len(data):
                     data[flipped - position] ^= 1
                 try:

@@ -12,6 +12,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -67,23 +68,21 @@ class CachedModel:
             yield from pieces_of(tensor, self.headers.tensors[tensor], self._piece_bytes)
 
     def missing(self, tensors: Iterable[str]) -> list[TensorPiece]:
-        """Pieces of `tensors` that are not recorded."""
-        return [piece for piece in self.pieces(tensors) if self._log.digest(piece) is None]
+        """Pieces of `tensors` that are not recorded, each with its recorded part."""
+        return [self._begun(piece) for piece in self.pieces(tensors) if self._log.digest(piece) is None]
 
     def damaged(self, tensors: Iterable[str], advance: Callable[[int], None]) -> list[str]:
-        """Read the recorded pieces of `tensors`; return the tensors whose bytes are not the recorded ones.
+        """Read the recorded bytes of `tensors`; return the tensors with others than were recorded.
 
         `advance` is called with the number of bytes after each piece; its exceptions end the check.
         """
         found: dict[str, None] = {}
         for piece in self.pieces(tensors):
-            if (digest := self._log.digest(piece)) is not None:
-                state = xxhash.xxh3_128()
-                for data in self._read(piece.file, piece.begin, piece.end):
-                    state.update(data)
-                if state.digest() != digest:
+            if (recorded := self._log.recorded(piece)) is not None:
+                end, digest = recorded
+                if self._hash(piece.file, piece.begin, end).digest() != digest:
                     found[piece.tensor] = None
-                advance(piece.num_bytes)
+                advance(end - piece.begin)
         return list(found)
 
     def piece_at(self, file: str, position: int) -> TensorPiece | None:
@@ -115,16 +114,27 @@ class CachedModel:
             return data
         if self._log.digest(piece) is None:  # it was evicted meanwhile
             return None
-        raise PieceDamaged(f"tensor {piece.tensor} in {self.directory} differs from the recorded hash")
+        raise self._damage(piece)
 
-    def write(self, piece: TensorPiece, data: memoryview) -> None:
-        """Write the bytes of a piece, then record them. Raises CacheFull when the disk is."""
+    def hash_present(self, piece: TensorPiece) -> xxhash.xxh3_128:
+        """Hash the bytes of a piece that are in the cache. Raises PieceDamaged for others than recorded."""
+        state = self._hash(piece.file, piece.begin, piece.start)
+        if piece.present_bytes and self._log.recorded(piece) != (piece.start, state.digest()):
+            raise self._damage(piece)
+        return state
+
+    def write(self, piece: TensorPiece, begin: int, data: memoryview, before: xxhash.xxh3_128) -> None:
+        """Write bytes of a piece at `begin`; then record it up to their end.
+
+        `before` has hashed the bytes before them, and hashes these. Raises CacheFull when the disk is.
+        """
         descriptor = self._descriptor(piece.file)
-        with full_disk_named(self.directory, piece.tensor, piece.num_bytes):
+        with full_disk_named(self.directory, piece.tensor, len(data)):
             done = 0
             while done < len(data):
-                done += os.pwrite(descriptor, data[done:], piece.begin + done)
-            self._log.add(piece, xxhash.xxh3_128_digest(data))
+                done += os.pwrite(descriptor, data[done:], begin + done)
+            before.update(data)
+            self._log.add(piece, begin + len(data), before.digest())
 
     def sync(self, file: str) -> None:
         """Write the data and the records of a file to the device."""
@@ -161,7 +171,7 @@ class CachedModel:
         return num_bytes
 
     def units(self) -> dict[str, list[str]]:
-        """Tensors with recorded pieces, by unit."""
+        """Tensors with recorded bytes, by unit."""
         found: dict[str, list[str]] = {}
         for tensor in self._log.tensors():
             found.setdefault(unit_of(tensor), []).append(tensor)
@@ -180,19 +190,35 @@ class CachedModel:
         entries = self.headers.tensors
         odd = []
         for tensor in self._log.tensors():
-            known = {(piece.begin, piece.end) for piece in self.pieces([tensor])} if tensor in entries else {}
-            if not known or any(place not in known for place in self._log.ranges(tensor)):
+            ends = {piece.begin: piece.end for piece in self.pieces([tensor])} if tensor in entries else {}
+            are_pieces = all(ends.get(begin) == end for begin, end in self._log.pieces(tensor))
+            are_parts = all(begin < end < ends.get(begin, 0) for begin, end in self._log.parts(tensor))
+            if not ends or not are_pieces or not are_parts:
                 odd.append(tensor)
         self._log.drop(odd)
         by_file: dict[str, list[tuple[int, int]]] = {}
         for tensor in self._log.tensors():
-            by_file.setdefault(self.headers.tensors[tensor].file, []).extend(self._log.ranges(tensor))
+            ranges = by_file.setdefault(entries[tensor].file, [])
+            ranges.extend([*self._log.pieces(tensor), *self._log.parts(tensor)])
         for shard in self.headers.shards:
             position = min((entry.begin for entry in shard.tensors.values()), default=0)
             for begin, end in sorted(by_file.get(shard.file, [])):
                 self._punch(shard.file, position, begin)
                 position = max(position, end)
             self._punch(shard.file, position, max(position, _end(shard.tensors)))
+
+    def _begun(self, piece: TensorPiece) -> TensorPiece:
+        recorded = self._log.recorded(piece)
+        return piece if recorded is None else replace(piece, present_bytes=recorded[0] - piece.begin)
+
+    def _damage(self, piece: TensorPiece) -> PieceDamaged:
+        return PieceDamaged(f"tensor {piece.tensor} in {self.directory} differs from the recorded hash")
+
+    def _hash(self, file: str, begin: int, end: int) -> xxhash.xxh3_128:
+        state = xxhash.xxh3_128()
+        for data in self._read(file, begin, end):
+            state.update(data)
+        return state
 
     def _punch(self, file: str, begin: int, end: int) -> None:
         _punch_hole(self._descriptor(file), begin, end)

@@ -73,7 +73,7 @@ class TensorFetcher:
         if damaged := model.damaged(names, lambda _: self._check()):
             log.warning("%s in %s: fetched again", _damaged(damaged, "the recorded hash"), model.directory)
             model.drop(damaged)
-        num_bytes = sum(piece.num_bytes for piece in model.missing(names))
+        num_bytes = sum(piece.missing_bytes for piece in model.missing(names))
         self._cache.make_room(num_bytes, model, keep or names, keeps_served=self._keeps_served)
         model.mark_used(names)
         wrong, num_damaged = names, 0
@@ -94,7 +94,7 @@ class TensorFetcher:
         if not missing:
             return
         ranges = ranges_of(missing, self._policy)
-        num_bytes = sum(piece.num_bytes for piece in missing)
+        num_bytes = sum(piece.missing_bytes for piece in missing)
         log.info(
             "fetching %s of weights from %s: num_ranges=%d, num_bytes=%d",
             *(format_size(num_bytes), self._pins.source, len(ranges), num_bytes),

@@ -1,8 +1,8 @@
 """Which pieces of which tensors a cache has: a log of lines that survives a kill at any byte.
 
 A line is JSON and its checksum. Each piece is recorded with a hash of its bytes after they are written, so
-bytes that a power failure lost are found when the piece is read. Opening a log drops a torn line and rewrites
-the file.
+bytes that a power failure lost are found when the piece is read. Of a piece that is being received, the first
+bytes may be recorded: its part. Opening a log drops a torn line and rewrites the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weights.pieces import TensorPiece
 
 log = logging.getLogger(__name__)
 
-_PIECE, _DROP, _VERIFIED, _USED = "piece", "drop", "verified", "used"
+_PIECE, _PART, _DROP, _VERIFIED, _USED = "piece", "part", "drop", "verified", "used"
 
 
 class PieceLog:
@@ -32,6 +32,7 @@ class PieceLog:
         """Read the file, or create it. Raises OSError."""
         self._lock = threading.Lock()
         self._pieces: dict[str, dict[tuple[int, int], bytes]] = {}
+        self._parts: dict[str, dict[int, tuple[int, bytes]]] = {}
         self._verified: set[str] = set()
         self._used: dict[str, float] = {}
         if path.exists():
@@ -43,12 +44,13 @@ class PieceLog:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def add(self, piece: TensorPiece, digest: bytes) -> None:
-        """Record a written piece."""
-        self._append(_PIECE, piece.tensor, piece.begin, piece.end, digest.hex())
+    def add(self, piece: TensorPiece, end: int, digest: bytes) -> None:
+        """Record that a piece is written up to `end`, with the hash of these bytes."""
+        kind = _PIECE if end == piece.end else _PART
+        self._append(kind, piece.tensor, piece.begin, end, digest.hex())
 
     def drop(self, tensors: Iterable[str]) -> None:
-        """Forget all pieces of tensors, on disk before this returns."""
+        """Forget all bytes of tensors, on disk before this returns."""
         for tensor in tensors:
             self._append(_DROP, tensor)
         self.sync()
@@ -69,18 +71,29 @@ class PieceLog:
         """The XXH3-128 of a recorded piece."""
         return self._pieces.get(piece.tensor, {}).get((piece.begin, piece.end))
 
-    def ranges(self, tensor: str) -> dict[tuple[int, int], bytes]:
-        """Recorded ranges of a tensor, each with its hash."""
+    def recorded(self, piece: TensorPiece) -> tuple[int, bytes] | None:
+        """Where the recorded bytes of a piece end, and their XXH3-128."""
+        if (digest := self.digest(piece)) is not None:
+            return piece.end, digest
+        return self._parts.get(piece.tensor, {}).get(piece.begin)
+
+    def pieces(self, tensor: str) -> list[tuple[int, int]]:
+        """Begin and end of the recorded pieces of a tensor."""
         with self._lock:
-            return dict(self._pieces.get(tensor, {}))
+            return list(self._pieces.get(tensor, {}))
+
+    def parts(self, tensor: str) -> list[tuple[int, int]]:
+        """Begin and end of the recorded parts of a tensor."""
+        with self._lock:
+            return [(begin, end) for begin, (end, _) in self._parts.get(tensor, {}).items()]
 
     def tensors(self) -> list[str]:
-        """Tensors with recorded pieces."""
+        """Tensors with recorded bytes."""
         with self._lock:
-            return list(self._pieces)
+            return list(dict.fromkeys([*self._pieces, *self._parts]))
 
     def num_bytes(self, tensor: str) -> int:
-        return sum(end - begin for begin, end in self.ranges(tensor))
+        return sum(end - begin for begin, end in [*self.pieces(tensor), *self.parts(tensor)])
 
     def is_verified(self, tensor: str) -> bool:
         return tensor in self._verified
@@ -98,18 +111,31 @@ class PieceLog:
         match kind, rest:
             case "piece", (begin, end, digest):
                 self._pieces.setdefault(name, {})[begin, end] = bytes.fromhex(digest)
+                self._forget_part(name, begin)
+            case "part", (begin, end, digest):
+                self._parts.setdefault(name, {})[begin] = end, bytes.fromhex(digest)
             case "drop", ():
                 self._pieces.pop(name, None)
+                self._parts.pop(name, None)
                 self._verified.discard(name)
             case "verified", ():
                 self._verified.add(name)
             case "used", (at_s,):
                 self._used[name] = float(at_s)
 
+    def _forget_part(self, tensor: str, begin: int) -> None:
+        if (parts := self._parts.get(tensor)) is not None:
+            parts.pop(begin, None)
+            if not parts:
+                del self._parts[tensor]
+
     def _facts(self) -> Iterator[tuple[Any, ...]]:
         for tensor, ranges in self._pieces.items():
             for (begin, end), digest in ranges.items():
                 yield _PIECE, tensor, begin, end, digest.hex()
+        for tensor, parts in self._parts.items():
+            for begin, (end, digest) in parts.items():
+                yield _PART, tensor, begin, end, digest.hex()
         for tensor in sorted(self._verified):
             yield _VERIFIED, tensor
         for unit, at_s in self._used.items():

@@ -26,7 +26,13 @@ class TransferPolicy:
     max_waste: float = 0.005
     """Maximum share of such bytes in a request."""
     piece_bytes: int = MiB
-    """Bytes that are written, hashed and recorded at once; a kill loses less than this per connection."""
+    """Maximum of bytes that are written, hashed and recorded at once."""
+    max_lost: float = 0.001
+    """Share of a fetch that a kill may lose: smaller fetches record their bytes in smaller parts."""
+    min_part_bytes: int = 4096
+    """Of a part of a piece: to record one takes as long as to receive some KiB."""
+    min_part_s: float = 0.02
+    """Between two parts of a connection: a fast one receives larger parts than it may lose."""
     sync_bytes: int = 256 * MiB
     """Bytes of a connection after which they are flushed: hashes find what a loss of power takes."""
     give_up_s: float = 300.0
@@ -43,22 +49,37 @@ class TransferPolicy:
         """Wait after a range has failed this often in a row."""
         return min(self.max_wait_s, self.first_wait_s * 2.0 ** min(num_failures - 1, 16))
 
+    def part_bytes(self, fetch_bytes: int) -> int:
+        """Bytes after which a connection records what it has received, but for `min_part_s`."""
+        share = int(fetch_bytes * self.max_lost / self.num_connections)
+        return min(max(share, self.min_part_bytes), self.piece_bytes)
+
 
 DEFAULT_TRANSFER = TransferPolicy()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Bytes [begin, end) of `file`, all of one tensor: what is written, hashed and recorded at once."""
+    """Bytes [begin, end) of `file`, all of one tensor, with one hash; the first ones may be in the cache."""
 
     file: str
     begin: int
     end: int
     tensor: str
+    present_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         return self.end - self.begin
+
+    @property
+    def start(self) -> int:
+        """Position of the first missing byte."""
+        return self.begin + self.present_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.end - self.start
 
 
 def pieces_of(tensor: str, entry: TensorEntry, piece_bytes: int) -> Iterator[TensorPiece]:
@@ -69,7 +90,7 @@ def pieces_of(tensor: str, entry: TensorEntry, piece_bytes: int) -> Iterator[Ten
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """One request: pieces of one file in order, which do not overlap, and the gaps between them."""
+    """One request: missing bytes of pieces of one file in order, and the gaps between them."""
 
     pieces: tuple[TensorPiece, ...]
 
@@ -79,7 +100,7 @@ class FileRange:
 
     @property
     def begin(self) -> int:
-        return self.pieces[0].begin
+        return self.pieces[0].start
 
     @property
     def end(self) -> int:
@@ -93,8 +114,8 @@ def ranges_of(pieces: Iterable[TensorPiece], policy: TransferPolicy) -> list[Fil
     wasted = 0
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin)):
         if joined:
-            gap = piece.begin - joined[-1].end
-            size = piece.end - joined[0].begin
+            gap = piece.start - joined[-1].end
+            size = piece.end - joined[0].start
             is_near = piece.file == joined[0].file and 0 <= gap <= policy.gap_bytes
             if is_near and size <= policy.range_bytes and wasted + gap <= size * policy.max_waste:
                 joined.append(piece)

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+import xxhash
+
 from checkpoint.pins import Pins
 from weights.cached_model import CachedModel
 from weights.errors import RequestAborted, SourceUnavailable
@@ -24,6 +26,7 @@ class Transfer:
     def __init__(self, source: WeightSource, pins: Pins, target: CachedModel, policy: TransferPolicy) -> None:
         self._source, self._pins, self._target, self._policy = source, pins, target, policy
         self._ranges: deque[FileRange] = deque()
+        self._part_bytes = policy.piece_bytes
         self._changed = threading.Condition()
         self._is_stopping = False
         self._fatal: BaseException | None = None
@@ -52,6 +55,7 @@ class Transfer:
             CacheFull: The disk is full.
         """
         self._ranges.extend(ranges)
+        self._part_bytes = self._policy.part_bytes(sum(wanted.end - wanted.begin for wanted in self._ranges))
         self._last_byte_s = monotonic()
         num_threads = min(self._policy.num_connections, len(self._ranges))
         threads = [
@@ -91,12 +95,17 @@ class Transfer:
                 thread.join(CHECK_S)
 
     def _work(self) -> None:
-        buffer = memoryview(bytearray(self._policy.piece_bytes))
         try:
+            writer = _PieceWriter(
+                self._target,
+                piece_bytes=self._policy.piece_bytes,
+                part_bytes=self._part_bytes,
+                min_part_s=self._policy.min_part_s,
+            )
             files: set[str] = set()
             num_bytes = 0
             while (wanted := self._take()) is not None:
-                self._fetch(wanted, buffer)
+                self._fetch(wanted, writer)
                 files.add(wanted.file)
                 num_bytes += wanted.end - wanted.begin
                 if num_bytes >= self._policy.sync_bytes:
@@ -123,7 +132,7 @@ class Transfer:
         with self._changed:
             return None if self._is_stopping or not self._ranges else self._ranges.popleft()
 
-    def _fetch(self, wanted: FileRange, buffer: memoryview) -> None:
+    def _fetch(self, wanted: FileRange, writer: _PieceWriter) -> None:
         """Fetch one range, beginning again at the first missing byte after each failure."""
         progress = _RangeProgress(wanted)
         num_failures = 0
@@ -131,31 +140,29 @@ class Transfer:
             before = progress.position
             try:
                 self._pause()
-                self._stream(progress, buffer)
+                self._stream(progress, writer)
             except RequestAborted as error:
                 raise _Stopped from error
             except SourceUnavailable as error:
                 num_failures = 1 if progress.position > before else num_failures + 1
                 self._note_failure(error, num_failures)
 
-    def _stream(self, progress: _RangeProgress, buffer: memoryview) -> None:
+    def _stream(self, progress: _RangeProgress, writer: _PieceWriter) -> None:
         file = self._pins.file(progress.range.file)
         with self._source.open(file, progress.position, progress.range.end) as body:
             while progress.pieces:
-                self._read_on(body, progress, buffer)
+                self._read_on(body, progress, writer)
 
-    def _read_on(self, body: RangeBody, progress: _RangeProgress, buffer: memoryview) -> None:
-        """Read some bytes: of the gap before the next piece, or of the piece, which is written when whole."""
+    def _read_on(self, body: RangeBody, progress: _RangeProgress, writer: _PieceWriter) -> None:
+        """Read some bytes: of the gap before the next piece, or of the piece."""
         piece = progress.pieces[0]
-        gap = piece.begin - progress.position
-        if gap > 0:
-            num_read = body.read_some(buffer[: min(gap, len(buffer))])
-        else:
-            num_read = body.read_some(buffer[progress.position - piece.begin : piece.num_bytes])
+        gap = piece.start - progress.position
+        num_read = body.read_some(writer.room_for_gap(gap) if gap > 0 else writer.room(piece))
         progress.position += num_read
         self._count(num_read, is_wanted=gap <= 0)
+        if gap <= 0:
+            writer.put(num_read)
         if progress.position == piece.end:
-            self._target.write(piece, buffer[: piece.num_bytes])
             progress.pieces.popleft()
 
     def _count(self, num_bytes: int, *, is_wanted: bool) -> None:
@@ -196,6 +203,51 @@ class Transfer:
                 self._changed.wait(left_s)
             if self._is_stopping:
                 raise _Stopped
+
+
+class _PieceWriter:
+    """Takes one piece after the other, each in order; writes and records it in parts.
+
+    A kill loses less than `part_bytes`, or what came within `min_part_s`.
+    """
+
+    def __init__(self, target: CachedModel, *, piece_bytes: int, part_bytes: int, min_part_s: float) -> None:
+        """`piece_bytes` is the maximum size of a piece."""
+        self._target, self._part_bytes, self._min_part_s = target, part_bytes, min_part_s
+        self._buffer = memoryview(bytearray(piece_bytes))
+        self._written_s = monotonic()
+        self._piece: TensorPiece | None = None
+        self._hash = xxhash.xxh3_128()
+        self._position = self._num_held = 0
+
+    def room_for_gap(self, num_bytes: int) -> memoryview:
+        """Room for bytes between two pieces, which are not written."""
+        assert not self._num_held
+        return self._buffer[:num_bytes]
+
+    def room(self, piece: TensorPiece) -> memoryview:
+        """Room for the next bytes of a piece, the first ones behind its present part.
+
+        Raises PieceDamaged if that part is not as it was written.
+        """
+        if piece is not self._piece:
+            self._hash = self._target.hash_present(piece)
+            self._piece, self._position, self._num_held = piece, piece.start, 0
+        return self._buffer[self._num_held : piece.end - self._position]
+
+    def put(self, num_bytes: int) -> None:
+        """Take bytes that were put into the room. Raises CacheFull."""
+        assert self._piece is not None
+        self._num_held += num_bytes
+        end = self._position + self._num_held
+        if end == self._piece.end or self._is_part():
+            held = self._buffer[: self._num_held]
+            self._target.write(self._piece, self._position, held, self._hash)
+            self._position, self._num_held = end, 0
+            self._written_s = monotonic()
+
+    def _is_part(self) -> bool:
+        return self._num_held >= self._part_bytes and monotonic() - self._written_s >= self._min_part_s
 
 
 class _RangeProgress:

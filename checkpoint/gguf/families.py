@@ -70,15 +70,15 @@ _MODULES = {
     TensorRole.DELTA_Z: "attn_gate",
     TensorRole.DELTA_B: "ssm_beta",
     TensorRole.DELTA_A: "ssm_alpha",
-    TensorRole.DELTA_CONV: "ssm_conv1d",
-    TensorRole.DELTA_NORM: "ssm_norm",
-    TensorRole.DELTA_OUT: "ssm_out",
+    TensorRole.STATE_CONV: "ssm_conv1d",
+    TensorRole.STATE_NORM: "ssm_norm",
+    TensorRole.STATE_OUT: "ssm_out",
 }
 _SINKS = Pack(module="attn_sinks", roles=(TensorRole.SINKS,), kind="weight")
 _CHOICE_BIAS = Pack(module="exp_probs_b", roles=(TensorRole.CHOICE_BIAS,), kind="bias")
 _DELTA_PACKS = (
-    Pack(module="ssm_a", roles=(TensorRole.DELTA_DECAY,), has_kind=False, kind="weight"),
-    Pack(module="ssm_dt", roles=(TensorRole.DELTA_DT,), kind="bias"),
+    Pack(module="ssm_a", roles=(TensorRole.STATE_DECAY,), has_kind=False, kind="weight"),
+    Pack(module="ssm_dt", roles=(TensorRole.STATE_DT,), kind="bias"),
 )
 _GROUPED_HEADS = Pack(module="ssm_ba", roles=(TensorRole.DELTA_B, TensorRole.DELTA_A))
 _GROUPED_ROWS = Pack(module="ssm_in", roles=(TensorRole.DELTA_QKV, TensorRole.DELTA_Z))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -23,8 +24,10 @@ from tests.repository import REPOSITORY
 from tests.unit.weights.remote_files import SMALL, Fetch, layer_names, write_shards
 from weights.cache import PINS_FILE, SERVED_FILE, ModelState, StoredModel, TensorCache, stored_model
 from weights.cached_model import disk_bytes
-from weights.errors import BadManifest, CacheFull, CacheInUse, TensorDamaged
+from weights.errors import BadManifest, CacheFull, CacheInUse, PieceDamaged, TensorDamaged
 from weights.metadata import HASHES_FOLDER
+from weights.pieces import TransferPolicy, ranges_of
+from weights.transfer import Transfer
 
 LAYER_BYTES = 4 * 42_500
 FIRST = "model-00001-of-00002.safetensors"
@@ -352,52 +355,89 @@ def test_files_that_a_kill_leaves_without_their_names_are_removed(
         assert not fetch.wrong(layer_names(0))
 
 
-_FETCH = """
-import sys
-from pathlib import Path
-from dataclasses import replace
-from tests.range_server import RangeServer
-from tests.unit.weights.remote_files import SMALL, Fetch
-policy = replace(SMALL, num_connections=2, piece_bytes=8192)
-server = RangeServer(Path(sys.argv[1]), address=sys.argv[2])
-with Fetch(server, Path(sys.argv[3]), policy=policy) as fetch:
-    print("opened", flush=True)
-    fetch.run(sys.argv[4].split(","))
-"""
+def end_within_a_piece(fetch: Fetch, tensors: list[str], num_bytes: int, *, timeout_s: float = 30.0) -> None:
+    """Fetch until `num_bytes`, which the server sends, are recorded but for a part; then end."""
+    is_sent, release = threading.Event(), threading.Event()
+    deadline_s = time.monotonic() + timeout_s
+
+    def stall(handler: Handler, request: Request) -> bool:
+        path = fetch.server.directory / FIRST
+        handler.begin_file(request, path, status=206)
+        handler.send_range(request, path, end=request.begin + num_bytes)
+        is_sent.set()
+        release.wait(60)
+        handler.cut()
+        return True
+
+    def check() -> None:
+        if is_sent.is_set() and fetch.model.num_bytes(tensors[0]) > num_bytes - fetch.policy.min_part_bytes:
+            raise Ended
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+
+    fetch.server.misbehave = stall
+    transfer = Transfer(fetch.source, fetch.pins, fetch.model, fetch.policy)
+    try:
+        with pytest.raises(Ended):
+            transfer.run(ranges_of(fetch.model.missing(tensors), fetch.policy), check)
+    finally:
+        fetch.server.misbehave = None
+        release.set()
 
 
-@pytest.mark.full
-def test_ten_kills_cost_less_than_a_twentieth(tmp_path: Path) -> None:
-    num_layers, num_kills = 160, 10
-    source = write_shards(tmp_path / "source", num_layers=num_layers)
-    names = layer_names(*range(num_layers))
-    total, sent = num_layers * LAYER_BYTES, 0
-    command = [sys.executable, "-c", _FETCH, str(source)]
-    with range_server(source) as server:
-        command += [server.address, str(tmp_path / "cache"), ",".join(names)]
-        server.bytes_per_s = 4e6
-        for kill in range(num_kills + 1):
-            sent += _run(server, command, kill_at=total * 0.08 if kill < num_kills else None)
-        assert total <= sent <= total * 1.05
-        policy = replace(SMALL, piece_bytes=8192)
-        with Fetch(server, tmp_path / "cache", policy=policy) as fetch:
-            assert fetch.run(names) == 0 and not fetch.wrong(names)
+class Ended(Exception):
+    pass
 
 
-def _run(server: RangeServer, command: list[str], *, kill_at: float | None) -> int:
-    """Run a fetch, to its end or until it has received some bytes; return the number of bytes sent."""
-    is_time, before = threading.Event(), [0]
+ONE = replace(SMALL, num_connections=1, min_part_s=0.0)
+PART_BYTES = SMALL.piece_bytes + 10_000
+"""A piece and a part of the next one."""
 
-    def watch(handler: Handler, request: Request) -> bool:
-        if kill_at is not None and server.sent_bytes - before[0] > kill_at:
-            is_time.set()
-        return False
 
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"opened\n"
-        before[0], server.misbehave = server.sent_bytes, watch
-        if kill_at is not None:
-            assert is_time.wait(120)
-            process.send_signal(signal.SIGKILL)
-        assert process.wait(120) == (0 if kill_at is None else -signal.SIGKILL)
-    return server.sent_bytes - before[0]
+def test_a_fetch_goes_on_within_a_piece(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", policy=ONE) as fetch:
+        end_within_a_piece(fetch, layer_names(1), PART_BYTES)
+    with Fetch(server, tmp_path / "cache", policy=ONE) as fetch:
+        recorded = fetch.model.num_bytes("model.layers.1.a")
+        assert recorded > PART_BYTES - ONE.min_part_bytes
+        assert fetch.run(layer_names(1)) == LAYER_BYTES - recorded
+        assert not fetch.wrong(layer_names(1))
+        assert fetch.run(layer_names(1)) == 0 and not fetch.model.damaged(layer_names(1), lambda _: None)
+
+
+def test_a_damaged_part_of_a_piece_is_named_and_fetched_again(
+    server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fetch(server, tmp_path / "cache", policy=ONE) as fetch:
+        end_within_a_piece(fetch, layer_names(1), PART_BYTES)
+        entry = fetch.model.headers.tensors["model.layers.1.a"]
+        flip(fetch.model.directory / entry.file, entry.begin + SMALL.piece_bytes + 10)
+        missing = fetch.model.missing(layer_names(1))
+        with pytest.raises(PieceDamaged, match=r"tensor model\.layers\.1\.a in .* differs from the recorded"):
+            Transfer(fetch.source, fetch.pins, fetch.model, ONE).run(ranges_of(missing, ONE), lambda: None)
+        # The server may still be sending the last bytes of the request that ended.
+        assert fetch.run(layer_names(1)) >= LAYER_BYTES
+        assert "tensor model.layers.1.a differs from the recorded hash" in caplog.text
+        assert not fetch.wrong(layer_names(1))
+
+
+def test_parts_of_pieces_of_another_size_begin_again(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", policy=ONE) as fetch:
+        end_within_a_piece(fetch, layer_names(1), 10_000)
+    with Fetch(server, tmp_path / "cache", policy=replace(ONE, piece_bytes=5_000)) as fetch:
+        assert not fetch.model.units()
+        assert fetch.run(layer_names(1)) == LAYER_BYTES and not fetch.wrong(layer_names(1))
+
+
+def test_parts_are_recorded_at_most_once_in_an_interval(server: RangeServer, tmp_path: Path) -> None:
+    with Fetch(server, tmp_path / "cache", policy=replace(ONE, min_part_s=600.0)) as fetch:
+        with pytest.raises(TimeoutError):
+            end_within_a_piece(fetch, layer_names(1), PART_BYTES, timeout_s=0.5)
+        assert fetch.model.num_bytes("model.layers.1.a") == SMALL.piece_bytes
+
+
+def test_smaller_fetches_record_smaller_parts() -> None:
+    policy = TransferPolicy(num_connections=10, piece_bytes=2**20, max_lost=0.01, min_part_bytes=4096)
+    assert policy.part_bytes(10**9) == 1_000_000
+    assert policy.part_bytes(10**10) == 2**20
+    assert policy.part_bytes(10**6) == 4096

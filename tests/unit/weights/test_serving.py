@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+import xxhash
 
 from checkpoint.headers import read_headers
 from tests.range_server import RangeServer, range_server
@@ -122,7 +123,7 @@ def test_units_are_those_that_are_there_whole(fetch: Fetch) -> None:
     fetch.run([*layer_names(0), *layer_names(3)])
     assert held_of(fetch).units() == {"model.layers.0", "model.layers.3"}
     first, second = list(fetch.model.pieces(layer_names(2)))[:2]
-    fetch.model.write(first, memoryview(bytes(first.num_bytes)))
+    fetch.model.write(first, first.begin, memoryview(bytes(first.num_bytes)), xxhash.xxh3_128())
     assert second.tensor == first.tensor
     assert held_of(fetch).units() == {"model.layers.0", "model.layers.3"}
 
