@@ -1,4 +1,4 @@
-"""A worker that is killed while it fetches weights goes on where it was."""
+"""What each worker process fetches of a remote model: its own tensors, and little twice if it is killed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+from base64 import b64encode
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from builtin_model import MODEL_DIRECTORY
-from checkpoint import Checkpoint, TensorEntry
+from checkpoint import Checkpoint, TensorEntry, stage_tensor_names
 from deploy import LocalProcess
 from stageline import Client
 from tests.e2e.commands import Shell, until_logged
-from tests.range_server import Handler, Request, range_server
+from tests.range_server import Handler, RangeServer, Request, range_server
 from tests.zero_checkpoint import write_zero_checkpoint
 from weights.pieces import DEFAULT_TRANSFER
 
@@ -91,9 +92,70 @@ class Watch:
         assert await asyncio.to_thread(self._begun.wait, 120)
 
 
-async def start_worker(shell: Shell, coordinator: str, folder: Path) -> LocalProcess:
-    options = ("--coordinator", coordinator, "--name", "w0", "--insecure", "--memory", "2GiB")
-    return await shell.start("w0", "worker", *options, "--cache-dir", str(folder / "cache"))
+async def start_worker(shell: Shell, coordinator: str, folder: Path, name: str = "w0") -> LocalProcess:
+    """Start a worker whose requests for weights have its name as their user."""
+    (folder / name).mkdir(exist_ok=True)
+    credentials = folder / name / ".netrc"
+    credentials.write_text(f"default login {name} password any")
+    credentials.chmod(0o600)
+    env = shutil.which("env")
+    assert env is not None
+    options = ("--coordinator", coordinator, "--name", name, "--insecure", "--memory", "2GiB")
+    cache = ("--cache-dir", str(folder / name / "cache"))
+    return await shell.start(name, "worker", *options, *cache, prefix=(env, f"HOME={folder / name}"))
+
+
+def sent_to(server: RangeServer, name: str) -> int:
+    """Bytes of all answers to a worker."""
+    user = "Basic " + b64encode(f"{name}:any".encode()).decode()
+    return sum(
+        request.sent_bytes for request in server.requests if request.headers.get("authorization") == user
+    )
+
+
+def bytes_beside_tensors(model: Path, *, has_head: bool) -> int:
+    """Headers of all files, config and index, and the tokenizer for the stage with the head."""
+    files = {entry.file for entry in Checkpoint.open(model).tensors.values()}
+    others = ["config.json", "model.safetensors.index.json", *(["tokenizer.json"] if has_head else [])]
+    return sum(header_bytes(model / file) for file in files) + sum(
+        (model / name).stat().st_size for name in others
+    )
+
+
+def header_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+async def test_each_worker_fetches_its_own_tensors_and_headers(
+    model: Path, tmp_path: Path, num_stages: int
+) -> None:
+    checkpoint = Checkpoint.open(model)
+    with range_server(model) as server:
+        async with Shell(tmp_path) as shell:
+            options = ("--model", server.url, "--stages", str(num_stages), "--insecure", "--no-self-check")
+            coordinator, address = await shell.coordinator(*options)
+            for number in range(num_stages):
+                await start_worker(shell, address, tmp_path, f"w{number}")
+            await until_logged(coordinator, "serving: epoch", timeout_s=240)
+            async with Client(address) as client:
+                workers = (await client.status()).workers
+    fetched = 0
+    for worker in workers:
+        has_head = worker.layer_end == checkpoint.config.num_layers
+        names = stage_tensor_names(
+            *(checkpoint.config, worker.layer_begin, worker.layer_end),
+            has_embeddings=worker.layer_begin == 0,
+            has_head=has_head,
+        )
+        of_stage = sum(checkpoint.tensors[name].num_bytes for name in names)
+        sent = sent_to(server, worker.name)
+        print(f"{worker.name}: {sent} bytes for {of_stage} of tensors")
+        assert of_stage <= sent <= of_stage * 1.01 + bytes_beside_tensors(model, has_head=has_head)
+        fetched += sent
+    assert len(workers) == num_stages
+    assert fetched >= sum(entry.num_bytes for entry in checkpoint.tensors.values())
 
 
 def wrong_tensors(model: Path, cache: Path) -> list[str]:
@@ -138,4 +200,4 @@ async def test_ten_kills_at_random_moments_repeat_at_most_a_twentieth(
             sent = server.sent_bytes - opened
     print(f"seed {seed}: {sent / total:.4f} of {total} bytes sent")
     assert total <= sent <= total * (1 + MAX_REPEATED)
-    assert not wrong_tensors(model, tmp_path / "cache")
+    assert not wrong_tensors(model, tmp_path / "w0" / "cache")
