@@ -38,12 +38,14 @@ _DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq ep_size seq_aux aux_lo
 training, and the names of code beside the checkpoint, which is not run.
 """
 _INDEX_KEYS = "index_topk index_n_heads index_head_dim"
-_DEEPSEEK_V32_SIZES: dict[str, object] = {
+_LATENT_SIZES: dict[str, object] = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_DEEPSEEK_V3_SIZES = _LATENT_SIZES | {
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
@@ -51,6 +53,8 @@ _DEEPSEEK_V32_SIZES: dict[str, object] = {
     "n_group": 8,
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
+}
+_DEEPSEEK_V32_SIZES = _DEEPSEEK_V3_SIZES | {
     "index_topk": 2048,
     "index_n_heads": 64,
     "index_head_dim": 128,
@@ -98,16 +102,8 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             group_score=GroupScore.BEST,
             shared_count=2,
         ),
-        defaults={
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "moe_intermediate_size": 1407,
-            "first_k_dense_replace": 0,
-        },
+        defaults=_LATENT_SIZES
+        | {"n_routed_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0},
         fixed={"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
         reasons={"norm_topk_prob": ", as in transformers"},
     ),
@@ -120,21 +116,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(),
         experts=GROUPED_EXPERTS,
-        defaults={
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1,
-        },
+        defaults=_DEEPSEEK_V3_SIZES | {"num_nextn_predict_layers": 1},
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     ),
     Architecture(

@@ -6,10 +6,11 @@ wait and compute (microseconds).
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kvcache import (
     Block,
@@ -55,6 +56,9 @@ from wire.steps import (
 )
 
 _ID_BYTES = 16
+_STATE_KINDS: Mapping[str, Callable[[int], State]] = {"live": LiveState, "snapshot": SavedState}
+_BLOCK_KINDS: Mapping[str, Callable[[int], Block]] = {"full": FullBlock, "partial": PartialBlock}
+T = TypeVar("T")
 
 
 def encode_signal(signal: Signal | StateSignal, message: step_pb2.SequenceSignal) -> None:
@@ -134,13 +138,7 @@ def _encode_state(state: State) -> step_pb2.RecurrentState:
 
 
 def _decode_state(message: step_pb2.RecurrentState) -> State:
-    match message.WhichOneof("state"):
-        case "live":
-            return LiveState(message.live)
-        case "snapshot":
-            return SavedState(message.snapshot)
-        case _:
-            raise StepFault(StepFaultKind.UNDECODABLE, "state of a KV signal has no content")
+    return _decode_kind(message, "state", _STATE_KINDS)
 
 
 def _encode_block(block: Block) -> step_pb2.Block:
@@ -150,13 +148,14 @@ def _encode_block(block: Block) -> step_pb2.Block:
 
 
 def _decode_block(message: step_pb2.Block) -> Block:
-    match message.WhichOneof("block"):
-        case "full":
-            return FullBlock(message.full)
-        case "partial":
-            return PartialBlock(message.partial)
-        case _:
-            raise StepFault(StepFaultKind.UNDECODABLE, "block of a KV signal has no content")
+    return _decode_kind(message, "block", _BLOCK_KINDS)
+
+
+def _decode_kind(message: Message, group: str, kinds: Mapping[str, Callable[[int], T]]) -> T:
+    """What the field that is set in a oneof stands for, by its number."""
+    if (name := message.WhichOneof(group)) is None:
+        raise StepFault(StepFaultKind.UNDECODABLE, f"{group} of a KV signal has no content")
+    return kinds[name](getattr(message, name))
 
 
 _MAX_US = 0xFFFFFFFF
