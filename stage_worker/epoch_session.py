@@ -101,7 +101,7 @@ class EpochSession:
         self._waiting: deque[_Queued] = deque()
         self._num_unfinished = 0
         self._next_step_id = 0
-        self._has_stream = False
+        self._has_stream = self._has_stopped = False
         self._wire_dtype: WireDType = assignment.dtype
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -234,7 +234,13 @@ class EpochSession:
         await self._next_stage.room()
 
     async def _take(self, received: ReceivedFrame) -> None:
-        """Compute at once if nothing is queued; send an immediate output without a task switch."""
+        """Compute at once if nothing is queued; send an immediate output without a task switch.
+
+        Nothing is computed any longer once `_serve` has dropped steps that come before it.
+        """
+        if self._has_stopped:
+            await asyncio.wait({self._over})
+            return
         if self._num_queued:
             queued = _Queued(received)
             self._waiting.append(queued)
@@ -309,6 +315,7 @@ class EpochSession:
         try:
             await self._finish_frames()
         finally:
+            self._has_stopped = True
             self._waiting.clear()
             while self._running:
                 _discard(self._running.popleft())
