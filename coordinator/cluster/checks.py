@@ -186,6 +186,7 @@ def _tensor_names(config: Blueprint, stage: StagePlan | None) -> list[str]:
 
 
 NOT_ANSWERED = "a step of the self-check was not answered in time"
+UNEXPECTED_ERROR = "the self-check ended with an unexpected error"
 
 
 class PlanChecks:
@@ -260,12 +261,31 @@ class PlanChecks:
         self.check.close()
 
     async def _check_plan(self, action: CheckPlan) -> None:
+        """Check a plan. Without a verdict its epoch fails, and the check is repeated in the next one."""
         epoch, plan = action.epoch, action.plan
-        wire_dtype = self._wire_dtype(plan)
-        known = await self.check.reference(plan, wire_dtype, self._reference_sources())
-        self._sends_in, self._is_idle_check = epoch, False
+        try:
+            known = await self.check.reference(plan, self._wire_dtype(plan), self._reference_sources())
+            self._sends_in, self._is_idle_check = epoch, False
+            verdict = await self._verdict_on(action, known)
+        except Exception:
+            self._fail_epoch(epoch, UNEXPECTED_ERROR)
+            raise
+        if verdict is None:
+            self._fail_epoch(epoch, NOT_ANSWERED)
+            return
+        self._sends_in = None
+        self._events.checked(epoch, verdict)
+        if verdict.is_good:
+            self._carry_out(self._state.checked(epoch, None))
+        else:
+            self._refuse(action, verdict, known.worker if isinstance(known, KnownReference) else "")
+        await self.check.keep_reference()
+
+    async def _verdict_on(self, action: CheckPlan, known: KnownReference | NoReference) -> Verdict | None:
+        """Run the check in its epoch; None if a step was not answered."""
+        plan = action.plan
         checked = CheckedEpoch(
-            epoch=epoch,
+            epoch=action.epoch,
             plan=plan,
             kv=KvCacheManager(
                 num_blocks=plan.num_blocks,
@@ -279,17 +299,9 @@ class PlanChecks:
             ask_states=self._ask_states,
         )
         try:
-            verdict = await self.check.run(checked, known)
+            return await self.check.run(checked, known)
         except TimeoutError:
-            self._fail_epoch(epoch, NOT_ANSWERED)
-            return
-        self._sends_in = None
-        self._events.checked(epoch, verdict)
-        if verdict.is_good:
-            self._carry_out(self._state.checked(epoch, None))
-        else:
-            self._refuse(action, verdict, known.worker if isinstance(known, KnownReference) else "")
-        await self.check.keep_reference()
+            return None
 
     def _refuse(self, action: CheckPlan, verdict: Verdict, source: str) -> None:
         """Reject a plan that failed against the reference of `source`, "" if no worker computed it.
@@ -371,7 +383,7 @@ class PlanChecks:
         try:
             return await self.check.run(epoch, known)
         except Exception:
-            self._fail_epoch(epoch.epoch, "the self-check ended with an unexpected error")
+            self._fail_epoch(epoch.epoch, UNEXPECTED_ERROR)
             raise
 
     def _ask_states(self) -> None:

@@ -17,6 +17,7 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.directory import sampled_ranges
 from coordinator.recovery.policy import DEFAULT_POLICY
+from coordinator.recovery.self_check import SelfCheck
 from kvcache import Removed
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends import torch_backend
@@ -170,6 +171,27 @@ async def test_a_good_plan_serves_in_the_epoch_after_its_check(model: Path) -> N
     async with Cluster(model, layers=LAYERS) as cluster:
         assert (await cluster.client.status()).self_check.detail == "off"
         assert (await cluster.generate(CASE.again())).tokens == answer.tokens
+
+
+@pytest.mark.parametrize("method", ["reference", "run"])
+async def test_a_check_that_fails_by_itself_is_repeated_in_a_new_epoch(
+    model: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = getattr(SelfCheck, method)
+
+    async def fails_once(check: SelfCheck, *arguments: object) -> object:
+        monkeypatch.setattr(SelfCheck, method, original)
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(SelfCheck, method, fails_once)
+    async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
+        status = await cluster.client.status()
+        assert cluster.epoch == 3
+        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
+        assert (await cluster.generate(CASE)).succeeded
+    (record,) = [record for record in caplog.records if record.message == "controller task failed"]
+    assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError
+    assert "the self-check ended with an unexpected error" in caplog.text
 
 
 async def test_a_repaired_worker_makes_a_rejected_plan_pass(
