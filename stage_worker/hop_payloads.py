@@ -233,8 +233,12 @@ class IncomingPayloads:
         return None if self._inbox is None else self._inbox.damaged
 
     async def take(self, notice: PayloadNotice) -> ArrivedPayload:
-        """The payload that a frame names. Raises StepFault."""
-        if self._memory is not None and self._memory.is_open:
+        """The payload that a frame names. Raises StepFault.
+
+        A sender connects only if it has no shared memory, also where its segment arrives after it gave up.
+        """
+        is_connected = self._receiver is not None and self._receiver.is_open
+        if self._memory is not None and self._memory.is_open and not is_connected:
             return await self._take_from_memory(self._memory, notice)
         if self._inbox is None:
             raise StepFault(

@@ -335,6 +335,7 @@ class MemoryReceiver:
     """The receiving end of one hop and epoch: expects one segment, then takes the payloads in it."""
 
     def __init__(self, key: PayloadKey, offer: MemoryOffer, *, max_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
         self.key = key
         self.offer = offer
         self._max_bytes = max_bytes
@@ -387,7 +388,7 @@ class MemoryReceiver:
         self._num_taken = number
         if stays:
             self._held.add(number)
-            weakref.finalize(slot, self._release, number).atexit = False
+            weakref.finalize(slot, self._release_later, number).atexit = False
         else:
             self._copied.append(number)
             if len(self._copied) >= MAX_UNRETURNED or notice.size_bytes > INLINE_BYTES:
@@ -407,8 +408,13 @@ class MemoryReceiver:
             memoryview(bytearray(size_bytes)) if size_bytes <= INLINE_BYTES else self._pool.lease(size_bytes)
         )
 
-    def _release(self, number: int) -> None:
+    def _release_later(self, number: int) -> None:
         """Nothing refers to a payload that stayed in its slot; called in any thread."""
+        # After the end of the loop there is no sender that waits for the slot.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._release, number)
+
+    def _release(self, number: int) -> None:
         self._held.discard(number)
         self._return(number)
 

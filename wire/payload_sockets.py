@@ -316,6 +316,11 @@ class PayloadReceiver:
         self._connection: _Connection | None = None
         self._is_closed = False
 
+    @property
+    def is_open(self) -> bool:
+        """The expected sender has connected."""
+        return self._connection is not None
+
     def close(self) -> None:
         """End the connection; its thread ends by itself. Idempotent."""
         self._is_closed = True

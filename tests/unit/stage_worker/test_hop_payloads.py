@@ -17,6 +17,7 @@ from tests.unit.wire.wire_strategies import hidden_states
 from wire.addresses import Address
 from wire.errors import StepFault
 from wire.ids import Incarnation
+from wire.payload_memory import MemoryListener, MemoryOffer, MemorySender
 from wire.payload_sockets import PayloadListener
 from wire.payloads import PAYLOAD_RETRY_S, PayloadKey, PayloadNotice, encode_header
 from wire.peer_secrets import RefusedPeers
@@ -117,6 +118,34 @@ async def test_without_an_offer_everything_belongs_into_frames() -> None:
     assert await payloads.send(LARGE) is None
     assert payloads.fallback == ""
     payloads.close()
+
+
+async def test_a_segment_that_arrives_too_late_is_not_read() -> None:
+    """The sender gave up the shared memory, and opened the payload connection instead."""
+    refused = RefusedPeers(time.monotonic)
+    listener, memory = PayloadListener(refused), MemoryListener(refused)
+    listener.listen(Address("127.0.0.1", 0))
+    memory.listen()
+    made = PayloadConnections(listener, memory=memory, min_bytes=LARGE[0].size_bytes)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    offered = accepted.memory
+    late = MemorySender(
+        MemoryOffer(offered.host_id, offered.socket, offered.ticket, offered.slot_bytes),
+        PayloadKey(EPOCH.number, SECRET, offered.ticket),
+    )
+    await late.open()
+    late.close()
+    accepted.ClearField("memory")
+    payloads = hop(made)
+    await payloads.open(accepted)
+    notice = await payloads.send(LARGE)
+    assert notice is not None
+    assert (await asyncio.wait_for(incoming.take(notice), DEADLINE_S)).data == LARGE[0].data
+    payloads.close()
+    incoming.close()
+    memory.close()
+    listener.close()
 
 
 async def test_an_avoided_address_is_not_dialled(

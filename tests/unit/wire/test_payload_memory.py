@@ -33,7 +33,7 @@ from wire.payload_memory import (
     memory_domain,
     slot_bytes_for,
 )
-from wire.payloads import MAX_GREETINGS, PayloadKey, PayloadNotice
+from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
 
 SECRET = b"s" * 32
@@ -171,6 +171,40 @@ async def test_a_sender_is_never_stuck_between_small_and_used_payloads() -> None
             payload = await to.receiver.take(await passed(sender, bytes([number])))
             assert payload.data == bytes([number])
         assert all(payload.data == bytes(LIMIT) for payload in used)
+
+
+async def test_a_slot_is_returned_on_the_event_loop_whatever_thread_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop owns the socket: it may close it at any time."""
+    threads: list[threading.Thread] = []
+    returned = MemoryReceiver._return
+
+    def noted(receiver: MemoryReceiver, *numbers: int) -> None:
+        threads.append(threading.current_thread())
+        returned(receiver, *numbers)
+
+    monkeypatch.setattr(MemoryReceiver, "_return", noted)
+    async with hop() as to, opened(to) as sender:
+        used = [await to.receiver.take(await passed(sender, bytes(LIMIT)))]
+        await asyncio.to_thread(used.clear)
+        await until(lambda: len(sender._free) == NUM_SLOTS)
+    assert threads == [threading.current_thread()]
+
+
+def test_a_payload_may_be_released_after_the_event_loop_has_ended() -> None:
+    gc.collect()
+    before = segments()
+    used: list[ArrivedPayload] = []
+
+    async def take_one() -> None:
+        async with hop() as to, opened(to) as sender:
+            used.append(await to.receiver.take(await passed(sender, bytes(LIMIT))))
+
+    asyncio.run(take_one())
+    used.clear()  # an error in it would be unraisable, and fail the test
+    gc.collect()
+    assert segments() == before
 
 
 async def test_a_used_payload_outlives_the_hop() -> None:
