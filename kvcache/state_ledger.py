@@ -1,7 +1,8 @@
 """The coordinator's accounting of recurrent states: which sequence has one, and where snapshots are saved.
 
 A snapshot can only be restored where it was saved, so prefills stop there: at multiples of the *grid*, and at
-the last block boundary before the last token, where a sequence with the same prompt can continue.
+the last block boundary before the last token, where a sequence with the same prompt can continue. Private
+content, and so any without prefix caching, has no snapshots and no stops.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +48,13 @@ class StateLedger:
         return self.pool.digest
 
     def hit_blocks(self, sequence: ActiveSequence) -> frozenset[int]:
-        """Numbers of leading blocks after which the sequence can continue from a snapshot."""
+        """Numbers of leading blocks after which the sequence can continue from a snapshot.
+
+        The last slot that is not live is none: it is room for the state that continues, and the sequence
+        would wait where one without a hit evicts the snapshot and begins.
+        """
+        if self.pool.num_free + self.pool.num_snapshots < 2:
+            return frozenset()
         contents = self._contents
         return frozenset(
             index + 1
@@ -73,15 +80,16 @@ class StateLedger:
         sequence.state = state
         return signals
 
-    def next_stop(self, start: int, end: int) -> int:
+    def next_stop(self, sequence: ActiveSequence, start: int, end: int) -> int:
         """First token after `start` where a prefill up to `end` must stop, so that it can be saved."""
         on_grid = (start // self._grid_tokens + 1) * self._grid_tokens
         last_boundary = self._last_boundary(end)
-        return min(on_grid, end, last_boundary if start < last_boundary else end)
+        stop = min(on_grid, last_boundary if start < last_boundary else end)
+        return min(stop, end) if self._is_shared(sequence, stop) else end
 
-    def is_stop(self, position: int, end: int | None) -> bool:
+    def is_stop(self, sequence: ActiveSequence, position: int, end: int | None) -> bool:
         """Whether a state is saved after `position` tokens of a prefill up to `end`, or in decodes (None)."""
-        if position == 0:
+        if position == 0 or not self._is_shared(sequence, position):
             return False
         return position % self._grid_tokens == 0 or (end is not None and position == self._last_boundary(end))
 
@@ -95,10 +103,9 @@ class StateLedger:
         """
         if sequence.state is None:
             return []
-        index, private_from = position // self._block_size - 1, sequence.first_private_block
-        if private_from is not None and index >= private_from:
+        if not self._is_shared(sequence, position):
             return []
-        name, content = sequence.full_block(index)
+        name, content = sequence.full_block(position // self._block_size - 1)
         if name in self._contents:
             return []
         freed = [] if self.pool.num_free else self._without_blocks(is_cached)
@@ -134,6 +141,11 @@ class StateLedger:
         if sequences is not None:
             owned = [sequence.state for sequence in sequences if sequence.state is not None]
         self.pool.check_integrity(owned)
+
+    def _is_shared(self, sequence: ActiveSequence, position: int) -> bool:
+        """Whether others can continue after `position` tokens: their content is not private."""
+        private_from = sequence.first_private_block
+        return private_from is None or position <= private_from * self._block_size
 
     def _last_boundary(self, num_tokens: int) -> int:
         return (num_tokens - 1) // self._block_size * self._block_size

@@ -245,14 +245,14 @@ class KvCacheManager:
             for group, num_blocks in zip(self._groups, needed, strict=True)
         )
 
-    def chunk_size(self, start: int, end: int, budget: int) -> int:
-        """Tokens of the next chunk of a prefill from `start` to `end`, at most `budget`.
+    def chunk_size(self, active: ActiveSequence, start: int, end: int, budget: int) -> int:
+        """Tokens of the next chunk of a prefill of `active` from `start` to `end`, at most `budget`.
 
         A chunk ends at `end` or on a block boundary; 0 if `budget` does not reach the next boundary. It does
         not pass the next place where a state is saved.
         """
         if self._states is not None:
-            end = self._states.next_stop(start, end)
+            end = self._states.next_stop(active, start, end)
         if end - start <= budget:
             return end - start
         return max(0, (start + budget) // self._block_size * self._block_size - start)
@@ -297,7 +297,7 @@ class KvCacheManager:
         rows, others = [], []
         for sequence in sequences:
             active = sequence.kv
-            is_saved = self._states is not None and self._states.is_stop(len(active), None)
+            is_saved = self._states is not None and self._states.is_stop(active, len(active), None)
             grow = None if is_saved else self._ledger.grow(active, sequence.newest_token, self._events)
             if grow is None:
                 others.append(sequence)
@@ -332,7 +332,7 @@ class KvCacheManager:
         for part in active.groups:
             if signals := part.push(token):
                 self._open_block(key, part, signals)
-        if self._states is not None and self._states.is_stop(position := len(active) - 1, None):
+        if self._states is not None and self._states.is_stop(active, position := len(active) - 1, None):
             self._save_state(key, active, position)
 
     def _open_block(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
@@ -455,7 +455,7 @@ class KvCacheManager:
             return
         if active.state is None:
             self._send_states(key, self._states.start(active, first_query))
-        elif self._states.is_stop(first_query, len(active)):
+        elif self._states.is_stop(active, first_query, len(active)):
             self._save_state(key, active, first_query)
 
     def _save_state(self, key: SequenceKey, active: ActiveSequence, position: int) -> None:

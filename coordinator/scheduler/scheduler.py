@@ -31,7 +31,7 @@ from coordinator.scheduler.isolation import Isolation
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits, StepPlan
 from coordinator.scheduler.sequence import FinishReason, Release, Sequence, SequenceState
-from kvcache import OutOfBlocks
+from kvcache import ActiveSequence, OutOfBlocks
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import GrammarFailed, SliceFailed, require
 from wire.ids import SequenceKey
@@ -482,7 +482,8 @@ class Scheduler:
         admission = kv.plan(sequence)
         if not kv.can_admit(admission, is_alone=not self._running):
             return None
-        if not self._chunk_size(admission.num_cached_tokens, sequence.num_tokens, builder, kv, plan, room):
+        first, end = admission.num_cached_tokens, sequence.num_tokens
+        if not self._chunk_size(admission.active, first, end, builder, kv, plan, room):
             return None
         self._queue.remove(sequence)
         self._running[sequence.key] = self._prefilling[sequence.key] = sequence
@@ -509,7 +510,8 @@ class Scheduler:
     ) -> bool:
         """Add a chunk of `sequence`; False if the budget or the blocks do not allow one."""
         start = sequence.num_computed_tokens
-        size = self._chunk_size(start, sequence.num_prefill_tokens, builder, kv, plan, room)
+        end = sequence.num_prefill_tokens
+        size = self._chunk_size(sequence.kv, start, end, builder, kv, plan, room)
         if size == 0:
             return False
         try:
@@ -523,6 +525,7 @@ class Scheduler:
 
     def _chunk_size(
         self,
+        active: ActiveSequence,
         start: int,
         end: int,
         builder: StepBuilder,
@@ -537,7 +540,7 @@ class Scheduler:
         allowed = plan.chunk_tokens(builder.cost, start=start, end=end)
         if allowed and not builder.cost.chunk_tokens:
             allowed = max(allowed, kv.block_size - start % kv.block_size)
-        return kv.chunk_size(start, end, min(room, allowed))
+        return kv.chunk_size(active, start, end, min(room, allowed))
 
     @property
     def _num_waiting_tokens(self) -> int:

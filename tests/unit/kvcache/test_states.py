@@ -155,15 +155,24 @@ def _ledger(num_states: int, grid_tokens: int = 8) -> StateLedger:
     ("end", "stops"), [(3, [3]), (4, [4]), (5, [4, 5]), (9, [8, 9]), (18, [8, 16, 18]), (22, [8, 16, 20, 22])]
 )
 def test_prefills_stop_on_the_grid_and_before_the_last_token(end: int, stops: list[int]) -> None:
-    ledger, found = _ledger(1), [0]
+    ledger, sequence, found = _ledger(1), _sequence(end), [0]
     while found[-1] < end:
-        found.append(ledger.next_stop(found[-1], end))
+        found.append(ledger.next_stop(sequence, found[-1], end))
     assert found[1:] == stops
-    assert [position for position in range(end) if ledger.is_stop(position, end)] == stops[:-1]
+    assert [position for position in range(end) if ledger.is_stop(sequence, position, end)] == stops[:-1]
+
+
+def test_private_content_has_no_stops() -> None:
+    ledger, private, partly = _ledger(1), _sequence(22, prefix_caching=False), _sequence(22)
+    assert ledger.next_stop(private, 0, 22) == 22
+    assert not any(ledger.is_stop(private, position, end) for position in range(22) for end in (22, None))
+    partly.make_private(3)
+    assert [ledger.next_stop(partly, start, 22) for start in (0, 8)] == [8, 22]
+    assert [position for position in range(22) if ledger.is_stop(partly, position, 22)] == [8]
 
 
 def test_a_grid_below_a_block_is_a_block() -> None:
-    assert _ledger(1, grid_tokens=1).next_stop(0, 99) == 4
+    assert _ledger(1, grid_tokens=1).next_stop(_sequence(99), 0, 99) == 4
 
 
 def test_a_hit_needs_a_snapshot_of_the_same_content() -> None:
@@ -178,6 +187,15 @@ def test_a_hit_needs_a_snapshot_of_the_same_content() -> None:
     (restored,) = ledger.start(second, 8)
     assert isinstance(restored, CopyState) and restored.position == 8
     ledger.check_integrity([first, second])
+
+
+def test_a_snapshot_in_the_last_slot_that_is_not_live_is_no_hit() -> None:
+    ledger, first = _ledger(2), _sequence(18)
+    ledger.start(first, 0)
+    ledger.save(first, 8, lambda name: True)
+    assert ledger.hit_blocks(_sequence(9)) == frozenset()
+    ledger.end(first)
+    assert ledger.hit_blocks(_sequence(9)) == {2}
 
 
 def test_a_snapshot_of_other_content_with_the_same_hash_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:

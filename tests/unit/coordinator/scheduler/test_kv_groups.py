@@ -24,7 +24,7 @@ def prefill(log: KvCacheManager, prompt: tuple[int, ...], *, number: int = 0) ->
     assert log.can_admit(plan, is_alone=True)
     start = plan.num_cached_tokens
     while start < len(prompt):
-        size = log.chunk_size(start, len(prompt), 8)
+        size = log.chunk_size(plan.active, start, len(prompt), 8)
         start = log.allocate(sequence.key, plan.active, start + size, first_query=start)
         log.check_integrity([plan.active])
     log.release(sequence.key, plan.active, keep_content=True)

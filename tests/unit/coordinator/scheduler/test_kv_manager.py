@@ -234,7 +234,9 @@ def test_the_watermark_is_for_others_only() -> None:
 def test_a_chunk_ends_with_the_prefill_or_on_a_block_boundary(
     start: int, end: int, budget: int, size: int
 ) -> None:
-    assert KvCacheManager(num_blocks=1, block_size=4).chunk_size(start, end, budget) == size
+    log = KvCacheManager(num_blocks=1, block_size=4)
+    active = log.plan(sequence_of(tuple(range(end)))).active
+    assert log.chunk_size(active, start, end, budget) == size
 
 
 def test_a_failed_append_keeps_the_promotion_and_can_be_tried_again() -> None:
@@ -415,7 +417,7 @@ def test_the_first_chunk_of_an_admissible_sequence_fits(window: int, block_size:
         plan = log.plan(sequence_of(prompt, number=1))
         if log.can_admit(plan, is_alone=True):
             start = plan.num_cached_tokens
-            size = log.chunk_size(start, num_tokens, max_step_tokens)
+            size = log.chunk_size(plan.active, start, num_tokens, max_step_tokens)
             log.allocate(key_of(1), plan.active, start + size, first_query=start)
             log.check_integrity([plan.active])
 

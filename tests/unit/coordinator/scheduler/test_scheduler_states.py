@@ -12,7 +12,12 @@ from wire.steps import Prefill
 
 
 def model_of(
-    *, num_states: int = 8, num_blocks: int = 64, grid_tokens: int = 8, max_step_tokens: int = 64
+    *,
+    num_states: int = 8,
+    num_blocks: int = 64,
+    grid_tokens: int = 8,
+    max_step_tokens: int = 64,
+    prefix_caching: bool = True,
 ) -> PipelineModel:
     """A pipeline of two stages with blocks of 4 tokens."""
     limits = SchedulerLimits(max_step_tokens=max_step_tokens, max_step_sequences=16, max_steps_in_flight=4)
@@ -23,6 +28,7 @@ def model_of(
         num_stages=2,
         num_states=num_states,
         grid_tokens=grid_tokens,
+        prefix_caching=prefix_caching,
     )
     model.begin_epoch()
     return model
@@ -51,6 +57,15 @@ def test_a_prefill_stops_where_states_are_saved() -> None:
     model.drain(max_steps=9)
     assert chunks_of(model, 0) == [(0, 8), (8, 16), (16, 20), (20, 22)]
     assert states_of(model).num_snapshots == 3
+    model.check_all_ended()
+
+
+def test_a_prefill_whose_states_are_not_saved_stops_nowhere() -> None:
+    model = model_of(prefix_caching=False)
+    model.submit(range(22), max_tokens=12)
+    model.drain(max_steps=30)
+    assert chunks_of(model, 0) == [(0, 22)]
+    assert states_of(model).num_snapshots == 0
     model.check_all_ended()
 
 
@@ -138,3 +153,20 @@ def test_a_snapshot_evicted_in_the_same_step_is_no_hit() -> None:
     model.drain(max_steps=30)
     assert evicted.num_cached_tokens == 0
     model.check_all_ended()
+
+
+def test_a_hit_does_not_wait_where_another_sequence_would_start() -> None:
+    """The only snapshot has the last slot: it makes room for the state of whatever begins next."""
+    for prompt in (range(10, 19), range(50, 59)):
+        model = model_of(num_states=2, grid_tokens=1024)
+        model.submit(range(10, 19), max_tokens=1)
+        model.drain(max_steps=9)
+        running = model.submit([1, 2, 3], max_tokens=8)
+        model.run_step()
+        assert (states_of(model).num_live, states_of(model).num_snapshots) == (1, 1)
+        second = model.submit(prompt, max_tokens=6)
+        model.run_step()
+        assert model.scheduler.running == (running, second)
+        assert second.num_cached_tokens == 0
+        model.drain(max_steps=30)
+        model.check_all_ended()
