@@ -49,6 +49,8 @@ class EventLog:
             stages = action.plan.stages
             ranges = (f"{_layers(stage)} on {stage.worker}" for stage in stages)
             log.info("plan %d: layers %s", action.plan_id, ", ".join(ranges))
+            if problem := action.plan.states_problem:
+                log.warning("plan %d: %s", action.plan_id, problem)
         log.debug(
             "assigned worker %s stage %d (%s), layers %s",
             *(action.worker.name, stage.stage, stage.role.value, _layers(stage)),

@@ -177,6 +177,22 @@ class Plan:
         return self.window is not None and self.window.min_blocks(self.block_size) <= self.num_blocks
 
     @property
+    def num_in_flight(self) -> int:
+        """Sequences in all steps: one step per stage and one that waits."""
+        return (len(self.stages) + 1) * self.limits.max_step_sequences
+
+    @property
+    def states_problem(self) -> str:
+        """What too few recurrent states limit, for a warning; empty if nothing or without such layers."""
+        if not self.num_states or self.num_states >= self.num_in_flight:
+            return ""
+        return (
+            f"memory for {self.num_states} recurrent states, {self.num_in_flight} sequences are in flight at"
+            f" most: others wait; the KV cache holds {self.num_kv_tokens} tokens."
+            " Lower --max-step-sequences or --max-model-len, or give the workers more memory"
+        )
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Maximum length of a sequence, limited by the model, `--max-model-len` and the KV cache."""
         if self.holds_any_length:

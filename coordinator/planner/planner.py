@@ -185,6 +185,7 @@ def make_plan(
     max_kv_tokens: int | None = None,
     kv_dtype: ScaledDType | None = None,
     wire_dtype: WireDType | None = None,
+    prefix_caching: bool = True,
 ) -> Plan:
     """Assign one stage to every worker, and every layer of the model to one stage.
 
@@ -211,7 +212,7 @@ def make_plan(
         wire_dtype=wire_dtype,
     )
     if config.is_recurrent:
-        return _plan_with_states(memory, workers, layers, max_kv_tokens)
+        return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
     problem = _split_problem(memory, workers, max_kv_tokens)
     return _made_plan(memory, workers, _choose_split(memory, workers, layers, problem))
 
@@ -225,12 +226,16 @@ def _plan_with_states(
     workers: Sequence[WorkerCapacity],
     layers: Sequence[int] | None,
     max_kv_tokens: int | None,
+    *,
+    prefix_caching: bool,
 ) -> Plan:
     """A plan with states for all sequences in flight and as many snapshots, or with fewer of them.
 
-    They are halved until the KV cache holds the longest sequence. Raises PlanImpossible.
+    States are halved until the KV cache holds the longest sequence, or until they take no more memory than
+    the blocks: a cache of two states would be of use to two sequences only, however long they may be. Without
+    prefix caching no state is saved, and there are none for snapshots. Raises PlanImpossible.
     """
-    num_states = max(MIN_STATES, 2 * memory.num_in_flight)
+    num_states = max(MIN_STATES, memory.num_in_flight * (2 if prefix_caching else 1))
     while True:
         sized = replace(memory, num_states=num_states)
         problem = _split_problem(sized, workers, max_kv_tokens)
@@ -241,9 +246,16 @@ def _plan_with_states(
                 raise
         else:
             longest = min(memory.limits.max_sequence_tokens, problem.max_blocks * memory.block_size)
-            if num_states == MIN_STATES or plan.num_kv_tokens >= longest:
+            is_enough = plan.num_kv_tokens >= longest or _is_balanced(sized, plan)
+            if num_states == MIN_STATES or is_enough:
                 return plan
         num_states = max(MIN_STATES, num_states // 2)
+
+
+def _is_balanced(memory: StageMemory, plan: Plan) -> bool:
+    """Whether recurrent states take no more memory than blocks, over all stages."""
+    of_states = memory.states_bytes(0, plan.num_layers)
+    return 2 * of_states <= sum(stage.kv_bytes for stage in plan.stages)
 
 
 def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split) -> Plan:
@@ -416,6 +428,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         max_kv_tokens=config.max_kv_tokens,
         kv_dtype=model.kv_dtype,
         wire_dtype=model.wire_dtype,
+        prefix_caching=config.prefix_cache,
     )
 
 

@@ -47,7 +47,8 @@ _KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> RenderableType:
     """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
     notes = (*_of_gpus(plan), *_step_cost(layers), _cuts(layers.legal_cuts, plan.num_layers), _cache(plan))
-    lines = (Text(line) for line in (*notes, *_unpacking(plan, model), *_implementation(model)))
+    of_model = (*_unpacking(plan, model), *_states(plan), *_implementation(model))
+    lines = (Text(line) for line in (*notes, *of_model))
     tables = (_stages_table(plan), "", *_rates_table(plan), _kinds_table(layers))
     return Group(Text(_headline(plan, model)), "", *tables, "", *lines)
 
@@ -190,6 +191,11 @@ def _cache(plan: Plan) -> str:
     )
 
 
+def _states(plan: Plan) -> list[str]:
+    """A warning, if there are fewer recurrent states than sequences."""
+    return [f"Warning: {plan.states_problem}."] if plan.states_problem else []
+
+
 def _implementation(model: "ServedModel") -> list[str]:
     """A warning, if transformers computes the layers."""
     from coordinator.model import transformers_note
@@ -262,6 +268,7 @@ _FLAGS = (
     "--max-step-sequences",
     "--max-model-len",
     "--kv-tokens",
+    "--prefix-cache",
 )
 
 

@@ -19,6 +19,7 @@ from coordinator.planner.planner import plan_for
 from stageline.cli import main
 from stageline.cli.plan import parse_workers, plan_view
 from tests.checkpoints import make_checkpoint
+from tests.families import make_family
 from tests.gguf_files import quantised, write_gguf
 from tests.quantized import FORMATS, write_quantized
 
@@ -212,6 +213,21 @@ def test_an_impossible_plan_is_one_line_and_exit_code_1(
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: Captured) -> None:
     assert main(["plan", *arguments]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_too_few_recurrent_states_are_a_warning(tmp_path: Path, capsys: Captured) -> None:
+    make_family(tmp_path, "qwen3_next", max_position_embeddings=1 << 20)
+    command = ["plan", "--model", str(tmp_path), "--workers", "13MiB", "--max-step-tokens", "16"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert 2 < plan["num_states"] < 128 and plan["num_kv_tokens"] < 1 << 20
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Warning: memory for {plan['num_states']} recurrent states, 128 sequences are in flight" in out
+    assert f"the KV cache holds {plan['num_kv_tokens']} tokens." in out
+    assert main([*command, "--max-step-sequences", "2", "--no-prefix-cache"]) == 0
+    out = capsys.readouterr().out
+    assert ", 4 recurrent states" in out and "Warning" not in out
 
 
 def test_transformers_layers_come_with_a_warning(tmp_path: Path, capsys: Captured) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint import Blueprint, DType, GatedDelta, state_bytes
 from coordinator.planner.layer_kinds import layer_kinds
-from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits
+from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import MIN_STATES, make_plan
 from tests.unit.coordinator.planner.small_models import GIB, llama, workers
 
@@ -60,9 +60,58 @@ def test_states_are_halved_until_the_longest_sequence_fits(config: Blueprint) ->
         make_plan(config, DType.BF16, workers(roomy - needed.kv_bytes), limits=LIMITS, block_size=16)
 
 
+MIB = 1 << 20
+LONG = replace(LIMITS, max_sequence_tokens=1 << 20)
+
+
+def shares_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of recurrent states and of pages."""
+    states = plan.num_states * 6 * state_bytes(DELTA, DType.BF16)
+    return states, sum(stage.kv_bytes for stage in plan.stages) - states
+
+
+def test_states_leave_half_of_the_memory_to_blocks_that_cannot_hold_the_longest_sequence(
+    config: Blueprint,
+) -> None:
+    long = replace(config, max_position_embeddings=1 << 20)
+    plans = [
+        make_plan(long, DType.BF16, workers(size * MIB), limits=LONG, block_size=16)
+        for size in (12, 20, 24, 32, 48, 64, 80, 128)
+    ]
+    counts = [plan.num_states for plan in plans]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 16
+    for plan in plans:
+        assert plan.num_kv_tokens < LONG.max_sequence_tokens
+        states, pages = shares_of(plan)
+        assert states <= pages or plan.num_states == MIN_STATES, "states get half of the memory at most"
+        if plan.num_states < 16:
+            assert 2 * states > pages - states, "with twice as many it would be more"
+
+
+def test_too_few_states_are_explained_with_numbers(config: Blueprint) -> None:
+    long = replace(config, max_position_embeddings=1 << 20)
+    roomy = make_plan(long, DType.BF16, workers(128 * MIB), limits=LONG, block_size=16)
+    assert (roomy.num_in_flight, roomy.num_states, roomy.states_problem) == (8, 16, "")
+    small = make_plan(long, DType.BF16, workers(20 * MIB), limits=LONG, block_size=16)
+    assert small.states_problem == (
+        f"memory for {small.num_states} recurrent states, 8 sequences are in flight at most: others wait;"
+        f" the KV cache holds {small.num_kv_tokens} tokens. Lower --max-step-sequences or --max-model-len, or"
+        " give the workers more memory"
+    )
+
+
+def test_a_plan_without_prefix_caching_has_no_states_for_snapshots(config: Blueprint) -> None:
+    plan = make_plan(
+        config, DType.BF16, workers(GIB, GIB), limits=LIMITS, block_size=16, prefix_caching=False
+    )
+    assert plan.num_states == plan.num_in_flight == 3 * 4
+    assert plan.states_problem == ""
+
+
 def test_other_models_have_no_states() -> None:
     config = llama(num_layers=2, max_position_embeddings=512)
-    assert make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16).num_states == 0
+    plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
+    assert (plan.num_states, plan.states_problem) == (0, "")
 
 
 def test_workers_with_a_gpu_are_refused_by_name(config: Blueprint) -> None:
