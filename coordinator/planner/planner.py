@@ -213,8 +213,7 @@ def make_plan(
     )
     if config.is_recurrent:
         return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
-    problem = _split_problem(memory, workers, max_kv_tokens)
-    return _made_plan(memory, workers, _choose_split(memory, workers, layers, problem))
+    return _plan_of(memory, workers, layers, _split_problem(memory, workers, max_kv_tokens))
 
 
 MIN_STATES = 2
@@ -240,7 +239,7 @@ def _plan_with_states(
         sized = replace(memory, num_states=num_states)
         problem = _split_problem(sized, workers, max_kv_tokens)
         try:
-            plan = _made_plan(sized, workers, _choose_split(sized, workers, layers, problem))
+            plan = _plan_of(sized, workers, layers, problem)
         except PlanImpossible:
             if num_states == MIN_STATES:
                 raise
@@ -258,7 +257,13 @@ def _is_balanced(memory: StageMemory, plan: Plan) -> bool:
     return 2 * of_states <= sum(stage.kv_bytes for stage in plan.stages)
 
 
-def _made_plan(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split) -> Plan:
+def _plan_of(
+    memory: StageMemory,
+    workers: Sequence[WorkerCapacity],
+    layers: Sequence[int] | None,
+    problem: SplitProblem,
+) -> Plan:
+    split = _choose_split(memory, workers, layers, problem)
     return Plan(
         stages=tuple(_stage(memory, workers, split, stage) for stage in range(len(workers))),
         num_blocks=split.num_blocks,
