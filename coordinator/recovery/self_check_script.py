@@ -1,8 +1,8 @@
 """The steps of a self-check: small samples of everything that serving does, with known tokens. Pure.
 
 Sequences of different lengths decode together and beside prompt chunks, across the boundary of a block;
-others start with a cached block. Decodes receive the next token of the text instead of the sampled one, so
-that no step depends on the result of another.
+others start with a cached block, and with the recurrent state after it. Decodes receive the next token of the
+text instead of the sampled one, so that no step depends on the result of another.
 """
 
 from dataclasses import dataclass, replace
@@ -36,6 +36,11 @@ class Part:
     num_tokens: int
     starts_at: int
     shares_block: bool = False
+
+    @property
+    def saves_state(self) -> bool:
+        """In models with recurrent layers, its state is saved before its second chunk."""
+        return len(self.chunks) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +141,18 @@ def parts_for(plan: Plan, length: int) -> tuple[list[Part], list[str]]:
         return parts, [f"sequences of {length} tokens do not leave a block of {block}"]
     if block > most:
         return parts, [f"a step of {most} tokens does not hold a block of {block}"]
+    # A recurrent state is saved at the end of a block only where a prompt has its next chunk.
+    text_of_hit = 1 if plan.num_states else 0
     parts += [
         Part("second chunk", 1, (block, block + 1), min(block + 3, length), 1),
-        Part("prefix hit", 0, (min(block + 3, length),), min(block + 4, length), 4, shares_block=True),
+        Part(
+            "prefix hit",
+            text_of_hit,
+            (min(block + 3, length),),
+            min(block + 4, length),
+            4,
+            shares_block=True,
+        ),
         Part("second prefix hit", 1, (block + 1,), min(block + 2, length), 4, shares_block=True),
     ]
     return parts, []
@@ -197,9 +211,11 @@ class _Writer:
         starts: list[StartRecord] = []
         limits = self._plan.limits
         room = limits.max_step_tokens
-        for live in (*self._running, *self._ready()):
+        for live in (*self._running, *self._due()):
             if len(slices) == limits.max_step_sequences:
                 break
+            if not live.is_started and not self._can_start(live):
+                continue
             if not live.is_started and live.part.shares_block:
                 live.num_computed = self._kv.num_cached_tokens(live.active)
             first, end = live.num_computed, live.next_end
@@ -207,29 +223,37 @@ class _Writer:
                 continue
             room -= end - first
             if not live.is_started:
-                live.is_started = True
-                prompt = live.tokens[: live.num_prompt_tokens]
-                starts.append(StartRecord(live.key, live.restart_count, len(prompt), prompt, _SAMPLING))
-                self._waiting.remove(live)
-                self._running.append(live)
+                starts.append(self._start(live))
             slices.append(_slice(live, end))
             live.num_computed = end
         return slices, starts
 
-    def _ready(self) -> list[_Live]:
-        """Return the parts that may start in this step, those with an evictable cached block first.
+    def _start(self, live: _Live) -> StartRecord:
+        live.is_started = True
+        self._waiting.remove(live)
+        self._running.append(live)
+        prompt = live.tokens[: live.num_prompt_tokens]
+        return StartRecord(live.key, live.restart_count, len(prompt), prompt, _SAMPLING)
+
+    def _due(self) -> list[_Live]:
+        """Return the parts that are due in this step, those with an evictable cached block first.
 
         When nothing runs, earliest steps are ignored.
         """
         next_step = len(self._steps)
         is_late = next_step > 0 and not self._running
-        ready = [
-            live
-            for live in self._waiting
-            if (is_late or live.part.starts_at <= next_step)
-            and (not live.part.shares_block or self._is_cached(live))
-        ]
-        return sorted(ready, key=lambda live: not live.part.shares_block)
+        due = [live for live in self._waiting if is_late or live.part.starts_at <= next_step]
+        return sorted(due, key=lambda live: not live.part.shares_block)
+
+    def _can_start(self, live: _Live) -> bool:
+        """Whether its block is cached if it shares one, and recurrent states suffice.
+
+        It needs one, and one for its snapshot if there will be one; running parts have one each.
+        """
+        num_states = len(self._running) + 1 + live.part.saves_state
+        if 0 < self._plan.num_states < num_states:
+            return False
+        return not live.part.shares_block or self._is_cached(live)
 
     def _is_cached(self, live: _Live) -> bool:
         return self._kv.num_cached_tokens(live.active) >= min(

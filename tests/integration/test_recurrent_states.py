@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvcache.state_store import StateStore
+from kvcache.states import SlotChange
 from stageline_rpc.v1 import cluster_pb2
 from tests.families import make_family
 from tests.integration.cluster import Cluster
 from tests.integration.request_cases import SoloRuns, mixed_cases
 from tests.integration.test_cluster_recovery import until_tokens
+from tests.integration.test_self_check import is_decided
 
 LAYERS = (2, 1, 2)
 """FIRST has both kinds of layers, the others have recurrent ones only."""
@@ -60,7 +64,23 @@ async def test_a_repeated_prompt_continues_from_its_last_block_boundary(
         assert status.num_states == sum(states_of(status)[0]) + status.workers[0].kv.states_free > 16
 
 
-async def test_the_self_check_passes(directory: Path) -> None:
+async def test_the_self_check_passes_and_leaves_nothing_out(directory: Path) -> None:
     async with Cluster(directory, layers=LAYERS, self_check=True) as cluster:
-        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED, status.self_check
+        check = (await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)).self_check
+        assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED, check
+        assert "not checked" not in check.detail
+
+
+async def test_the_self_check_finds_states_that_are_not_restored(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = StateStore.change
+
+    def only_zeros(store: StateStore, changes: Sequence[SlotChange]) -> None:
+        change(store, [slot_change for slot_change in changes if slot_change.source is None])
+
+    monkeypatch.setattr(StateStore, "change", only_zeros)
+    async with Cluster(directory, layers=LAYERS, self_check=True, waits=False) as cluster:
+        status = await cluster.wait_status(is_decided)
+        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
+        assert "differ from the reference" in status.self_check.detail

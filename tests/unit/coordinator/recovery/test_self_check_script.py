@@ -10,7 +10,20 @@ from checkpoint.blueprint import BoundaryTensor
 from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery.self_check_script import Script, parts_for, texts_for, write_script
 from coordinator.scheduler.kv_manager import KvCacheManager
-from kvcache import DEFAULT_SALT, ActiveSequence, BlockTables, KvWindow, Removed
+from kvcache import (
+    DEFAULT_SALT,
+    ActiveSequence,
+    BlockTables,
+    CopyState,
+    FreeState,
+    KvWindow,
+    LiveState,
+    Removed,
+    SavedState,
+    StateTable,
+    TakeState,
+    combined_digest,
+)
 from stage_worker.validation import StageSequences, StepRules, check_limits, check_slices
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
 from wire.ids import CHECK_REQUEST, SequenceKey, new_request_id, parse_request_id
@@ -62,6 +75,7 @@ def replay(script: Script, made: Plan) -> None:
         max_sequence_tokens=made.max_sequence_tokens,
     )
     tables, sequences = BlockTables(made.num_blocks, block_size=made.block_size), StageSequences()
+    states = StateTable(made.num_states) if made.num_states else None
     for step in (scripted.step for scripted in script.steps):
         check_limits(step, rules)
         for end in step.ends:
@@ -69,11 +83,15 @@ def replay(script: Script, made: Plan) -> None:
         for start in step.starts:
             sequences.start(start)
         for entry in step.signals:
-            tables.apply(entry.sequence, entry.signal)
-        assert tables.digest == step.digest
+            if isinstance(entry.signal, TakeState | CopyState | FreeState):
+                assert states is not None
+                states.apply(entry.sequence, entry.signal)
+            else:
+                tables.apply(entry.sequence, entry.signal)
+        assert combined_digest([tables.digest, *([] if states is None else [states.digest])]) == step.digest
         for end in step.ends:
             tables.drop(end.sequence)
-        check_slices(step, sequences, [tables], rules).advance(sequences)
+        check_slices(step, sequences, [tables], rules, states).advance(sequences)
     assert len(sequences) == 0 and tables.pool.num_active == 0
     tables.check_integrity()
 
@@ -182,7 +200,37 @@ def test_the_request_id_of_a_check_is_unique() -> None:
 
 
 @pytest.mark.parametrize("num_states", [2, 3, 4, 64])
-def test_a_plan_with_few_states_has_a_script(num_states: int) -> None:
-    script = script_for(replace(plan(), num_states=num_states))
+def test_states_are_saved_and_restored_in_every_plan_with_states(num_states: int) -> None:
+    made = replace(plan(), num_states=num_states)
+    script = script_for(made)
+    replay(script, made)
     slices = [part for scripted in script.steps for part in scripted.step.slices]
     assert {isinstance(part.inference_step, Decode) for part in slices} == {True, False}
+    copies = [
+        (type(entry.signal.source), type(entry.signal.target), entry.signal.position)
+        for scripted in script.steps
+        for entry in scripted.step.signals
+        if isinstance(entry.signal, CopyState)
+    ]
+    assert copies == [(LiveState, SavedState, 16)] + 2 * [(SavedState, LiveState, 16)]
+    first_positions = {part.sequence: part.first_position for part in reversed(slices)}
+    assert sorted(first_positions.values()) == [0, 0, 0, 16, 16], "two begin with a restored state"
+    assert script.left_out == ()
+
+
+def test_no_state_of_a_check_stays_saved() -> None:
+    made = replace(plan(), num_states=8)
+    kv = KvCacheManager(num_blocks=64, block_size=16, num_states=8)
+    script = write_script(made, 7, texts_for(made, VOCAB_SIZE), kv)
+    table = StateTable(8)
+    for scripted in script.steps:
+        for entry in scripted.step.signals:
+            if isinstance(entry.signal, TakeState | CopyState | FreeState):
+                table.apply(entry.sequence, entry.signal)
+        for part in scripted.step.slices:
+            table.advance(part.sequence, part.first_position + len(part.tokens))
+    assert (table.pool.num_live, table.pool.num_snapshots) == (0, 0)
+
+
+def test_blocks_that_suffice_without_states_suffice_with_them() -> None:
+    assert script_for(replace(plan(num_blocks=2), num_states=8)).left_out == ()
