@@ -140,6 +140,7 @@ class StageMetrics(StepObserver):
         self._hits = registry.number(definitions.PREFIX_HITS)
         self._wanted = registry.number(definitions.PREFIX_WANTED)
         self._blocks = registry.number(definitions.KV_BLOCKS)
+        self._states = registry.number(definitions.KV_STATES)
         self._load_time = registry.number(definitions.LOAD_TIME)
         self._memory = registry.number(definitions.STAGE_MEMORY)
         self._how = registry.number(definitions.STAGE_COMPUTE)
@@ -240,6 +241,10 @@ class StageMetrics(StepObserver):
             ("free", stats.blocks_free),
         ):
             self._blocks.of(stage, state).set(count)
+        if loaded.assignment.num_states:
+            self._states.of(stage, "live").set(stats.states_live)
+            self._states.of(stage, "saved").set(stats.states_saved)
+            self._states.of(stage, "free").set(stats.states_free)
         self._load_time.of(stage, "load").set(loaded.load_ms / 1000)
         self._load_time.of(stage, "warmup").set(loaded.warmup_ms / 1000)
         self._memory.of(stage, "weights").set(loaded.weight_bytes)

@@ -130,6 +130,7 @@ WORKER_STATE = Label(
 )
 DIRECTION = Label("direction", "network.io.direction", values=("receive", "transmit"))
 BLOCK_STATE = Label("state", "stageline.kv.block.state", values=("active", "inactive", "free"))
+RECURRENT_STATE = Label("state", "stageline.kv.recurrent.state", values=("live", "saved", "free"))
 MEMORY_KIND = Label("kind", "stageline.memory.kind", values=("weights", "kv"))
 DEVICE_MEMORY_KIND = Label(
     "kind", "stageline.device.memory.kind", values=("allocated", "reserved", "free", "peak", "pinned")
@@ -423,6 +424,15 @@ KV_BLOCKS = _of(
     "KV cache blocks: in use, kept for prefix hits, free.",
     STAGE,
     BLOCK_STATE,
+)
+KV_STATES = _of(
+    _WORKER,
+    "stageline.kv.states",
+    _UP_DOWN,
+    "{state}",
+    "Recurrent states: of sequences, saved for prefix hits, free. None without recurrent layers.",
+    STAGE,
+    RECURRENT_STATE,
 )
 PREFIX_WANTED = _of(
     _WORKER,

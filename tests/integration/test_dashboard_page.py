@@ -133,6 +133,22 @@ async def test_a_pipeline_with_fewer_stages_is_shown_with_the_reason(browser: Br
         await watched.page.unroute_all(behavior="wait")
 
 
+async def test_a_stage_shows_its_recurrent_states(browser: Browser) -> None:
+    async def recurrent(route: Route) -> None:
+        response = await route.fetch()
+        status = await response.json()
+        status["workers"][0]["kv"] |= {"states_live": 2, "states_saved": 1, "states_free": 5}
+        await route.fulfill(response=response, json=status)
+
+    async with served(2, "step=6ms") as cluster, opened(browser, cluster) as watched:
+        blocks = watched.page.locator('.stage [data-bar="blocks"]')
+        await watched.page.route("**/api/status", recurrent)
+        expected = re.compile(r" free; recurrent states: 2 live, 1 saved, 5 free$")
+        await expect(blocks.nth(0)).to_have_attribute("title", expected, timeout=VISIBLE_MS)
+        await expect(blocks.nth(1)).to_have_attribute("title", re.compile(r"cached, [1-9]\d* free$"))
+        await watched.page.unroute_all(behavior="wait")
+
+
 async def test_a_stage_shows_the_speed_of_its_gpu_and_its_cuda_graphs(browser: Browser) -> None:
     async def on_a_gpu(route: Route) -> None:
         response = await route.fetch()

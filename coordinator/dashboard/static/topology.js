@@ -10,6 +10,12 @@ export function kvBlocks({ kv }) {
   return { active: kv?.blocks_active ?? 0, inactive: kv?.blocks_inactive ?? 0, free: kv?.blocks_free ?? 0 };
 }
 
+// Of models with recurrent layers.
+function recurrentStates({ kv }) {
+  const { states_live: live = 0, states_saved: saved = 0, states_free: free = 0 } = kv ?? {};
+  return live + saved + free ? `; recurrent states: ${live} live, ${saved} saved, ${free} free` : "";
+}
+
 export class Topology {
   constructor(stages, others, onDrain) {
     this.stages = stages;
@@ -76,7 +82,7 @@ export class Topology {
     const { active, inactive, free } = kvBlocks(worker);
     const blocks = active + inactive + free || 1;
     set(card, "blocks", `${percent(active / blocks)} of ${blocks === 1 ? "–" : plural(blocks, "block")}`, [active / blocks, inactive / blocks],
-      `${plural(active, "block")} active, ${inactive} cached, ${free} free`);
+      `${plural(active, "block")} active, ${inactive} cached, ${free} free${recurrentStates(worker)}`);
     card.querySelector(".times").replaceChildren(...times(load, worker));
     card.querySelector(".gpu").replaceChildren(...device(worker));
   }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from checkpoint import DType
+from kvcache import CopyState, LiveState, SavedState, TakeState
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import LoadedStage
 from stage_worker.backends.contract import (
@@ -191,6 +192,19 @@ def test_only_the_present_stage_is_reported() -> None:
     assert watched.values(definitions.PAYLOAD_FALLBACK) == {}
     assert watched.values(definitions.STAGE_MEMORY) == {}
     assert watched.values(definitions.STAGE_COMPUTE) == {}
+
+
+def test_recurrent_states_are_reported_by_use() -> None:
+    watched = Watched()
+    watched.stage.loaded = loaded_stage(mock_assignment(stage=1))
+    assert watched.values(definitions.KV_STATES) == {}, "no such layers"
+    loaded = watched.stage.loaded = loaded_stage(mock_assignment(stage=1, num_states=5))
+    states = loaded.executor._states
+    assert states is not None
+    for number in (1, 2):
+        states.apply(number, TakeState(LiveState(number)))
+    states.apply(1, CopyState(LiveState(1), SavedState(7), 0))
+    assert watched.values(definitions.KV_STATES) == {("1", "live"): 2, ("1", "saved"): 1, ("1", "free"): 2}
 
 
 def test_the_memory_of_a_gpu_is_reported_by_kind() -> None:
