@@ -45,6 +45,10 @@ class SimReceiver:
         self._number = 0
         self._is_over = False
 
+    @property
+    def is_open(self) -> bool:
+        return self.link is not None
+
     def arrive(self, item: Any) -> None:
         """From the network: a payload behind its header, or None at the end."""
         if self._is_over:
