@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
-from stage_worker.model import attention_work, layer_weights, operations
+from stage_worker.model import attention_work, operations, projections
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.operations import TorchOperations, limited
 from stage_worker.sampling import step_rows
@@ -32,7 +32,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "sampling": SimpleNamespace(choose=choose),
         "row_products": SimpleNamespace(row_product=row_product),
     }
-    for module in (layer_weights, operations, tensor_views, step_rows):
+    for module in (projections, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 

@@ -18,8 +18,9 @@ from kvcache.pages import KvPages
 from stage_worker.model.attention_views import ViewRules
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.latent_attention import LatentAttention
-from stage_worker.model.layer_weights import LatentWeights, project
+from stage_worker.model.layer_weights import LatentWeights
 from stage_worker.model.norms import NormWeights
+from stage_worker.model.projections import project
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import LayerKv, StepArrays, StepLayout
 from stage_worker.validation import SliceLayout

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.harness.llama import NAMES, Geometry
 from checkpoint import Blueprint, Checkpoint, WeightFormat
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import Projection, project
+from stage_worker.model.projections import Projection, project
 
 FORMATS: dict[str, WeightFormat | None] = {
     "bf16_s": None,

@@ -208,7 +208,7 @@ def free_workspaces() -> None:
     """Give the workspaces of products back to torch's allocator, which otherwise keeps one for every stream
     that ever had a product: 32 MiB each on Hopper. The next product takes one again.
     """
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def free_memory(device: torch.device) -> None:

@@ -32,7 +32,6 @@ from stage_worker.model.layer_weights import (
     DenseWeights,
     LatentWeights,
     LayerWeights,
-    project,
 )
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
@@ -43,6 +42,7 @@ from stage_worker.model.operations import (
     operations,
     prefill_products,
 )
+from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable
 from stage_worker.model.step_layout import LayerKv, LayerMemory
 

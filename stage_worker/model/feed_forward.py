@@ -10,8 +10,9 @@ from torch.nn.functional import gelu, relu, silu
 from checkpoint import Dense
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import CompiledProjection, DenseWeights, Projection, project
+from stage_worker.model.layer_weights import DenseWeights
 from stage_worker.model.operations import Function, Operations
+from stage_worker.model.projections import CompiledProjection, Projection, project
 
 
 class FeedForward(Protocol):

@@ -21,8 +21,9 @@ from torch.nn.functional import pad, silu, softplus
 from checkpoint import GatedDelta, Norm
 from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import DeltaWeights, project
+from stage_worker.model.layer_weights import DeltaWeights
 from stage_worker.model.norms import NormWeights, row_norm
+from stage_worker.model.projections import project
 from stage_worker.model.step_layout import LayerMemory, LayerStates
 
 CHUNK_TOKENS = 64

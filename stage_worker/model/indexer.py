@@ -19,8 +19,9 @@ from torch.nn.functional import linear
 
 from checkpoint import INDEX_ELEMENTS, Latent
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import IndexerWeights, project
+from stage_worker.model.layer_weights import IndexerWeights
 from stage_worker.model.norms import NormWeights, row_norm
+from stage_worker.model.projections import project
 from stage_worker.model.rope import RotaryTable, rotate_
 
 

@@ -33,9 +33,10 @@ from stage_worker.model.attention_views import DecodeView, PrefillView, QueryBlo
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.indexer import IndexQueries, TokenIndexer, chosen_tokens
 from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import LatentWeights, project
+from stage_worker.model.layer_weights import LatentWeights
 from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.operations import attend_in_pages, decode_products, prefill_products
+from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv, LayerMemory, Selection
 

@@ -16,21 +16,17 @@ from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.host_weights import HostCopies, HostWeights
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
-    ROUNDED,
     AttentionWeights,
     DeltaWeights,
     DenseWeights,
     LatentWeights,
     LayerWeights,
     NewTensor,
-    PlainProjection,
-    Projection,
-    Weight,
     allocate_layer,
-    project,
 )
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import operations
+from stage_worker.model.projections import ROUNDED, PlainProjection, Projection, Weight, project
 from stage_worker.model.row_orders import arrange_stacks, reorder_heads
 from stage_worker.model.weight_reads import WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors

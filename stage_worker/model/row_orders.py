@@ -16,8 +16,8 @@ from stage_worker.model.layer_weights import (
     Destinations,
     LatentWeights,
     LayerWeights,
-    Weight,
 )
+from stage_worker.model.projections import Weight
 from stage_worker.model.rope import head_order
 
 

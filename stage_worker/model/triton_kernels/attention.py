@@ -37,7 +37,7 @@ def _page_rows(
     pages, scales, at, is_key, into, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr,
     ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
 ):
-    """`_rows` of pages at rows `at` int32, as `into`."""
+    """`_rows` of pages at rows `at` int32 (no GPU has 2^31 rows of pages), as `into`."""
     found = _rows(pages + at.to(tl.int64) * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
     if scales is not None:
         wide = from_e4m3(found) if IS_FP8 else found.to(tl.float32)
@@ -87,8 +87,7 @@ def _attend_to_range(
         found = _page_rows(
             pages, scales, at, is_key, asked.dtype, 0, WIDTH, asked.shape[1], ROW_WIDTH, IS_FP8
         )
-        scores = tl.zeros([asked.shape[0], KEYS], tl.float32)
-        scores = _product(asked, tl.trans(found), scores, WIDENS)
+        scores = _product(asked, tl.trans(found), tl.zeros([asked.shape[0], KEYS], tl.float32), WIDENS)
         if asked_tail is not None:
             tail = _page_rows(
                 pages, scales, at, is_key, asked.dtype, WIDTH, ROW_WIDTH, asked_tail.shape[1], ROW_WIDTH,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint.held import HeldBytes, HeldNibbles
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix, packed_nibbles
-from stage_worker.model.layer_weights import Int4Projection, Int8Projection
+from stage_worker.model.projections import Int4Projection, Int8Projection
 from stage_worker.model.triton_kernels.byte_products import byte_product
 from stage_worker.model.triton_kernels.nibble_products import nibble_product
 from tests.kernels.held import E2M1, unpacked

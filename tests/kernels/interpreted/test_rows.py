@@ -22,9 +22,9 @@ from stage_worker.model.decoder_layer import SeparateHeads
 from stage_worker.model.experts import separate_products
 from stage_worker.model.feed_forward import gated
 from stage_worker.model.kernels import BY_TRITON, PLAIN, ProductMethod
-from stage_worker.model.layer_weights import project
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.operations import operations
+from stage_worker.model.projections import project
 from stage_worker.model.rope import RotaryTable
 from tests.kernels.interpreted.paged import random
 

@@ -16,12 +16,7 @@ from checkpoint import Attention, Checkpoint, DType, layer_sizes
 from checkpoint.held import HeldBytes, held_plans
 from checkpoint.names import TensorRole
 from stage_worker.model.held_matrices import HeldMatrix, NibbleMatrix
-from stage_worker.model.layer_weights import (
-    AttentionWeights,
-    DenseWeights,
-    LayerWeights,
-    allocate_layer,
-)
+from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, allocate_layer
 from stage_worker.model.row_orders import reorder_heads
 from stage_worker.model.weights import load_tensors
 from tests.kernels.held import unpacked

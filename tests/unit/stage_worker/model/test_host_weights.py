@@ -17,11 +17,7 @@ from stage_worker.model.attention_views import HostArray
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.host_weights import HostWeights, with_tensors
 from stage_worker.model.kernels import ProductMethod
-from stage_worker.model.layer_weights import (
-    DeltaWeights,
-    LayerWeights,
-    allocate_layer,
-)
+from stage_worker.model.layer_weights import DeltaWeights, LayerWeights, allocate_layer
 from stage_worker.model.parts import held_for
 from stage_worker.model.weight_reads import WINDOW_BYTES, WeightReads
 from stage_worker.model.weights import load_tensors

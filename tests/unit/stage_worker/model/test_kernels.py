@@ -28,14 +28,9 @@ from stage_worker.model.kernels import (
     check_choice,
     load,
 )
-from stage_worker.model.layer_weights import (
-    CompiledProjection,
-    DenseWeights,
-    PackedProjection,
-    PlainProjection,
-    allocate_layer,
-)
+from stage_worker.model.layer_weights import DenseWeights, allocate_layer
 from stage_worker.model.operations import operations
+from stage_worker.model.projections import CompiledProjection, PackedProjection, PlainProjection
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.families import config_of

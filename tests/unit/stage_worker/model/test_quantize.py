@@ -15,7 +15,8 @@ from checkpoint.dtypes import INT4_GROUP
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import Kernels, ProductMethod, missing_because
-from stage_worker.model.layer_weights import TORCH_DTYPES, CompiledProjection, Projection, project
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.projections import CompiledProjection, Projection, project
 from stage_worker.model.quantize import int4_groups, int8_rows, rounded_to
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, write_quantized

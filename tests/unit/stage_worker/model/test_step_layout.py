@@ -9,7 +9,7 @@ import torch
 
 from checkpoint import Checkpoint
 from stage_worker.model.decoder import DecoderStage
-from stage_worker.model.layer_weights import PlainProjection
+from stage_worker.model.projections import PlainProjection
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint

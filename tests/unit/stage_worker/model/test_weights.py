@@ -17,7 +17,7 @@ from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, stage_t
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.decoder_layer import GroupedAttention, HeadNorms
 from stage_worker.model.latent_attention import LatentAttention
-from stage_worker.model.layer_weights import PlainProjection
+from stage_worker.model.projections import PlainProjection
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
 from tests.families import make_family
