@@ -7,7 +7,9 @@ most n * 2 ** -53 of themselves in any order, and weights by some 2 ** -43: toge
 MAX_VOCAB tokens. A flat distribution of 128,000 tokens leaves one row in 10,000 open, others hardly any.
 
 A filtered row is decided on its candidates: all tokens above a score that at most NUM_CANDIDATES exceed. The
-whole row counts by its total weight only, which is added up in parts, as for a draw without filters.
+whole row counts by its total weight only, which is added up in parts, as for a draw without filters. The
+search for such a score begins where it would be if scores were normally distributed: each further look reads
+the row again, by one program.
 """
 
 # Constants of kernels are in capitals.
@@ -15,6 +17,7 @@ whole row counts by its total weight only, which is added up in parts, as for a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 
 import torch
 import triton
@@ -28,15 +31,17 @@ NUM_CANDIDATES = 4096
 """Also the tokens of a part."""
 
 _WIDTH = tl.constexpr(NUM_CANDIDATES)
-_SPAN = tl.constexpr(1 << 16 if IS_INTERPRETED else 1024)
-"""Tokens of a row that are looked at together while candidates are selected: more would spill registers."""
+_COUNTED = tl.constexpr(1 << 16 if IS_INTERPRETED else 4096)
+_MOVED = tl.constexpr(1 << 16 if IS_INTERPRETED else 1024)
+"""Tokens of a row that are counted, and moved, together while candidates are selected: more would spill
+registers.
+"""
+_NUM_GUESSES = tl.constexpr(6)
 _OPEN, _NOT_FINITE = tl.constexpr(OPEN), tl.constexpr(NOT_FINITE)
 MARGIN = tl.constexpr(2.0**-32)
 """Relative to a row's total weight, or to a weight."""
 _SMALLEST_LOG_WEIGHT = tl.constexpr(-700.0)
 _LOWEST_KEY = tl.constexpr(-(2**31))
-_NUM_HALVINGS = tl.constexpr(33)
-"""Of the 2 ** 32 keys and one more, until one is left."""
 _INTERPRETED_ELEMENTS = 1 << 18
 """Of one program: the interpreter's time is by operation."""
 
@@ -44,10 +49,12 @@ _INTERPRETED_ELEMENTS = 1 << 18
 # fmt: off
 @triton.jit
 def parts_kernel(
-    logits, stride, part_maxima, part_ids, part_flags, VOCAB: tl.constexpr, PARTS: tl.constexpr,
+    logits, stride, part_maxima, part_ids, part_flags, part_sums, VOCAB: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Maximum of one part of one row, its lowest id, and whether a value is not finite."""
+    """Maximum of one part of one row, its lowest id, and whether a value is not finite; number, sum and sum
+    of squares of values above -inf.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
     ids = part * _WIDTH + columns
@@ -59,6 +66,12 @@ def parts_kernel(
     if part_flags is not None:
         is_bad = ~(tl.abs(x) < float("inf")) & (ids < VOCAB)
         tl.store(part_flags + row * PARTS + part, tl.max(is_bad.to(tl.int32), 0))
+    if part_sums is not None:
+        is_there = x > float("-inf")
+        there, into = tl.where(is_there, x, 0.0), part_sums + (row * PARTS + part) * 3
+        tl.store(into, tl.sum(is_there.to(tl.float32), 0))
+        tl.store(into + 1, tl.sum(there, 0))
+        tl.store(into + 2, tl.sum(there * there, 0))
 
 
 @triton.jit
@@ -104,18 +117,56 @@ def _keys(scores):
 @triton.jit
 def _num_above(logits, VOCAB: tl.constexpr, key):
     """Number of tokens of a row with higher keys."""
-    found = tl.zeros([_SPAN], tl.int32)
-    for first in range(0, VOCAB, _SPAN):
-        ids = first + tl.arange(0, _SPAN)
+    found = tl.zeros([_COUNTED], tl.int32)
+    for first in range(0, VOCAB, _COUNTED):
+        ids = first + tl.arange(0, _COUNTED)
         x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
         found += ((_keys(x) > key) & (ids < VOCAB)).to(tl.int32)
     return tl.sum(found, 0)
 
 
 @triton.jit
+def _row_sums(part_sums, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Number, mean and standard deviation of a row's values above -inf."""
+    parts = tl.arange(0, PADDED)
+    first = part_sums + (row * PARTS + parts) * 3
+    number = tl.sum(tl.load(first, mask=parts < PARTS, other=0.0), 0)
+    mean = tl.sum(tl.load(first + 1, mask=parts < PARTS, other=0.0), 0) / tl.maximum(number, 1.0)
+    square = tl.sum(tl.load(first + 2, mask=parts < PARTS, other=0.0), 0) / tl.maximum(number, 1.0)
+    return number, mean, tl.sqrt(tl.maximum(square - mean * mean, 0.0))
+
+
+@triton.jit
+def _bound(logits, wanted, largest, number, mean, deviation, VOCAB: tl.constexpr, DEVIATIONS: tl.constexpr):
+    """A key that `wanted` to NUM_CANDIDATES tokens exceed, or the lowest one that no more than these exceed.
+
+    Looked for at DEVIATIONS above the mean, then lower; by halving, between a key that too many exceed and
+    one that too few exceed.
+    """
+    low, high = tl.full([], _LOWEST_KEY, tl.int64), _keys(largest).to(tl.int64)
+    guess, num_looks, found = mean + DEVIATIONS * deviation, 0, 0
+    if number <= _WIDTH:
+        high, found = _keys(tl.full([], float("-inf"), tl.float32)).to(tl.int64), wanted
+    while (found < wanted) & (high - low > 1):
+        middle = _keys(guess).to(tl.int64)
+        if (num_looks >= _NUM_GUESSES) | (low > _LOWEST_KEY) | (middle >= high):
+            middle = (low + high) >> 1
+        above = _num_above(logits, VOCAB, middle.to(tl.int32))
+        if above > _WIDTH:
+            low = middle
+        else:
+            high = middle
+            found = above
+            guess -= deviation
+            deviation *= 2.0
+        num_looks += 1
+    return high
+
+
+@triton.jit
 def select_kernel(
-    logits, stride, reals, top_k, part_maxima, candidates, candidate_ids, counts, bounds, num_rows,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    logits, stride, reals, top_k, part_maxima, part_sums, candidates, candidate_ids, counts, bounds, num_rows,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, DEVIATIONS: tl.constexpr,
 ):
     """Candidates of one filtered row, in the order of ids: its tokens above a bound."""
     row = tl.program_id(0).to(tl.int64)
@@ -124,21 +175,15 @@ def select_kernel(
     is_filtered = (num_kept < VOCAB) | (tl.load(reals + num_rows + row) < 1.0)
     is_filtered |= tl.load(reals + 2 * num_rows + row) > 0.0
     if is_filtered & (tl.load(reals + row) > 0.0):
-        wanted = tl.minimum(tl.maximum(num_kept * (num_kept < VOCAB), _WIDTH // 2), _WIDTH)
+        wanted = tl.minimum(tl.maximum(num_kept * (num_kept < VOCAB), _WIDTH // 2), _WIDTH).to(tl.int32)
         largest = tl.max(tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1), 0)
-        low, high = tl.full([], _LOWEST_KEY, tl.int64), _keys(largest).to(tl.int64)
-        found = 0
-        while (found < wanted) & (high - low > 1):
-            middle = (low + high) >> 1
-            above = _num_above(logits + row * stride, VOCAB, middle.to(tl.int32))
-            if above > _WIDTH:
-                low = middle
-            else:
-                high = middle
-                found = above
+        number, mean, deviation = _row_sums(part_sums, row, PARTS, PADDED)
+        high = _bound(
+            logits + row * stride, wanted, largest, number, mean, deviation, VOCAB, DEVIATIONS
+        )
         end = 0
-        for first in range(0, VOCAB, _SPAN):
-            ids = first + tl.arange(0, _SPAN)
+        for first in range(0, VOCAB, _MOVED):
+            ids = first + tl.arange(0, _MOVED)
             x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
             is_kept = (_keys(x) > high) & (ids < VOCAB)
             places = end + tl.cumsum(is_kept.to(tl.int32), 0) - 1
@@ -155,11 +200,14 @@ def select_kernel(
 def _edge(keys, masses, targets, largest):
     """The highest keys [rows] whose tokens and those above have masses that reach `targets`, as int64.
 
-    _LOWEST_KEY if no key is reached; `largest` are the highest of all.
+    A key below all with a mass if no key is reached; `largest` are the highest of all.
     """
-    low = tl.full(targets.shape, _LOWEST_KEY, tl.int64)
+    low = tl.min(tl.where(masses > 0.0, keys, largest[:, None]), 1).to(tl.int64) - 1
     high = largest.to(tl.int64) + 1
-    for _ in range(_NUM_HALVINGS):
+    num_halvings, distance = 0, tl.max(high - low, 0)
+    while distance > 1:
+        num_halvings, distance = num_halvings + 1, (distance + 1) >> 1
+    for _ in range(num_halvings):
         middle = (low + high) >> 1
         reached = tl.sum(tl.where(keys >= middle.to(tl.int32)[:, None], masses, 0.0), 1) >= targets
         low, high = tl.where(reached, middle, low), tl.where(reached, high, middle)
@@ -408,16 +456,19 @@ def choose(
     constants = {"VOCAB": vocab_size, "PARTS": num_parts}
     maxima = scores.new_empty(num_rows, num_parts)
     ids, flags = (torch.empty_like(maxima, dtype=torch.int32) for _ in range(2))
+    is_wide = reals is not None and num_parts > 1
+    sums = maxima.new_empty(num_rows, num_parts, 3) if is_wide else None
     start = Launch(parts_kernel, (num_rows, num_parts), {**constants, "COLUMNS": columns})
     if scores is logits:
-        start(scores, scores.stride(0), maxima, ids, flags)
+        start(scores, scores.stride(0), maxima, ids, flags, sums)
     else:
-        start(scores, scores.stride(0), maxima, ids, None)
-        start(logits, logits.stride(0), None, None, flags)
+        start(scores, scores.stride(0), maxima, ids, None, sums)
+        start(logits, logits.stride(0), None, None, flags, None)
     constants["PADDED"] = padded(num_parts)
     whole: Sequence[Tensor | None] = [None] * 5
-    if reals is not None and num_parts > 1:
-        whole = _wide_rows(scores, reals, top_k, maxima, constants)
+    if is_wide:
+        assert reals is not None and sums is not None, "rows with parameters"
+        whole = _wide_rows(scores, reals, top_k, maxima, sums, constants)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     rows = max(1, _INTERPRETED_ELEMENTS // columns) if IS_INTERPRETED else 1
     constants |= {"COLUMNS": columns, "ROWS": rows}
@@ -428,7 +479,12 @@ def choose(
 
 
 def _wide_rows(
-    scores: Tensor, reals: Tensor, top_k: Tensor | None, maxima: Tensor, constants: Mapping[str, int]
+    scores: Tensor,
+    reals: Tensor,
+    top_k: Tensor | None,
+    maxima: Tensor,
+    sums: Tensor,
+    constants: Mapping[str, int],
 ) -> list[Tensor]:
     """Masses of parts, and candidates with their ids, numbers and bounds, of rows that need them."""
     num_rows = len(scores)
@@ -438,5 +494,11 @@ def _wide_rows(
     candidates = scores.new_empty(num_rows, NUM_CANDIDATES)
     ids = torch.empty_like(candidates, dtype=torch.int32)
     counts, bounds = ids.new_empty(num_rows), scores.new_empty(num_rows)
-    Launch(select_kernel, (num_rows,), constants, 8)(*given, candidates, ids, counts, bounds, num_rows)
+    searched = {**constants, "DEVIATIONS": _deviations(constants["VOCAB"])}
+    Launch(select_kernel, (num_rows,), searched, 8)(*given, sums, candidates, ids, counts, bounds, num_rows)
     return [masses, candidates, ids, counts, bounds]
+
+
+def _deviations(vocab_size: int) -> float:
+    """Standard deviations above the mean that three quarters of NUM_CANDIDATES of normal values exceed."""
+    return NormalDist().inv_cdf(1.0 - 0.75 * NUM_CANDIDATES / vocab_size)
