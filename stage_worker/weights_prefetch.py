@@ -52,9 +52,17 @@ class WeightsPrefetch:
             await self._backend.prefetch(order, progress)
         except LoadCancelled:
             log.info("the prefetch of weights was cancelled")
-            return
         except (StageLoadError, CheckpointError, OSError) as error:
-            progress.fetch_detail = f"prefetch failed: {error}"
             log.warning("weights are not prefetched: %s", error)
-            return
-        await self._on_change(reply)
+            self._fail(order, progress, str(error))
+        except Exception as error:
+            log.exception("weights are not prefetched")
+            self._fail(order, progress, f"{type(error).__name__}, see the log of the worker")
+        else:
+            await self._on_change(reply)
+
+    def _fail(self, order: Prefetch, progress: LoadProgress, problem: str) -> None:
+        """Show the problem, and let the same order begin again."""
+        progress.fetch_detail = f"prefetch failed: {problem}"
+        if self._order is order:
+            self._order = None

@@ -42,6 +42,8 @@ MAX_REDIRECTS = 5
 NUM_HEADS = 8
 """HEAD requests at a time."""
 MAX_READ = 1024 * 1024
+MAX_DISCARDED_BYTES = 64 * 1024
+"""Rest of a body that is read to use the connection again; a longer one costs the connection."""
 MIN_WINDOW_BYTES = 64 * 1024
 """Minimum of a connection within its timeout, else it counts as stalled."""
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -106,8 +108,7 @@ class HttpRanges:
     def head(self, url: str) -> FileHead | None:
         """Size and validator of a file; None if there is none. Raises SourceError."""
         response, connection = self._request("HEAD", url, {})
-        response.read()
-        connection.keep()
+        _end_body(response, connection)
         where = _shown(url)
         if response.status == 404:
             return None
@@ -192,8 +193,7 @@ class HttpRanges:
                     connection.close()
                     raise SourceUnavailable(f"{shown}: the address that it redirects to is refused by now")
                 return response, connection
-            response.read()
-            connection.keep()
+            _end_body(response, connection)
             url = _redirected(url, response, shown, allows_http=own.scheme == "http")
         raise SourceRefused(f"{shown} redirects more than {MAX_REDIRECTS} times")
 
@@ -388,10 +388,22 @@ class _HttpBody(RangeBody):
 
     def close(self) -> None:
         if self._received == self._expected:
-            self._response.read()  # nothing is left, which read1() does not notice by itself
-            self._connection.keep()
+            _end_body(self._response, self._connection)  # read1() does not notice that nothing is left
         else:
             self._connection.close()
+
+
+def _end_body(response: http.client.HTTPResponse, connection: _Connection) -> None:
+    """Keep the connection of an answer whose rest nobody wants; close it if that is long or cut."""
+    try:
+        response.read(MAX_DISCARDED_BYTES)
+        is_whole = response.isclosed()
+    except (OSError, http.client.HTTPException):
+        is_whole = False
+    if is_whole:
+        connection.keep()
+    else:
+        connection.close()
 
 
 def _redirected(url: str, response: http.client.HTTPResponse, shown: str, *, allows_http: bool) -> str:

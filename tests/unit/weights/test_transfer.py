@@ -216,6 +216,54 @@ def test_a_server_that_is_gone_is_given_up(server: RangeServer, tmp_path: Path) 
             fetch.run(layer_names(0))
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_redirect_whose_body_is_cut_is_followed(
+    server: RangeServer, tmp_path: Path, *, is_chunked: bool
+) -> None:
+    cuts = iter(range(3))
+
+    def cut(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or next(cuts, None) is None:
+            return False
+        handler.send_response(302)
+        handler.send_header("Location", f"{request.path}?again")
+        length = ("Transfer-Encoding", "chunked") if is_chunked else ("Content-Length", "500")
+        handler.send_header(*length)
+        handler.end_headers()
+        handler.wfile.write(b"1f4\r\n" + b"x" * 10)
+        handler.cut()
+        return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = cut
+        fetch.run(layer_names(0))
+        assert next(cuts, None) is None and not fetch.wrong(layer_names(0))
+
+
+def test_a_long_body_of_a_redirect_is_not_read(server: RangeServer, tmp_path: Path) -> None:
+    ended: list[bool] = []
+
+    def send(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or ended:
+            return False
+        handler.send_response(302)
+        handler.send_header("Location", f"{request.path}?again")
+        handler.send_header("Content-Length", str(2**40))
+        handler.end_headers()
+        ended.append(True)
+        try:
+            while True:
+                handler.wfile.write(bytes(64 * 1024))
+        except OSError:
+            handler.close_connection = True
+            return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = send
+        fetch.run(layer_names(0))
+        assert ended and not fetch.wrong(layer_names(0))
+
+
 @pytest.mark.parametrize("text", ["1" + "0" * 300, "9" * 400, "99999999999", "Fri, 31 Dec 9999 23:59:59 GMT"])
 def test_a_long_wait_that_a_source_asks_for_is_bounded(
     server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
