@@ -49,7 +49,7 @@ class TensorFetcher:
         self._sha256s = sha256s
         self._progress, self._check, self._policy = progress, check, policy
         self._keeps_served = keeps_served
-        self._done_bytes = 0
+        self._done_bytes = progress.snapshot().done_bytes
         self._logged_s = monotonic()
         self.received_bytes = 0
         """Bytes that came over the network, without config and headers."""

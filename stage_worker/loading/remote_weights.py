@@ -6,7 +6,7 @@ import logging
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -225,10 +225,7 @@ class _RemoteFiles(StageFiles):
 
     def prepare(self, tensors: Sequence[str]) -> None:
         with self._lock, _change_is_final():
-            distrusted = self._sources.from_origin & frozenset(tensors)
-            if distrusted:
-                self._fetch(self._fetcher(self._sources.origin), distrusted, keep=tensors)
-            self._fetch(self._fetcher(self._sources.shared), tensors, keep=tensors)
+            self._fetch(tensors, keep=tensors)
             self._cache.record_served(self._model.pins, tensors)
         log.info("weights are present: num_tensors=%d, fetched_bytes=%d", len(tensors), self.fetched_bytes)
 
@@ -237,25 +234,28 @@ class _RemoteFiles(StageFiles):
 
         The caller has the lock.
         """
-        fetcher = self._fetcher(self._sources.shared, is_prefetch=True)
         keep = {tensor for tensors in wanted for tensor in tensors}
         for number, tensors in enumerate(wanted):
             try:
-                self._fetch(fetcher, tensors, keep=keep)
+                self._fetch(tensors, keep=keep, is_prefetch=True)
             except CacheFull as error:
                 log.info("layers of %d possible re-plans are not prefetched: %s", len(wanted) - number, error)
                 return number
         return len(wanted)
 
-    def _fetch(self, fetcher: TensorFetcher, tensors: Iterable[str], *, keep: Collection[str]) -> None:
-        before = fetcher.received_bytes
-        try:
-            fetcher.fetch(self._cached, tensors, keep=keep)
-        finally:
-            self.fetched_bytes += fetcher.received_bytes - before
-            self._progress.fetch_detail = _detail(self.fetched_bytes, self._sources.shared)
+    def _fetch(self, tensors: Sequence[str], *, keep: Collection[str], is_prefetch: bool = False) -> None:
+        """Fetch tensors; those that others sent wrong bytes of come from the origin."""
+        distrusted = [tensor for tensor in tensors if tensor in self._sources.from_origin]
+        for source, names in ((self._sources.origin, distrusted), (self._sources.shared, tensors)):
+            if names:
+                fetcher = self._fetcher(source, is_prefetch=is_prefetch)
+                try:
+                    fetcher.fetch(self._cached, names, keep=keep)
+                finally:
+                    self.fetched_bytes += fetcher.received_bytes
+                    self._progress.fetch_detail = _detail(self.fetched_bytes, self._sources.shared)
 
-    def _fetcher(self, source: WeightSource, *, is_prefetch: bool = False) -> TensorFetcher:
+    def _fetcher(self, source: WeightSource, *, is_prefetch: bool) -> TensorFetcher:
         progress = self._progress
         assert progress.fetch is not None
         return TensorFetcher(
