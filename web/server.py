@@ -113,9 +113,10 @@ class HttpServer:
         server = self._server
         server.should_exit = True
         await self._ticks
-        open_ones: list[Any] = list(server.server_state.connections)
+        open_ones: set[Any] = set(server.server_state.connections)
         await server.shutdown(sockets=[self._listening])
-        for connection in open_ones:  # with TLS, they would wait for clients to close their ends
+        open_ones |= server.server_state.connections  # accepted meanwhile
+        for connection in open_ones:  # they would wait for clients to read, or with TLS to close their ends
             connection.transport.abort()
         self._ticks = None
 
