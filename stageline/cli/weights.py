@@ -48,14 +48,18 @@ weights = typer.Typer(
 )
 SHOW_S = 1.0
 """Time between two lines of progress."""
+
+
+def _cache_option(text: str) -> Any:
+    return typer.Option("--cache-dir", metavar="DIR", parser=option_parser(directory_path), help=text)
+
+
+def _manifest_option(text: str) -> Any:
+    return typer.Option("--weights-manifest", metavar="FILE", parser=option_parser(existing_file), help=text)
+
+
 _CacheDirectory: TypeAlias = Annotated[
-    Any,
-    typer.Option(
-        "--cache-dir",
-        metavar="DIR",
-        parser=option_parser(directory_path),
-        help="Cache of one worker, as in `worker --cache-dir`; the worker must not run.",
-    ),
+    Any, _cache_option("Cache of one worker, as in `worker --cache-dir`; the worker must not run.")
 ]
 _Address: TypeAlias = Annotated[
     Any,
@@ -186,14 +190,7 @@ def pull(
         Any,
         typer.Option(metavar="SIZE", parser=option_parser(parse_size), help="As in `worker --cache-size`."),
     ] = None,
-    weights_manifest: Annotated[
-        Any,
-        typer.Option(
-            metavar="FILE",
-            parser=option_parser(existing_file),
-            help="As in `coordinator --weights-manifest`.",
-        ),
-    ] = None,
+    weights_manifest: Annotated[Any, _manifest_option("As in `coordinator --weights-manifest`.")] = None,
 ) -> int:
     """Fetch layers into the cache of a worker before it needs them."""
     with _failures(), closing(TensorCache(cache_dir, limit_bytes=cache_size)) as cache:
@@ -308,20 +305,10 @@ def verify(
         ),
     ] = None,
     cache_dir: Annotated[
-        Any,
-        typer.Option(
-            metavar="DIR",
-            parser=option_parser(directory_path),
-            help="Cache of one worker, which must not run; damaged tensors are dropped from it.",
-        ),
+        Any, _cache_option("Cache of one worker, which must not run; damaged tensors are dropped from it.")
     ] = None,
     weights_manifest: Annotated[
-        Any,
-        typer.Option(
-            metavar="FILE",
-            parser=option_parser(existing_file),
-            help=f"Manifest of the checkpoint (default: {MANIFEST_FILE} in DIR).",
-        ),
+        Any, _manifest_option(f"Manifest of the checkpoint (default: {MANIFEST_FILE} in DIR).")
     ] = None,
 ) -> int:
     """Read all weights of a checkpoint or a cache and compare them. Exit code 1 if a tensor differs."""
