@@ -1,8 +1,6 @@
 """Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
 from checkpoint.blueprint import (
-    EXPANDED_ELEMENTS,
-    INDEX_ELEMENTS,
     Attention,
     Blueprint,
     BoundaryTensor,
@@ -11,6 +9,7 @@ from checkpoint.blueprint import (
     Latent,
     LayerPlan,
     Mixer,
+    NoFeedForward,
     Norm,
     Opaque,
 )
@@ -40,8 +39,9 @@ from checkpoint.held import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from checkpoint.recurrent import DeltaLayout, GatedDelta, Recurrent, StatePart
+from checkpoint.recurrent import DeltaLayout, GatedDelta, Mamba2, NoMixer, Pageless, Recurrent, StatePart
 from checkpoint.rope_config import RopeConfig, RopeKind
+from checkpoint.step_sizes import EXPANDED_ELEMENTS, INDEX_ELEMENTS
 from checkpoint.tensors import (
     cached_bytes_per_token,
     kv_bytes_per_token,
@@ -70,11 +70,15 @@ __all__ = [
     "GatedDelta",
     "Latent",
     "LayerPlan",
+    "Mamba2",
     "MissingTensor",
     "Mixer",
+    "NoFeedForward",
+    "NoMixer",
     "Norm",
     "NotRegularFile",
     "Opaque",
+    "Pageless",
     "Recurrent",
     "RopeConfig",
     "RopeKind",

@@ -26,6 +26,7 @@ from checkpoint.family_rules import (
     Windows,
 )
 from checkpoint.latent_architectures import GROUPED_EXPERTS, LATENT_ARCHITECTURES, ROUTED_KEYS
+from checkpoint.mamba_architectures import MAMBA_ARCHITECTURES
 from checkpoint.names import Pack, TensorRole, renamed
 from checkpoint.rope_config import RopeRule
 
@@ -177,6 +178,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         defaults={"num_nextn_predict_layers": 1},
     ),
     *DELTA_ARCHITECTURES,
+    *MAMBA_ARCHITECTURES,
     *LATENT_ARCHITECTURES,
     Architecture(
         model_type="granitemoe",
@@ -226,7 +228,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             " use_routing_bias shared_intermediate_size"
         ),
         names=renamed(_MIXTRAL_MODULES),
-        rope=RopeRule(theta=5_000_000.0, partial=1.0, has_rotary_dim=True),
+        rope=RopeRule(theta=5_000_000.0, partial=1.0, rotary_dim_key="rotary_dim"),
         head_dim=128,
         has_kv_heads_default=False,
         biases=_NO_BIASES,

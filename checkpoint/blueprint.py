@@ -13,7 +13,7 @@ from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.errors import UnsupportedModel
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
-from checkpoint.recurrent import Recurrent
+from checkpoint.recurrent import NoMixer, Pageless, Recurrent
 from checkpoint.rope_config import RopeConfig, RopeKind
 
 
@@ -148,23 +148,6 @@ class Attention:
         return 0
 
 
-EXPANDED_ELEMENTS = 1 << 22
-"""Elements of keys and values that a stage expands from latents at once, if they are not of one head."""
-BLOCK_SCORES, FEWEST_QUERIES = 128 * 512, 16
-"""Queries times keys of a prompt that torch's products compute at once: 3 MB in float32 with 12 heads, about
-a cache's size; but at least that many queries."""
-INDEX_ELEMENTS = 1 << 22
-"""Scores of an indexer that a stage computes at once, if they are not of one head."""
-
-KEPT_POSITIONS = 16_384
-"""Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
-KEY_SPLIT = 512
-"""Keys of a decode that one program of a GPU reads; parts have results of their own, which are merged."""
-CHUNK_SPLIT = 4096
-"""As `KEY_SPLIT`, for a prompt's slice of at most `SHORT_CHUNK` queries; a longer one is not split."""
-SHORT_CHUNK = 64
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
     """Scores of the tokens that a query may attend to; the highest are chosen, see `Latent.top_k`.
@@ -265,7 +248,7 @@ class Latent:
         return self.top_k is not None and self.indexer is None
 
 
-Mixer = Attention | Latent | Recurrent
+Mixer = Attention | Latent | Recurrent | NoMixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,10 +311,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Mixture of `count` gated MLPs; each token is computed by the `per_token` that `router` chooses.
+    """Mixture of `count` MLPs; each token is computed by the `per_token` that `router` chooses.
 
-    `width` is the number of elements between the matrices of one expert. `shared` is an MLP of all tokens,
-    which `has_shared_gate` multiplies by the sigmoid of a projection to one element.
+    `width` is the number of elements between the matrices of one expert; `is_gated`: see `Dense`. `shared` is
+    an MLP of all tokens, which `has_shared_gate` multiplies by the sigmoid of a projection to one element.
 
     With `branch_norm`, `shared` and the mixture are branches that both read the residual: each output has
     such a norm, and so has the mixture's input; the input of `shared` has the feed-forward's norm. The
@@ -344,10 +327,20 @@ class Experts:
     width: int
     router: Router
     activation: Activation | ClampedSwiGlu = Activation.SILU
+    is_gated: bool = True
     has_bias: bool = False
     shared: Dense | None = None
     has_shared_gate: bool = False
     branch_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoFeedForward:
+    """A layer that has a mixer alone."""
+
+
+FeedForwardPlan = Dense | Experts | NoFeedForward
+"""What native code computes after a mixer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,14 +367,15 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One layer: `mixer`, then `feed_forward`, each added to its input after `residual_scale`.
+    """One layer: `mixer`, then `feed_forward`, or one of them; each is added to its input after
+    `residual_scale`.
 
     `weights` is the format of its matrices in memory, None for the run dtype. With `has_scale`, the layer's
     output is multiplied by a number among its weights.
     """
 
     mixer: Mixer
-    feed_forward: Dense | Experts | Opaque
+    feed_forward: FeedForwardPlan | Opaque
     norm: Norm
     placement: Placement = Placement.BEFORE
     residual_scale: float = 1.0
@@ -389,7 +383,7 @@ class LayerPlan:
     weights: WeightFormat | None = None
 
     @property
-    def known_feed_forward(self) -> Dense | Experts:
+    def known_feed_forward(self) -> FeedForwardPlan:
         """The feed-forward of a layer that native code computes."""
         assert not isinstance(self.feed_forward, Opaque), "a layer that only transformers knows"
         return self.feed_forward
@@ -571,7 +565,7 @@ class Blueprint:
         shapes = {
             layer.mixer.page_shape
             for layer in self.kinds
-            if layer.mixer.window == window and not isinstance(layer.mixer, Recurrent)
+            if layer.mixer.window == window and not isinstance(layer.mixer, Pageless)
         }
         if len(shapes) != 1:
             sizes = sorted((shape.heads, shape.width) for shape in shapes)
@@ -594,7 +588,7 @@ class Blueprint:
 
 def _with_long_rope(layer: LayerPlan, *, is_long: bool) -> LayerPlan:
     mixer = layer.mixer
-    if isinstance(mixer, Recurrent) or mixer.rope is None or mixer.rope.kind is not RopeKind.LONGROPE:
+    if isinstance(mixer, Pageless) or mixer.rope is None or mixer.rope.kind is not RopeKind.LONGROPE:
         return layer
     rope = mixer.rope
     return replace(layer, mixer=replace(mixer, rope=replace(rope, is_long=is_long)))

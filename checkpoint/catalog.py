@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import NormKind, Placement
 from checkpoint.dtypes import BlockDType, DType
-from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation
+from checkpoint.family_rules import Architecture, EmbeddingScale, RecurrentLayers, Rotation
 from checkpoint.gguf.families import FAMILIES as GGUF_FAMILIES
 from checkpoint.rope_config import RopeRule
 from checkpoint.wrappers import WRAPPERS
@@ -183,6 +183,7 @@ def _experts(row: Architecture) -> list[str]:
     words += [f"groups ranked by {rule.group_score.value}"] if rule.has_groups else []
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
     words += ["clamped SwiGLU"] if rule.has_clamp else []
+    words += [] if rule.is_gated else ["experts without gate"]
     words += ["biases of experts and router"] if rule.has_bias else []
     if rule.has_branches:
         return [*words, "experts beside the MLP, each with norms"]
@@ -195,6 +196,12 @@ def _latent(row: Architecture) -> list[str]:
         return ["latent attention"]
     words = ["latent attention to tokens that an indexer chooses"]
     return [*words, "layers may share a choice"] if rule.can_share else words
+
+
+def _mamba(row: Architecture) -> list[str]:
+    if row.mamba is not None and row.mamba.layers is RecurrentLayers.BLOCKS:
+        return ["layers have Mamba2, attention, an MLP or experts alone"]
+    return ["Mamba2 in most layers"]
 
 
 def _names(row: Architecture) -> list[str]:
@@ -221,6 +228,8 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "experts": _experts,
     "latent": _latent,
     "delta": lambda row: ["Gated DeltaNet in most layers"],
+    "mamba": _mamba,
+    "width_key": lambda row: [f"width of the MLP: {row.width_key}"],
     "has_output_gate": lambda row: ["gates of attention's output"],
     "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],
     "global_head_dim": lambda row: [

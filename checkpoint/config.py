@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from checkpoint.architectures import architecture_of
+from checkpoint.block_types import MLP, MOE, block_types, with_blocks
 from checkpoint.blueprint import (
     Activation,
     Attention,
     Blueprint,
     Dense,
     Experts,
+    FeedForwardPlan,
     Latent,
     LayerPlan,
     Mixer,
+    NoFeedForward,
     Norm,
     QkNorm,
     QueryGrowth,
@@ -32,14 +35,21 @@ from checkpoint.config_fields import (
     unknown_key,
     unknown_keys,
 )
-from checkpoint.delta_config import parse_delta, parse_delta_layers
 from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
 from checkpoint.expert_config import parse_experts, parse_sparse_layers
-from checkpoint.family_rules import Architecture, EmbeddingScale, Rotation, Windows
+from checkpoint.family_rules import (
+    Architecture,
+    EmbeddingScale,
+    RecurrentLayers,
+    Rotation,
+    SparseLayers,
+    Windows,
+)
 from checkpoint.latent_config import parse_latent, parse_latent_layers
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.quantization_config import parse_quantization
+from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
 from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
 from checkpoint.wrappers import text_config
 
@@ -60,7 +70,7 @@ def parse_config(
     raw = text_config(raw)
     row = row or architecture_of(raw)
     refuse_unknown_keys(raw, row.keys)
-    raw = {**row.defaults, **raw}
+    raw = with_blocks({**row.defaults, **raw}, row)
     _refuse_other_values(raw, row)
     _refuse_contradictions(raw, row)
     layers = _parse_layers(raw, row)
@@ -118,7 +128,11 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         return (error,)
     unknown = unknown_keys(raw, row.keys)
     errors: list[CheckpointError] = [unknown_key(raw, key) for key in unknown]
-    known = {**row.defaults} | {key: value for key, value in raw.items() if key not in unknown}
+    known: RawConfig = {**row.defaults} | {key: value for key, value in raw.items() if key not in unknown}
+    try:
+        known = with_blocks(known, row)
+    except CheckpointError as error:
+        return (*errors, error)
     for parse in (
         lambda: [positive_int(known, key) for key in ("hidden_size", "vocab_size")],
         lambda: positive_int(known, "max_position_embeddings"),
@@ -157,14 +171,18 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
     if row.latent is not None and row.latent.indexer is not None:
         return [*parse_latent_layers(raw, row, row.latent, num_layers)]
-    if row.delta is None:
+    recurrent = parse_recurrent(raw, row, _parse_norm(raw, row).eps)
+    if recurrent is None:
         return _parse_attentions(raw, row, num_layers)
-    are_recurrent = parse_delta_layers(raw, num_layers)
-    delta = parse_delta(raw, row.delta, _parse_norm(raw, row).eps)
+    layers = RecurrentLayers.INTERVAL if row.mamba is None else row.mamba.layers
+    if layers is RecurrentLayers.BLOCKS:
+        attention = _parse_attentions({**raw, "layer_types": None}, row, 1)[0]
+        return parse_block_mixers(raw, recurrent, attention)
+    are_recurrent = parse_recurrent_layers(raw, layers, num_layers)
     others = {key: value for key, value in raw.items() if key != "layer_types"}
     attentions = _parse_attentions(others, row, num_layers)
     return [
-        delta if is_recurrent else mixer
+        recurrent if is_recurrent else mixer
         for is_recurrent, mixer in zip(are_recurrent, attentions, strict=True)
     ]
 
@@ -197,16 +215,29 @@ def _parse_mixer(raw: RawConfig, row: Architecture) -> Mixer:
     return _parse_attention(raw, row) if row.latent is None else parse_latent(raw, row, row.latent)
 
 
-def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> list[Dense | Experts]:
+def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> list[FeedForwardPlan]:
     if (rule := row.experts) is None:
         return [_parse_dense(raw, row)] * num_layers
     is_sparse = parse_sparse_layers(raw, rule.layers, num_layers)
     experts = None
     if any(is_sparse):
         experts = parse_experts(raw, rule, _parse_activation(raw, row), _parse_norm(raw, row))
+    if rule.layers is SparseLayers.BLOCKS:
+        return _parse_blocks(raw, row, experts)
     dense = None if all(is_sparse) else _parse_dense(raw, row)
     chosen = (experts if has_experts else dense for has_experts in is_sparse)
     return [feed_forward for feed_forward in chosen if feed_forward is not None]
+
+
+def _parse_blocks(raw: RawConfig, row: Architecture, experts: Experts | None) -> list[FeedForwardPlan]:
+    """The feed-forwards of layers that have a mixer or a feed-forward."""
+    types = block_types(raw)
+    plans: dict[str, FeedForwardPlan] = {}
+    if MLP in types:
+        plans[MLP] = _parse_dense(raw, row)
+    if experts is not None:
+        plans[MOE] = experts
+    return [plans.get(name, NoFeedForward()) for name in types]
 
 
 def _parse_attention(raw: RawConfig, row: Architecture) -> Attention:
@@ -251,7 +282,7 @@ def _parse_norm(raw: RawConfig, row: Architecture) -> Norm:
 def _parse_dense(raw: RawConfig, row: Architecture) -> Dense:
     biases = row.biases
     return Dense(
-        width=positive_int(raw, "intermediate_size"),
+        width=positive_int(raw, row.width_key),
         activation=_parse_activation(raw, row),
         is_gated=row.is_gated,
         has_bias=_bias(raw, biases.feed_forward, default=biases.default),
@@ -378,8 +409,19 @@ def _rotated_layers(raw: RawConfig, row: Architecture, windows: tuple[int | None
         case Rotation.WINDOWED_OR_ALL:
             has_none = raw.get("sliding_window") is None
             return tuple(has_none or window is not None for window in windows)
+        case Rotation.NONE:
+            return (False,) * len(windows)
+        case Rotation.NAMED:
+            return (_is_rotary(raw),) * len(windows)
         case Rotation.LISTED:
             return _parse_rotated(raw, len(windows))
+
+
+def _is_rotary(raw: RawConfig) -> bool:
+    name = text(raw, "position_embedding_type") or "nope"
+    if name not in ("rope", "nope"):
+        raise UnsupportedModel(f"config field 'position_embedding_type' = {name!r} is not supported")
+    return name == "rope"
 
 
 def _parse_rotated(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:

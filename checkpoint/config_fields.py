@@ -137,7 +137,7 @@ _INERT_WORDS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     chunk_size_feed_forward remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens forced_bos_token_id forced_eos_token_id eod_token_id cache_implementation
-    router_aux_loss_coef router_jitter_noise
+    router_aux_loss_coef router_jitter_noise init_method
 """
 _INERT = frozenset(_INERT_WORDS.split())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from checkpoint.block_types import MOE, block_types
 from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, GroupScore, Norm, Router
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int, text
 from checkpoint.errors import BadConfig, UnsupportedModel
@@ -19,6 +20,10 @@ def parse_sparse_layers(raw: RawConfig, rule: SparseLayers, num_layers: int) -> 
             return (True,) * num_layers
         case SparseLayers.SWITCHED:
             return (flag(raw, "enable_moe_block", default=False),) * num_layers
+        case SparseLayers.BLOCKS:
+            return tuple(name == MOE for name in block_types(raw))
+        case SparseLayers.COUNTED:
+            return (natural_int(raw, "num_local_experts", 8) > 0,) * num_layers
         case SparseLayers.STEP:
             step, dense = positive_int(raw, "decoder_sparse_step", 1), _dense_layers(raw, num_layers)
             return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
@@ -89,8 +94,9 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
         width=width,
         router=router,
         activation=_clamped(raw) if rule.has_clamp else activation,
+        is_gated=rule.is_gated,
         has_bias=rule.has_bias,
-        shared=None if shared == 0 else Dense(width=shared, activation=activation),
+        shared=None if shared == 0 else Dense(width=shared, activation=activation, is_gated=rule.is_gated),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
         branch_norm=norm if rule.has_branches else None,
     )

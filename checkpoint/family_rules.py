@@ -36,6 +36,8 @@ class Rotation(Enum):
     WINDOWED = "layers with a window"
     WINDOWED_OR_ALL = "layers with a window, or all if config.json has no window"
     LISTED = "by no_rope_layers, or all but every n-th"
+    NAMED = "all if position_embedding_type is rope"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class SparseLayers(Enum):
 
     ALL = "all"
     SWITCHED = "all, if enable_moe_block"
+    COUNTED = "all, if num_local_experts is not 0"
+    BLOCKS = "by layers_block_type or hybrid_override_pattern"
     STEP = "every decoder_sparse_step-th, except mlp_only_layers"
     AFTER_FIRST = "from first_k_dense_replace on"
     LISTED = "by mlp_layer_types, or all but the first"
@@ -118,7 +122,7 @@ class ExpertRule:
     with `has_group_method` only if topk_method is "group_limited_greedy"; `group_score` ranks groups.
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
     experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
-    swiglu_limit are read.
+    swiglu_limit are read. `is_gated`: see `Dense`, also of the shared expert.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -141,6 +145,7 @@ class ExpertRule:
     has_branches: bool = False
     has_bias: bool = False
     has_clamp: bool = False
+    is_gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +170,34 @@ class LatentRule:
     indexer: IndexRule | None = None
 
 
+class RecurrentLayers(Enum):
+    """Which layers are recurrent."""
+
+    INTERVAL = "by layer_types, or all but every full_attention_interval-th"
+    LISTED = "by layer_types"
+    INDICES = "all but attn_layer_indices"
+    BLOCKS = "by layers_block_type or hybrid_override_pattern, which list mixers and feed-forwards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaRule:
+    """How a family reads its Mamba2 layers: the fields of `Mamba2`.
+
+    Without `expand_key`, the width of a head must be given.
+    """
+
+    layers: RecurrentLayers
+    activation_key: str = "hidden_act"
+    heads_key: str = "mamba_n_heads"
+    head_dim_key: str = "mamba_d_head"
+    groups_key: str = "mamba_n_groups"
+    state_key: str = "mamba_d_state"
+    kernel_key: str = "mamba_d_conv"
+    expand_key: str | None = "mamba_expand"
+    conv_bias_key: str = "mamba_conv_bias"
+    bias_key: str = "mamba_proj_bias"
+
+
 _USUAL_ROPE = RopeRule()
 
 
@@ -179,8 +212,9 @@ class Architecture:
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
-    `latent`: the mixer is latent attention. `delta`: most layers are Gated DeltaNet. `has_output_gate`: see
-    `Attention`. `aliases` are further model types of the same computation.
+    `latent`: the mixer is latent attention. `delta`: most layers are Gated DeltaNet, `mamba`: Mamba2.
+    `has_output_gate`: see `Attention`. `aliases` are further model types of the same computation. `width_key`
+    is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class.
     """
@@ -204,6 +238,7 @@ class Architecture:
     norms: NormRule = NormRule()
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    width_key: str = "intermediate_size"
     is_gated: bool = True
     scales: ScaleRule = ScaleRule()
     is_tied: bool = False
@@ -211,6 +246,7 @@ class Architecture:
     experts: ExpertRule | None = None
     latent: LatentRule | None = None
     delta: DeltaLayout | None = None
+    mamba: MambaRule | None = None
     has_output_gate: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)

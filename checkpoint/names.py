@@ -32,6 +32,8 @@ class TensorRole(Enum):
     DELTA_Z = "gates of the delta rule's output"
     DELTA_B = "strengths of the delta rule's updates"
     DELTA_A = "decays of the delta rule's state"
+    MAMBA_IN = "gates, inputs, B, C and time steps of a state space model"
+    MAMBA_SKIP = "weights of inputs in the output of a state space model"
     STATE_CONV = "convolution before a state"
     STATE_DECAY = "logarithms of a state's decays"
     STATE_DT = "biases of a state's time steps"
@@ -85,6 +87,8 @@ _USUAL_MODULES = {
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",
     TensorRole.DELTA_B: "linear_attn.in_proj_b",
     TensorRole.DELTA_A: "linear_attn.in_proj_a",
+    TensorRole.MAMBA_IN: "mamba.in_proj",
+    TensorRole.MAMBA_SKIP: "mamba",
     TensorRole.STATE_CONV: "linear_attn.conv1d",
     TensorRole.STATE_DECAY: "linear_attn",
     TensorRole.STATE_DT: "linear_attn",

@@ -1,4 +1,6 @@
-"""Mixers that keep a state per sequence instead of keys and values: pure descriptions, equal by value."""
+"""Mixers that keep a state per sequence, or nothing, instead of keys and values: pure descriptions, equal by
+value.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,27 @@ class StatePart:
 
     shape: tuple[int, ...]
     is_wide: bool = False
+
+
+class _Pageless:
+    """What mixers without keys and values lack of attention."""
+
+    __slots__ = ()
+
+    @property
+    def index_width(self) -> int:
+        """There is no index."""
+        return 0
+
+    @property
+    def rope(self) -> None:
+        """Positions enter by their order alone."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """There is no sliding window: it counts with the layers that have full attention."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +53,7 @@ class DeltaLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDelta:
+class GatedDelta(_Pageless):
     """Gated delta rule: linear attention over a state per sequence instead of keys and values.
 
     Queries and keys of `num_key_heads`, each for several of the `num_heads` value heads, and values pass a
@@ -76,21 +99,83 @@ class GatedDelta:
             StatePart((self.num_heads, self.key_dim, self.value_dim), is_wide=True),
         )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2(_Pageless):
+    """State space model with a scalar decay per head, over a state per sequence instead of keys and values.
+
+    A projection of the layer's input has gates, inputs x, matrices B and C, and time steps dt. x, B and C
+    pass a causal convolution of `kernel_size` tokens per channel and SiLU. The `num_heads` heads have inputs
+    of `head_dim`; the heads of each of `num_head_groups` groups share B and C of `state_size`. For each head,
+    with dt = softplus(dt + dt_bias), the state S [state_size, head_dim] is multiplied by exp(-exp(A_log) dt),
+    and then S += B (dt x)^T. The output is S^T C + D x, times SiLU of the gates, after which each group has
+    an RMS norm with `norm_eps`. `has_bias`: both projections have biases.
+
+    The state has the last `kernel_size` - 1 inputs of the convolution, and S in float32, the heads of a group
+    side by side: S sums over all tokens, which would lose small terms in fewer bits.
+
+    Source: Dao and Gu 2024, arXiv:2405.21060; transformers' BambaMixer.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_head_groups: int
+    state_size: int
+    kernel_size: int
+    norm_eps: float
+    has_conv_bias: bool = True
+    has_bias: bool = False
+
     @property
-    def index_width(self) -> int:
-        """There is no index."""
+    def q_size(self) -> int:
+        """Width of C, and of B."""
+        return self.num_head_groups * self.state_size
+
+    @property
+    def o_size(self) -> int:
+        """Width of the inputs, of their gates, and of the output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: inputs, B and C."""
+        return self.o_size + 2 * self.q_size
+
+    @property
+    def in_size(self) -> int:
+        """Rows of the input projection: gates, channels of the convolution, and time steps."""
+        return self.o_size + self.conv_size + self.num_heads
+
+    @property
+    def group_width(self) -> int:
+        """Elements of the inputs, and of the output, of a group's heads."""
+        return self.o_size // self.num_head_groups
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """What a layer keeps of a sequence."""
+        return (
+            StatePart((self.conv_size, self.kernel_size - 1)),
+            StatePart((self.num_head_groups, self.state_size, self.group_width), is_wide=True),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NoMixer(_Pageless):
+    """A layer that has a feed-forward alone."""
+
+    @property
+    def num_heads(self) -> int:
+        """There are no heads."""
         return 0
 
     @property
-    def rope(self) -> None:
-        """Positions enter by their order alone."""
-        return None
-
-    @property
-    def window(self) -> None:
-        """There is no sliding window: it counts with the layers that have full attention."""
-        return None
+    def q_size(self) -> int:
+        """There are no queries."""
+        return 0
 
 
-Recurrent = GatedDelta
+Recurrent = GatedDelta | Mamba2
 """Mixers with a state per sequence, and without pages."""
+Pageless = Recurrent | NoMixer
+"""Mixers without pages."""

@@ -76,7 +76,7 @@ class RopeRule:
     each layer type, and the fields of transformers 4 scale layers without a window only.
     `has_length_factors`: "longrope" is served. `has_fixed_alpha`: "dynamic" with `alpha` is a larger base.
     `has_proportional`: "proportional" is served, by default in layers with full attention, which rotate a
-    quarter of each head. `has_query_growth`: llama_4_scaling_beta is read. `has_rotary_dim`: rotary_dim, in
+    quarter of each head. `has_query_growth`: llama_4_scaling_beta is read. Field `rotary_dim_key`, in
     elements, is the default instead of `partial`. `has_sections`: parts of a head have positions of their own
     in images; a token of a text has one position, so they change nothing. `default` is the object of a config
     without any.
@@ -91,7 +91,7 @@ class RopeRule:
     has_fixed_alpha: bool = False
     has_proportional: bool = False
     has_query_growth: bool = False
-    has_rotary_dim: bool = False
+    rotary_dim_key: str | None = None
     has_sections: bool = False
     default: Mapping[str, object] | None = field(default=None, hash=False)
 
@@ -239,8 +239,9 @@ class _RopeReader:
         return None if width == self.head_dim else width
 
     def _default_partial(self, partial: float) -> float:
-        if self.rule.has_rotary_dim and self.top.get("rotary_dim") is not None:
-            return positive_int(self.top, "rotary_dim") / self.head_dim
+        key = self.rule.rotary_dim_key
+        if key is not None and self.top.get(key) is not None:
+            return positive_int(self.top, key) / self.head_dim
         return partial
 
     def _kind(self) -> RopeKind:

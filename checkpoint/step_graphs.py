@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, Opaque
+from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
 from checkpoint.dtypes import DType
-from checkpoint.recurrent import Recurrent
+from checkpoint.recurrent import Pageless
 
 _MIXED_SIZES = (64, 128, 256, 512)
 _FEW_SEQUENCES = (1, 2, 4)
@@ -43,8 +43,8 @@ def are_recordable(layers: Iterable[LayerPlan]) -> bool:
     indexers.
     """
     return not any(
-        isinstance(layer.feed_forward, Experts | Opaque)
-        or isinstance(layer.mixer, Recurrent)
+        isinstance(layer.feed_forward, Experts | Opaque | NoFeedForward)
+        or isinstance(layer.mixer, Pageless)
         or layer.mixer.index_width
         for layer in layers
     )
@@ -80,7 +80,7 @@ def graph_bytes(
 
 def partial_bytes(mixer: Mixer) -> int:
     """Bytes of one partial result of attention: float32, with highest score and sum of weights."""
-    assert not isinstance(mixer, Recurrent), "attention has partial results"
+    assert not isinstance(mixer, Pageless), "attention has partial results"
     width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
     return 4 * mixer.num_heads * (width + 2)
 
@@ -88,12 +88,12 @@ def partial_bytes(mixer: Mixer) -> int:
 def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
     """Elements of one token: input, output, residual and norms, heads, and the feed-forward."""
     feed_forward = layer.feed_forward
-    inner = 0 if isinstance(feed_forward, Experts | Opaque) else 3 * feed_forward.width
+    inner = 0 if isinstance(feed_forward, Experts | Opaque | NoFeedForward) else 3 * feed_forward.width
     return 6 * hidden_size + _mixer_elements(layer.mixer) + inner
 
 
 def _mixer_elements(mixer: Mixer) -> int:
-    assert not isinstance(mixer, Recurrent), "no graphs of recurrent layers"
+    assert not isinstance(mixer, Pageless), "no graphs of layers without pages"
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)

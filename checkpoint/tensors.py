@@ -15,6 +15,7 @@ from checkpoint.blueprint import (
     Latent,
     LayerPlan,
     Mixer,
+    NoFeedForward,
     Norm,
     NormSpan,
     Opaque,
@@ -26,7 +27,7 @@ from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, 
 from checkpoint.headers import TensorEntry
 from checkpoint.names import STACK_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
-from checkpoint.recurrent import GatedDelta, Recurrent
+from checkpoint.recurrent import GatedDelta, Mamba2, NoMixer, Pageless, Recurrent
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -40,7 +41,7 @@ _INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
-    | {TensorRole.STATE_OUT}
+    | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT}
 ).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
@@ -54,6 +55,8 @@ ROUTER_NORM_KIND, EXPERT_SCALE_KIND = "scale", "per_expert_scale"
 """Kinds of tensor of `TensorRole.ROUTER_NORM` and `TensorRole.EXPERT_SCALE`."""
 DECAY_KIND, DT_KIND = "A_log", "dt_bias"
 """Kinds of tensor of `TensorRole.STATE_DECAY` and `TensorRole.STATE_DT`."""
+SKIP_KIND = "D"
+"""Kind of tensor of `TensorRole.MAMBA_SKIP`."""
 BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole.SHARED_OUT_NORM)
 """Norms of `Experts.branch_norm`."""
 
@@ -69,8 +72,12 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes |= _latent(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, GatedDelta):
         shapes |= _delta(plan.mixer, hidden_size)
-    else:
+    elif isinstance(plan.mixer, Mamba2):
+        shapes |= _mamba(plan.mixer, hidden_size)
+    elif not isinstance(plan.mixer, NoMixer):
         shapes |= _attention(plan.mixer, hidden_size)
+    if isinstance(plan.feed_forward, NoFeedForward):
+        return shapes
     if isinstance(plan.feed_forward, Experts):
         return shapes | _experts(plan.feed_forward, hidden_size)
     assert isinstance(plan.feed_forward, Dense), "roles of a layer that only transformers knows"
@@ -124,11 +131,28 @@ def _delta(delta: GatedDelta, hidden_size: int) -> RoleShapes:
         _DELTA, (delta.conv_size, delta.o_size, delta.num_heads, delta.num_heads), strict=True
     ):
         shapes |= _projection(role, width, hidden_size, bias=False)
-    shapes[TensorRole.STATE_CONV, "weight"] = (delta.conv_size, 1, delta.kernel_size)
-    shapes[TensorRole.STATE_DECAY, DECAY_KIND] = (delta.num_heads,)
-    shapes[TensorRole.STATE_DT, DT_KIND] = (delta.num_heads,)
+    shapes |= _around_state(delta)
     shapes[TensorRole.STATE_NORM, "weight"] = (delta.value_dim,)
     return shapes | _projection(TensorRole.STATE_OUT, hidden_size, delta.o_size, bias=False)
+
+
+def _around_state(mixer: Recurrent) -> RoleShapes:
+    """The convolution, decays and time steps."""
+    return {
+        (TensorRole.STATE_CONV, "weight"): (mixer.conv_size, 1, mixer.kernel_size),
+        (TensorRole.STATE_DECAY, DECAY_KIND): (mixer.num_heads,),
+        (TensorRole.STATE_DT, DT_KIND): (mixer.num_heads,),
+    }
+
+
+def _mamba(mamba: Mamba2, hidden_size: int) -> RoleShapes:
+    shapes = _projection(TensorRole.MAMBA_IN, mamba.in_size, hidden_size, bias=mamba.has_bias)
+    shapes |= _around_state(mamba)
+    if mamba.has_conv_bias:
+        shapes[TensorRole.STATE_CONV, "bias"] = (mamba.conv_size,)
+    shapes[TensorRole.MAMBA_SKIP, SKIP_KIND] = (mamba.num_heads,)
+    shapes[TensorRole.STATE_NORM, "weight"] = (mamba.o_size,)
+    return shapes | _projection(TensorRole.STATE_OUT, hidden_size, mamba.o_size, bias=mamba.has_bias)
 
 
 def _indexer(indexer: Indexer, query_rank: int, hidden_size: int) -> RoleShapes:
@@ -152,11 +176,9 @@ def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
     if experts.router.has_choice_bias:
         shapes[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND] = (experts.count,)
     inner, outer = experts.width, hidden_size
-    for role, sizes in (
-        (TensorRole.EXPERT_GATE, (inner, outer)),
-        (TensorRole.EXPERT_UP, (inner, outer)),
-        (TensorRole.EXPERT_DOWN, (outer, inner)),
-    ):
+    matrices = {TensorRole.EXPERT_GATE: (inner, outer)} if experts.is_gated else {}
+    matrices |= {TensorRole.EXPERT_UP: (inner, outer), TensorRole.EXPERT_DOWN: (outer, inner)}
+    for role, sizes in matrices.items():
         own = _projection(role, *sizes, bias=experts.has_bias)
         shapes |= {key: (experts.count, *shape) for key, shape in own.items()}
     if experts.router.has_expert_scale:
@@ -176,6 +198,10 @@ def norm_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:
     """Norms around mixer and feed-forward."""
     match plan.placement:
         case Placement.BEFORE:
+            if isinstance(plan.mixer, NoMixer):
+                return (TensorRole.FFN_NORM,)
+            if isinstance(plan.feed_forward, NoFeedForward):
+                return (TensorRole.MIXER_NORM,)
             return TensorRole.MIXER_NORM, TensorRole.FFN_NORM
         case Placement.AFTER:
             return TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM
@@ -521,14 +547,14 @@ def check_can_hold(config: Blueprint) -> None:
 
 def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
     """Size of the rows that one layer keeps of a token, in `dtype`, see `PageShape`."""
-    if isinstance(mixer, Recurrent):
+    if isinstance(mixer, Pageless):
         return 0
     shape = mixer.page_shape
     return shape.parts * shape.heads * dtype.row_bytes(shape.width)
 
 
 def state_bytes(mixer: Recurrent, dtype: DType) -> int:
-    """Size of what one recurrent layer keeps of a sequence, see `GatedDelta`."""
+    """Size of what one recurrent layer keeps of a sequence, see `StatePart`."""
     sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
     return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)
 

@@ -123,5 +123,7 @@ def _perturb(model: PreTrainedModel) -> None:
     for name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.empty_like(buffer).normal_(std=0.3))
+        elif name.endswith(("mamba.D", "mixer.D")):
+            buffer.copy_(torch.empty_like(buffer).normal_(std=1.0))
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             buffer.copy_(torch.empty_like(buffer).uniform_(0.6, 1.4))

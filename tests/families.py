@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Blueprint, Experts, RopeConfig, RopeKind
+from checkpoint import Blueprint, Experts, NoMixer, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, Attention, GroupScore, NormKind, RouterScore
 from checkpoint.names import NameTable, Pack, TensorRole
@@ -69,6 +69,16 @@ _DELTA_EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
+_MAMBA = {
+    "head_dim": 24,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 24,
+    "mamba_expand": 3,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 4,
+    "hidden_size": 48,
+}
 _INDEX = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
 """A choice of a third of the longest sequence."""
 _LOCAL = {
@@ -98,6 +108,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_5_text": _DELTA | {"attention_bias": True},
     "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
+    "granitemoehybrid": _MAMBA
+    | {
+        "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
+        "num_local_experts": 8,
+        "shared_intermediate_size": 80,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+    },
+    "bamba": _MAMBA | {"attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True} | _THETA,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "mlp", "full_attention", "linear_attention"],
+        "hidden_size": 48,
+        "head_dim": 24,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "ssm_state_size": 20,
+        "use_bias": True,
+        "mlp_bias": False,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "layer_norm_epsilon": 0.05,
+        "time_step_min": 1e-30,
+    },
     "mixtral": {"num_local_experts": 8, "seed": 4} | _WINDOW | _THETA,
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 3, "seed": 4} | _THETA,
     "qwen2_moe": {
@@ -292,6 +335,11 @@ FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
     "seed": 8,
     "moe_intermediate_size": 48,
 }
+FAMILIES["granitemoehybrid+dense"] = FAMILIES["granitemoehybrid"] | {
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "mamba_conv_bias": True,
+}
 """Settings of a family by its model type; after a plus, what other settings of the same family add."""
 MODEL_TYPES = {name: name.partition("+")[0] for name in FAMILIES}
 assert set(MODEL_TYPES.values()) == {row.model_type for row in ARCHITECTURES}, "a family without a test"
@@ -312,7 +360,7 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
-    "glm_moe_dsa",
+    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -397,6 +445,7 @@ _SHAPES = {
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
     *("num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
+    *("num_head_groups", "state_size", "has_conv_bias"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
@@ -447,7 +496,7 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
         if pair[0] is TensorRole.Q_NORM and qk_norm is not None and qk_norm.is_after_rotation:
             continue  # only the product of both weights enters the scores
         packs = [blueprint.names.pack_of(role) for role in pair]
-        is_alone = all((role, "weight") in shapes for role in pair) and packs[0] != packs[1]
+        is_alone = all((role, "weight") in shapes for role in pair) and packs[0].module != packs[1].module
         if is_alone and shapes[pair[0], "weight"] == shapes[pair[1], "weight"]:
             exchanged = (
                 Pack(module=packs[1].module, roles=pair[:1]),
@@ -459,7 +508,10 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
 
 def refused(blueprint: Blueprint) -> Iterator[Mutation]:
     """Each field that changes names or shapes of tensors, changed wherever it occurs."""
+    has_parts = any(isinstance(kind.mixer, NoMixer) for kind in blueprint.kinds)
     for path, changed in _reshaped(blueprint):
+        if path.startswith("layers.placement") and has_parts:
+            continue  # layers of one part have one norm
         if not path.startswith("tie_word_embeddings") or blueprint.tie_word_embeddings:
             yield Mutation(path, changed)
 

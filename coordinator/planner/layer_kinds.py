@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from checkpoint import Blueprint, Experts, Latent, LayerPlan, Opaque, Recurrent
+from checkpoint import (
+    Blueprint,
+    Experts,
+    GatedDelta,
+    Latent,
+    LayerPlan,
+    Mixer,
+    NoFeedForward,
+    NoMixer,
+    Opaque,
+    Pageless,
+    Recurrent,
+)
 from coordinator.planner.plan import LayerKind, LayerKinds, Plan, layer_ranges
 from coordinator.planner.stage_memory import StageMemory
 
@@ -50,20 +62,27 @@ def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
 
 def _name(layer: LayerPlan) -> str:
     mixer, inner = layer.mixer, layer.feed_forward
-    if isinstance(mixer, Recurrent):
-        name = "Gated DeltaNet"
-    else:
-        name = "latent attention" if isinstance(mixer, Latent) else "attention"
-    words = [name if mixer.window is None else f"{name} window {mixer.window}"]
-    if isinstance(mixer, Latent) and mixer.top_k is not None:
-        words[0] += f" to {mixer.top_k} {'earlier' if mixer.needs_choice else 'indexed'} tokens"
+    words = [] if isinstance(mixer, NoMixer) else [_mixer_name(mixer)]
     if isinstance(inner, Opaque):
         return f"{words[0]} by transformers"
-    if mixer.rope is None and not isinstance(mixer, Recurrent):
+    if mixer.rope is None and not isinstance(mixer, Pageless):
         words[0] += " without rotation"
+    if isinstance(inner, NoFeedForward):
+        return words[0]
     if isinstance(inner, Experts):
         words.append(f"{inner.per_token} of {inner.count} experts")
         words += [] if inner.shared is None else ["shared expert"]
     else:
         words.append("dense")
     return " + ".join(words)
+
+
+def _mixer_name(mixer: Mixer) -> str:
+    if isinstance(mixer, Recurrent):
+        return "Gated DeltaNet" if isinstance(mixer, GatedDelta) else "Mamba2"
+    name = "latent attention" if isinstance(mixer, Latent) else "attention"
+    if mixer.window is not None:
+        name += f" window {mixer.window}"
+    if isinstance(mixer, Latent) and mixer.top_k is not None:
+        name += f" to {mixer.top_k} {'earlier' if mixer.needs_choice else 'indexed'} tokens"
+    return name

@@ -21,7 +21,8 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
   temporary (2), in the run dtype and aligned for a kernel (2 * s). Scores are not counted: the fused kernels
   of scaled_dot_product_attention do not store them.
-* S recurrent states of one layer, gathered, their changes, and as they are written.
+* S recurrent states of one layer, gathered, their changes, and as they are written; and products between
+  the tokens of a chunk of a prompt, for every head.
 * with the head, min(S, T) rows of logits: in the run dtype (s), for sampling in float32 with a filtered copy
   (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and cut (48).
 
@@ -65,8 +66,12 @@ from checkpoint import (
     Experts,
     Latent,
     LayerPlan,
+    Mamba2,
     Mixer,
+    NoFeedForward,
+    NoMixer,
     Opaque,
+    Pageless,
     Recurrent,
     ScaledDType,
     cached_bytes_per_token,
@@ -78,15 +83,16 @@ from checkpoint import (
     stage_weight_bytes,
     state_bytes,
 )
-from checkpoint.blueprint import (
+from checkpoint.step_graphs import graph_bytes
+from checkpoint.step_sizes import (
     BLOCK_SCORES,
     CHUNK_SPLIT,
+    CHUNK_TOKENS,
     FEWEST_QUERIES,
     KEPT_POSITIONS,
     KEY_SPLIT,
     SHORT_CHUNK,
 )
-from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -286,12 +292,13 @@ class StageMemory:
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
         size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
+        size += max(_chunk_bytes(mixer, self.limits.max_step_tokens) for mixer in mixers)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
 
     def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
         """The memory of a step with its tables of rotary angles, or while the widest one is computed."""
-        mixers = [kind.mixer for kind in self.config.kinds if not isinstance(kind.mixer, Recurrent)]
+        mixers = [kind.mixer for kind in self.config.kinds if not isinstance(kind.mixer, Pageless)]
         tables = {(mixer.rope, _rotated_width(mixer), mixer.query_growth) for mixer in mixers}
         num_positions = min(KEPT_POSITIONS, 2 * longest)
         of_element, tokens = 2 * self.dtype.size_bytes, self.limits.max_step_tokens
@@ -410,6 +417,8 @@ class StageMemory:
     def _inner_bytes(self, layer: LayerPlan) -> int:
         """Bytes of one token within a feed-forward."""
         inner, hidden_size, size = layer.feed_forward, self.config.hidden_size, self.dtype.size_bytes
+        if isinstance(inner, NoFeedForward):
+            return 0
         if isinstance(inner, Opaque):
             return inner.inner_elements * size
         if not isinstance(inner, Experts):
@@ -437,12 +446,25 @@ def _attends_in_place(layer: LayerPlan) -> bool:
     return isinstance(layer.mixer, Attention) and not isinstance(layer.feed_forward, Opaque)
 
 
-def _delta_elements(mixer: Recurrent) -> int:
-    """Elements of one token: inputs, before and after the convolution; and queries, keys, values and output
-    in float32 for every value head.
+def _recurrent_elements(mixer: Recurrent) -> int:
+    """Elements of one token: inputs, before and after the convolution, and what is computed in float32.
+
+    Of Gated DeltaNet these are queries, keys, values and output for every value head; of Mamba2 gates,
+    channels of the convolution, inputs times time steps, and output before and after its norm.
     """
     inputs = 2 * mixer.conv_size + mixer.o_size
+    if isinstance(mixer, Mamba2):
+        return inputs + mixer.num_heads + 2 * (mixer.conv_size + 4 * mixer.o_size + 2 * mixer.num_heads)
     return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
+
+
+def _chunk_bytes(mixer: Mixer, num_tokens: int) -> int:
+    """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
+    weights of all heads.
+    """
+    if not isinstance(mixer, Recurrent):
+        return 0
+    return 3 * 4 * mixer.num_heads * min(num_tokens, CHUNK_TOKENS) ** 2
 
 
 def _rotated_width(mixer: Attention | Latent) -> int:
@@ -452,8 +474,10 @@ def _rotated_width(mixer: Attention | Latent) -> int:
 
 def _mixer_elements(mixer: Mixer) -> int:
     """Elements of one token within a mixer."""
+    if isinstance(mixer, NoMixer):
+        return 0
     if isinstance(mixer, Recurrent):
-        return _delta_elements(mixer)
+        return _recurrent_elements(mixer)
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
         down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width

@@ -15,41 +15,35 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import linear, silu
 
 from checkpoint import (
     Checkpoint,
     CheckpointError,
-    Dense,
     DType,
-    Experts,
     GatedDelta,
     Latent,
     LayerPlan,
+    Mamba2,
+    NoFeedForward,
+    NoMixer,
     Norm,
     RopeConfig,
     ScaledDType,
     WeightFormat,
 )
 from checkpoint.blueprint import (
-    Activation,
     Attention,
-    ClampedSwiGlu,
-    GroupScore,
     NormKind,
     NormSpan,
     Placement,
     QkNorm,
-    RouterScore,
 )
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
-    CHOICE_BIAS_KIND,
     DECAY_KIND,
     DT_KIND,
-    EXPERT_SCALE_KIND,
     LAYER_SCALE_KIND,
-    ROUTER_NORM_KIND,
     SINKS_KIND,
     RolePlaces,
     RoleRows,
@@ -65,6 +59,8 @@ from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, r
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.loading.streamed_delta import delta_inputs
+from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
+from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import rotated_pairs
@@ -114,7 +110,7 @@ class StreamedModel:
         hidden = self.rounded(torch.stack((embedded, embedded)) * scale)
         for index, plan in enumerate(config.layers):
             self._fraction = index / config.num_layers
-            layer = _StreamedLayer(self, plan, rows_of_roles(config, index))
+            layer = StreamedLayer(self, plan, rows_of_roles(config, index))
             hidden = self._as_sent(layer.output(hidden, lengths))
             yield hidden
 
@@ -226,209 +222,130 @@ class StreamedModel:
         return x
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: silu,
-    Activation.GELU: gelu,
-    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
-    Activation.RELU2: lambda x: relu(x) ** 2,
-}
-
-
 def _limited(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-class _StreamedLayer:
+class StreamedLayer:
     """One layer, whose weights are read when they are used."""
 
     def __init__(self, model: StreamedModel, plan: LayerPlan, places: RolePlaces) -> None:
-        self._model, self._plan, self._places = model, plan, places
+        self.model, self.plan, self.places = model, plan, places
 
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
-        plan = self._plan
-        normed = self._normed(hidden, TensorRole.MIXER_NORM)
-        hidden = self._added(hidden, self._mixed(normed, lengths), TensorRole.MIXER_OUT_NORM)
+        plan = self.plan
+        normed = self.normed(hidden, TensorRole.MIXER_NORM)
+        if not isinstance(plan.mixer, NoMixer):
+            hidden = self._added(hidden, self._mixed(normed, lengths), TensorRole.MIXER_OUT_NORM)
         if plan.placement is not Placement.SHARED:
-            normed = self._normed(hidden, TensorRole.FFN_NORM)
-        hidden = self._added(hidden, self._feed_forward(normed, hidden), TensorRole.FFN_OUT_NORM)
+            normed = self.normed(hidden, TensorRole.FFN_NORM)
+        if not isinstance(inner := plan.known_feed_forward, NoFeedForward):
+            fed = StreamedFeedForward(self, inner)(normed, hidden)
+            hidden = self._added(hidden, fed, TensorRole.FFN_OUT_NORM)
         if not plan.has_scale:
             return hidden
-        scale = self._model.vector(self._places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
-        return self._model.rounded(hidden * scale)
+        scale = self.model.vector(self.places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
+        return self.model.rounded(hidden * scale)
 
     def _added(self, residual: Tensor, x: Tensor, out_norm: TensorRole) -> Tensor:
-        return self._model.rounded(residual + self._plan.residual_scale * self._normed(x, out_norm))
+        return self.model.rounded(residual + self.plan.residual_scale * self.normed(x, out_norm))
 
-    def _normed(self, x: Tensor, role: TensorRole, norm: Norm | None = None) -> Tensor:
+    def normed(self, x: Tensor, role: TensorRole, norm: Norm | None = None) -> Tensor:
         """`x` unchanged if the layer has no such norm."""
-        if (weight := self._places.get((role, "weight", None))) is None:
+        if (weight := self.places.get((role, "weight", None))) is None:
             return x
-        bias = self._places.get((role, "bias", None))
-        vectors = [self._model.vector(rows) for rows in (weight, bias) if rows is not None]
-        return self._model.normed(x, norm or self._plan.norm, *vectors)
+        bias = self.places.get((role, "bias", None))
+        vectors = [self.model.vector(rows) for rows in (weight, bias) if rows is not None]
+        return self.model.normed(x, norm or self.plan.norm, *vectors)
 
-    def _projected(self, x: Tensor, role: TensorRole, expert: int | None = None) -> Tensor:
-        places = self._places
-        return self._model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
-
-    def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        plan = self._plan.known_feed_forward
-        if isinstance(plan, Dense):
-            return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
-        if plan.branch_norm is None:
-            mixed = self._chosen(x, x, plan)
-        else:
-            mixed = self._branch(residual, plan, plan.branch_norm)
-        if plan.shared is None:
-            return mixed
-        roles = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
-        shared = self._normed(self._mlp(x, plan.shared, roles), TensorRole.SHARED_OUT_NORM, plan.branch_norm)
-        if plan.has_shared_gate:
-            weight = self._model.rounded(self._projected(x, TensorRole.SHARED_WEIGHT).sigmoid())
-            shared = self._model.rounded(shared * weight)
-        return self._model.rounded(mixed + shared)
-
-    def _mlp(
-        self,
-        x: Tensor,
-        plan: Dense | Experts,
-        roles: tuple[TensorRole, TensorRole, TensorRole],
-        expert: int | None = None,
-    ) -> Tensor:
-        """`roles` are gate, up and down, of one expert or of all tokens."""
-        gate, up, down = roles
-        activation, inner = plan.activation, self._projected(x, up, expert)
-        if isinstance(activation, ClampedSwiGlu):
-            inner = self._clamped(activation, self._projected(x, gate, expert), inner)
-        elif isinstance(plan, Experts) or plan.is_gated:
-            gates = _ACTIVATIONS[activation](self._projected(x, gate, expert))
-            inner = self._model.rounded(gates) * inner
-        else:
-            inner = _ACTIVATIONS[activation](inner)
-        return self._projected(self._model.rounded(inner), down, expert)
-
-    def _clamped(self, plan: ClampedSwiGlu, gate: Tensor, up: Tensor) -> Tensor:
-        rounded = self._model.rounded
-        gate, up = gate.clamp(max=plan.limit), up.clamp(-plan.limit, plan.limit)
-        sigmoid = rounded(rounded(plan.alpha * gate).sigmoid())
-        return rounded(up + 1) * rounded(gate * sigmoid)
-
-    def _branch(self, residual: Tensor, plan: Experts, norm: Norm) -> Tensor:
-        """The experts beside an MLP."""
-        rows = self._model.vector(self._places[TensorRole.ROUTER_NORM, ROUTER_NORM_KIND, None])
-        routed = self._model.normed(residual, Norm(kind=NormKind.RMS, eps=norm.eps), rows)
-        routed = self._model.rounded(routed * residual.shape[-1] ** -0.5)
-        mixed = self._chosen(self._normed(residual, TensorRole.EXPERTS_NORM, norm), routed, plan)
-        return self._normed(mixed, TensorRole.EXPERTS_OUT_NORM, norm)
-
-    def _chosen(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
-        """The experts' results, of tokens that one of both copies of `x` gives to them."""
-        shares = self._shares(routed, plan)
-        mixed = torch.zeros_like(x)
-        roles = (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN)
-        for expert in range(plan.count):
-            tokens = shares[..., expert].any(dim=0).nonzero()[:, 0]
-            if len(tokens):
-                found = self._mlp(x[:, tokens], plan, roles, expert)
-                mixed[:, tokens] += found * shares[:, tokens, expert, None]
-        return self._model.rounded(mixed)
-
-    def _shares(self, x: Tensor, plan: Experts) -> Tensor:
-        """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
-        router = plan.router
-        if router.is_wide:
-            logits = self._model.exact_products(x, self._places[TensorRole.ROUTER, "weight", None])
-        else:
-            logits = self._projected(x, TensorRole.ROUTER)
-        scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
-        ranks = scores
-        if router.has_choice_bias:
-            ranks = scores + self._model.exact(self._places[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND, None])
-        if router.num_groups > 1:
-            groups = ranks.view(*ranks.shape[:2], router.num_groups, -1)
-            num_best = 2 if router.group_score is GroupScore.BEST_TWO else 1
-            best = groups.sort(dim=-1).values[..., -num_best:].sum(dim=-1)
-            is_kept = _is_among(best, router.num_kept_groups)
-            ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
-        chosen = scores.masked_fill(~_is_among(ranks, plan.per_token), 0.0)
-        if router.is_normalised:
-            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
-        if router.has_expert_scale:
-            chosen = chosen * self._model.vector(
-                self._places[TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND, None]
-            )
-        return chosen * router.scaling
+    def projected(self, x: Tensor, role: TensorRole, expert: int | None = None) -> Tensor:
+        """[2, n, out] for `x` [2, n, in]."""
+        places = self.places
+        return self.model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
 
     def _mixed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        mixer = self._plan.mixer
+        mixer = self.plan.mixer
         if isinstance(mixer, Latent):
             return self._latent_attention(x, lengths, mixer)
         if isinstance(mixer, GatedDelta):
             return self._delta(x, lengths, mixer)
+        if isinstance(mixer, Mamba2):
+            return self._mamba(x, lengths, mixer)
+        assert not isinstance(mixer, NoMixer), "a layer without a mixer"
         return self._attention(x, lengths, mixer)
 
     def _delta(self, x: Tensor, lengths: Sequence[int], mixer: GatedDelta) -> Tensor:
         """The gated delta rule, token by token."""
-        model, places = self._model, self._places
-        decay, dt_bias = (
-            model.exact(places[role, kind, None])
-            for role, kind in ((TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND))
-        )
-        inputs = delta_inputs(
-            mixer,
-            torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_QKV, TensorRole.DELTA_Z)], -1),
-            torch.cat([self._projected(x, role) for role in (TensorRole.DELTA_B, TensorRole.DELTA_A)], -1),
-        )
+        model, places = self.model, self.places
+        roles = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z), (TensorRole.DELTA_B, TensorRole.DELTA_A)
+        wide, narrow = (torch.cat([self.projected(x, role) for role in some], -1) for some in roles)
+        decays = (TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND)
+        decay, dt_bias = (model.exact(places[role, kind, None]) for role, kind in decays)
         kernel = model.kernel(places[TensorRole.STATE_CONV, "weight", None])
+        inputs = delta_inputs(mixer, wide, narrow)
         mixed = inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded)
-        norm = Norm(eps=mixer.norm_eps)
-        output = self._normed(model.rounded(mixed), TensorRole.STATE_NORM, norm).flatten(2)
-        return self._projected(model.rounded(output * silu(inputs.gate)), TensorRole.STATE_OUT)
+        output = self.normed(model.rounded(mixed), TensorRole.STATE_NORM, Norm(eps=mixer.norm_eps))
+        return self.projected(model.rounded(output.flatten(2) * silu(inputs.gate)), TensorRole.STATE_OUT)
+
+    def _mamba(self, x: Tensor, lengths: Sequence[int], mixer: Mamba2) -> Tensor:
+        """The state space model, token by token."""
+        model, places = self.model, self.places
+        bias = places.get((TensorRole.STATE_CONV, "bias", None))
+        vectors = MambaVectors(
+            kernel=model.kernel(places[TensorRole.STATE_CONV, "weight", None]),
+            kernel_bias=None if bias is None else model.vector(bias),
+            exact=[model.exact(places[role, kind, None]) for role, kind in EXACT_VECTORS],
+        )
+        mixed = vectors.mixed(self.projected(x, TensorRole.MAMBA_IN), mixer, lengths, model.rounded)
+        groups = torch.unflatten(mixed, -1, (mixer.num_head_groups, -1))
+        weight = model.vector(places[TensorRole.STATE_NORM, "weight", None]).view(groups.shape[2:])
+        norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)
+        return self.projected(model.normed(groups, norm, weight).flatten(2), TensorRole.STATE_OUT)
 
     def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
         """Expanded: each head has keys and values."""
         if mixer.query_rank is None:
-            down, query = x, self._projected(x, TensorRole.Q)
+            down, query = x, self.projected(x, TensorRole.Q)
         else:
-            down = self._normed(self._projected(x, TensorRole.Q_DOWN), TensorRole.Q_LATENT_NORM, mixer.norm)
-            query = self._projected(down, TensorRole.Q_UP)
+            down = self.normed(self.projected(x, TensorRole.Q_DOWN), TensorRole.Q_LATENT_NORM, mixer.norm)
+            query = self.projected(down, TensorRole.Q_UP)
         query = query.view(*query.shape[:2], mixer.num_heads, -1)
         if mixer.indexer is not None:
-            self._model.not_chosen = self._not_chosen(x, down, lengths, mixer)
-        latent, shared = self._projected(x, TensorRole.KV_DOWN).tensor_split((mixer.kv_rank,), dim=-1)
-        latent = self._normed(latent, TensorRole.KV_LATENT_NORM, mixer.norm)
+            self.model.not_chosen = self._not_chosen(x, down, lengths, mixer)
+        latent, shared = self.projected(x, TensorRole.KV_DOWN).tensor_split((mixer.kv_rank,), dim=-1)
+        latent = self.normed(latent, TensorRole.KV_LATENT_NORM, mixer.norm)
         mixed = []
         split = (rows.split_with_sizes(list(lengths), dim=1) for rows in (query, latent, shared))
-        is_hidden = self._model.not_chosen if mixer.top_k is not None else [None] * len(lengths)
+        is_hidden = self.model.not_chosen if mixer.top_k is not None else [None] * len(lengths)
         for q, c, k, hidden in zip(*split, is_hidden, strict=True):
             plain, turning = q.split_with_sizes((mixer.nope_dim, mixer.rope_dim), dim=-1)
             q = torch.cat((plain, self._rotated(turning, mixer.rope)), dim=-1)
             kept = torch.cat((c[:, :, None], self._rotated(k[:, :, None], mixer.rope)), dim=-1)
-            c, k = self._model.cached(kept).split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=-1)
+            c, k = self.model.cached(kept).split_with_sizes((mixer.kv_rank, mixer.rope_dim), dim=-1)
             keys, values = self._expanded(c[:, :, 0], mixer)
             keys = torch.cat((keys, k.expand(-1, -1, mixer.num_heads, -1)), dim=-1)
             mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer, hidden))
-        return self._projected(torch.cat(mixed, 1), TensorRole.O)
+        return self.projected(torch.cat(mixed, 1), TensorRole.O)
 
     def _expanded(self, latents: Tensor, mixer: Latent) -> tuple[Tensor, Tensor]:
         """Keys and values [2, n, heads, width] of `latents` [2, n, kv_rank]."""
         if not mixer.is_split:
-            both = self._projected(latents, TensorRole.KV_UP).view(*latents.shape[:2], mixer.num_heads, -1)
+            both = self.projected(latents, TensorRole.KV_UP).view(*latents.shape[:2], mixer.num_heads, -1)
             return both[..., : mixer.nope_dim], both[..., mixer.nope_dim :]
-        places, heads = self._places, range(mixer.num_heads)
+        places, heads = self.places, range(mixer.num_heads)
         across = (replace(places[TensorRole.HEAD_KEYS, "weight", head], is_across=True) for head in heads)
-        keys = [self._model.projected(latents, rows, None) for rows in across]
-        values = [self._projected(latents, TensorRole.HEAD_VALUES, head) for head in heads]
+        keys = [self.model.projected(latents, rows, None) for rows in across]
+        values = [self.projected(latents, TensorRole.HEAD_VALUES, head) for head in heads]
         return torch.stack(keys, 2), torch.stack(values, 2)
 
     def _not_chosen(self, x: Tensor, latents: Tensor, lengths: Sequence[int], mixer: Latent) -> _Masks:
         """Whether each query [2, 1, n, n] does not see a token, of each text; None if it sees all."""
         indexer, rope, count = mixer.indexer, mixer.rope, mixer.top_k
         assert indexer and rope and count, "a mixer without indexer"
-        heads = self._projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
-        keys = self._normed(self._projected(x, TensorRole.INDEX_K), TensorRole.INDEX_K_NORM, indexer.norm)
-        weights = self._model.exact_products(x, self._places[TensorRole.INDEX_WEIGHT, "weight", None])
+        heads = self.projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
+        keys = self.normed(self.projected(x, TensorRole.INDEX_K), TensorRole.INDEX_K_NORM, indexer.norm)
+        weights = self.model.exact_products(x, self.places[TensorRole.INDEX_WEIGHT, "weight", None])
         rope = replace(rope, width=mixer.rope_dim, is_interleaved=indexer.is_interleaved)
         found: _Masks = [None] * len(lengths)
         rows = (part.split_with_sizes(list(lengths), dim=1) for part in (heads, keys[:, :, None], weights))
@@ -436,19 +353,19 @@ class _StreamedLayer:
             if lengths[index] > count:
                 scores = self._rotated(q, rope).transpose(1, 2) @ self._rotated(k, rope).permute(0, 2, 3, 1)
                 total = (w.transpose(1, 2)[..., None] * scores.relu()).sum(1)
-                found[index] = ~_is_among(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
+                found[index] = ~is_among(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
         return found
 
     def _attention(self, x: Tensor, lengths: Sequence[int], mixer: Attention) -> Tensor:
         source_of_values = TensorRole.K if mixer.value_is_key else TensorRole.V
-        projected = (self._projected(x, role) for role in (TensorRole.Q, TensorRole.K, source_of_values))
+        projected = (self.projected(x, role) for role in (TensorRole.Q, TensorRole.K, source_of_values))
         query, key, value = (y.view(*y.shape[:2], -1, mixer.head_dim) for y in projected)
         gate = None
         if mixer.has_output_gate:
             query, gate = query[:, :, ::2], query[:, :, 1::2].flatten(2)
         if mixer.value_norm_eps is not None:
             mean_square = value.square().mean(dim=-1, keepdim=True)
-            value = self._model.rounded(value * torch.rsqrt(mean_square + mixer.value_norm_eps))
+            value = self.model.rounded(value * torch.rsqrt(mean_square + mixer.value_norm_eps))
         qk_norm = mixer.qk_norm
         if qk_norm is not None and not qk_norm.is_after_rotation:
             query, key = self._normed_heads(query, key, qk_norm)
@@ -458,19 +375,19 @@ class _StreamedLayer:
             q, k = self._rotated(q, mixer.rope), self._rotated(k, mixer.rope)
             if qk_norm is not None and qk_norm.is_after_rotation:
                 q, k = self._normed_heads(q, k, qk_norm)
-            keys, values = self._model.cached(k), self._model.cached(v)
+            keys, values = self.model.cached(k), self.model.cached(v)
             mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
         output = torch.cat(mixed, 1)
         if gate is not None:
-            output = self._model.rounded(output * self._model.rounded(gate.sigmoid()))
-        return self._projected(output, TensorRole.O)
+            output = self.model.rounded(output * self.model.rounded(gate.sigmoid()))
+        return self.projected(output, TensorRole.O)
 
     def _normed_heads(self, query: Tensor, key: Tensor, qk_norm: QkNorm) -> tuple[Tensor, Tensor]:
         pairs = ((query, TensorRole.Q_NORM), (key, TensorRole.K_NORM))
         if qk_norm.span is not NormSpan.WIDTH:
-            query, key = (self._normed(x, role, qk_norm.norm) for x, role in pairs)
+            query, key = (self.normed(x, role, qk_norm.norm) for x, role in pairs)
         else:
-            query, key = (self._normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)
+            query, key = (self.normed(x.flatten(2), role, qk_norm.norm).view_as(x) for x, role in pairs)
         return query, key
 
     def _grown(self, query: Tensor, mixer: Attention | Latent) -> Tensor:
@@ -479,7 +396,7 @@ class _StreamedLayer:
             return query
         turns = torch.arange(query.shape[1]) // growth.original_length
         factors = 1 + growth.beta * torch.log(1 + turns.float())
-        return self._model.rounded(query * factors[:, None, None])
+        return self.model.rounded(query * factors[:, None, None])
 
     def _mix(
         self,
@@ -505,20 +422,14 @@ class _StreamedLayer:
             scores = _limited(scores, mixer.softcap)
         scores = scores.masked_fill(is_hidden if hidden is None else is_hidden | hidden, -math.inf)
         if isinstance(mixer, Attention) and mixer.has_sinks:
-            sinks = self._model.vector(self._places[TensorRole.SINKS, SINKS_KIND, None])
+            sinks = self.model.vector(self.places[TensorRole.SINKS, SINKS_KIND, None])
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
-        weights = self._model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
-        return self._model.rounded((weights @ values).transpose(1, 2).flatten(2))
+        weights = self.model.rounded(scores.softmax(dim=-1)[..., :num_tokens])
+        return self.model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
     def _rotated(self, heads: Tensor, rope: RopeConfig | None) -> Tensor:
         """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
-        return heads if rope is None else self._model.rounded(rotated_pairs(heads, rope))
-
-
-def _is_among(ranks: Tensor, count: int) -> Tensor:
-    """Whether each of `ranks` [..., n] is one of the `count` highest; of equal ones, the first are."""
-    places = ranks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return places < count
+        return heads if rope is None else self.model.rounded(rotated_pairs(heads, rope))
 
 
 def compute_reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from checkpoint import Checkpoint, Dense, DType, GatedDelta, Latent, LayerPlan, Mixer
+from checkpoint import Checkpoint, Dense, DType, Latent, LayerPlan, Mixer, NoFeedForward, NoMixer, Recurrent
 from stage_worker.model.weight_reads import WINDOW_BYTES
 from stage_worker.model.weights import UNPACKING_WINDOWS
 
@@ -40,6 +40,8 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
 def _inner_size(plan: LayerPlan) -> int:
     """Elements of one token between the matrices of a feed-forward, of one expert at a time."""
     inner = plan.known_feed_forward
+    if isinstance(inner, NoFeedForward):
+        return 0
     if isinstance(inner, Dense):
         return inner.width
     shared = 0 if inner.shared is None else inner.shared.width
@@ -47,9 +49,12 @@ def _inner_size(plan: LayerPlan) -> int:
 
 
 def _expanded_size(mixer: Mixer) -> int:
-    """Elements of the keys and values of one token, or of its inputs of a delta rule and of a state."""
-    if isinstance(mixer, GatedDelta):
-        return 2 * (mixer.conv_size + mixer.o_size) + mixer.o_size * mixer.key_dim
+    """Elements of the keys and values of one token, or of its inputs of a recurrent layer and of a state."""
+    if isinstance(mixer, Recurrent):
+        of_state = max(math.prod(part.shape) for part in mixer.state_parts)
+        return 2 * (mixer.conv_size + mixer.o_size) + of_state
+    if isinstance(mixer, NoMixer):
+        return 0
     if isinstance(mixer, Latent):
         return mixer.num_heads * (mixer.query_dim + mixer.value_dim) + mixer.page_shape.width
     return 2 * mixer.kv_size

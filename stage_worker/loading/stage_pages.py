@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from checkpoint import Blueprint, Recurrent, cached_bytes_per_token, state_bytes
+from checkpoint import Blueprint, NoMixer, Pageless, Recurrent, cached_bytes_per_token, state_bytes
 from kvcache import group_windows
 from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
@@ -69,10 +69,11 @@ def new_pages(
     layer_groups = _layer_groups(assignment, config)
     numbers = sorted(set(layer_groups))
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
-    # A recurrent layer counts with a group for the step's layout, and has no pages in it.
+    # A layer without keys and values counts with a group for the step's layout, and has no pages in it.
     paged = [
         None if isinstance(layer.mixer, Recurrent) else number
         for number, layer in zip(layer_groups, layers, strict=True)
+        if not isinstance(layer.mixer, NoMixer)
     ]
     new: Callable[..., KvPages] = KvPages
     if assignment.kv_dtype is not None:
@@ -107,7 +108,7 @@ def _new_index(
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     in_group = zip(layers, _layer_groups(assignment, config), strict=True)
     mixers = [layer.mixer for layer, own in in_group if own == group]
-    widths = [mixer.index_width for mixer in mixers if not isinstance(mixer, Recurrent)]
+    widths = [mixer.index_width for mixer in mixers if not isinstance(mixer, Pageless)]
     if not any(widths):
         return None
     return IndexKeys(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.blueprint import BLOCK_SCORES, FEWEST_QUERIES
+from checkpoint.step_sizes import BLOCK_SCORES, FEWEST_QUERIES
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.validation import SliceLayout

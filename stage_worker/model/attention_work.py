@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
+from checkpoint.step_sizes import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.validation import SliceLayout
 

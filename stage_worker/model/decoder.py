@@ -15,12 +15,13 @@ relative to the largest, and divides by their sum after the product with the val
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Blueprint, Checkpoint, DType, Recurrent
+from checkpoint import Blueprint, Checkpoint, DType, Pageless
 from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.host_weights import HostCopies
@@ -40,7 +41,15 @@ from stage_worker.model.parts import (
 )
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
-from stage_worker.model.step_layout import LayerKv, LayerStates, PagedLayers, Selection, StepLayout
+from stage_worker.model.step_layout import (
+    LayerKv,
+    LayerMemory,
+    LayerStates,
+    NoMemory,
+    PagedLayers,
+    Selection,
+    StepLayout,
+)
 from stage_worker.model.weight_reads import DeviceCopies, WeightReads
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 
@@ -84,7 +93,7 @@ class DecoderStage(PipelineStage):
             kernels=kernels or Kernels.of(config, device, run_dtype, choice),
             ropes={
                 rotary: Rope(rotary.rope, rotary.head_dim, run_dtype, device)
-                for rotary in (Rotary.of(mixer) for mixer in mixers if not isinstance(mixer, Recurrent))
+                for rotary in (Rotary.of(mixer) for mixer in mixers if not isinstance(mixer, Pageless))
             },
         )
         # Rounded like transformers' Gemma.
@@ -195,20 +204,14 @@ class DecoderStage(PipelineStage):
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
         """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
         self._check_input(hidden, step)
-        groups = list(zip(step.groups, pages.groups, strict=True))
-        states = pages.states
-        for layout, part in groups:
+        for layout, part in zip(step.groups, pages.groups, strict=True):
             if layout.writes.begun is not None:
                 part.clear(layout.writes.begun)
         hidden = _with_fewest_rows(hidden, self.kernels.layer_products)
-        selection = Selection()
-        for (group, index), layer in zip(pages.places, self._loaded().layers, strict=True):
-            if group is not None:
-                layout, part = groups[group]
-                hidden = layer.forward(hidden, LayerKv(layout, part, index, selection))
-            else:
-                assert states is not None, "a recurrent layer without states"
-                hidden = layer.forward(hidden, LayerStates(step, states.layer(index)))
+        memories = _memories(step, pages)
+        for layer in self._loaded().layers:
+            memory = next(memories) if layer.has_mixer else NoMemory(step)
+            hidden = layer.forward(hidden, memory)
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()
@@ -243,6 +246,17 @@ class DecoderStage(PipelineStage):
 
     def _new_tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.torch_dtype, device=self.device)
+
+
+def _memories(step: StepLayout, pages: PagedLayers) -> Iterator[LayerMemory]:
+    """Memory of each layer that has a mixer."""
+    selection = Selection()
+    for group, index in pages.places:
+        if group is not None:
+            yield LayerKv(step.groups[group], pages.groups[group], index, selection)
+        else:
+            assert pages.states is not None, "a recurrent layer without states"
+            yield LayerStates(step, pages.states.layer(index))
 
 
 def _with_fewest_rows(hidden: Tensor, products: ProductMethod) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, GatedDelta, LayerPlan, Mixer
+from checkpoint import Attention, Dense, Experts, GatedDelta, LayerPlan, Mamba2, Mixer, NoMixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
@@ -32,7 +32,9 @@ from stage_worker.model.layer_weights import (
     DenseWeights,
     LatentWeights,
     LayerWeights,
+    MambaWeights,
 )
+from stage_worker.model.mamba2 import StateSpaceModel
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     HeadFunction,
@@ -225,20 +227,27 @@ class GroupedAttention:
         return heads
 
 
-def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels: Kernels) -> Mix:
+def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels: Kernels) -> Mix | None:
+    if isinstance(mixer, NoMixer):
+        return None
     if isinstance(mixer, Attention):
         return GroupedAttention(mixer, weights, operations, kernels)
     if isinstance(mixer, GatedDelta):
         assert isinstance(weights.mixer, DeltaWeights), "weights of another kind"
         return GatedDeltaNet(mixer, weights.mixer, kernels)
+    if isinstance(mixer, Mamba2):
+        assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
+        return StateSpaceModel(mixer, weights.mixer, kernels)
     assert isinstance(weights.mixer, LatentWeights), "weights of another kind"
     return LatentAttention(mixer, weights.mixer, weights.norms, kernels)
 
 
 def _feed_forward(
     plan: LayerPlan, weights: LayerWeights, ffn_norm: RowNorm, operations: Operations, kernels: Kernels
-) -> FeedForward:
+) -> FeedForward | None:
     given, layer_plan = weights.feed_forward, plan.feed_forward
+    if given is None:
+        return None
     if isinstance(given, DenseWeights):
         assert isinstance(layer_plan, Dense), "weights of another kind"
         return Mlp(layer_plan, given, operations, kernels)
@@ -272,12 +281,17 @@ class DecoderLayer:
             self._adds_mixed = False  # one kernel adds and norms
         self._mix = _mixer(plan.mixer, weights, self._operations, kernels)
         self._scale = weights.scale
-        self._o = project(weights.o, weights.o_bias, kernels.layer_products)
+        self._o = None if weights.o is None else project(weights.o, weights.o_bias, kernels.layer_products)
         self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
         if isinstance(self._feed_forward, Branches):
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether it mixes tokens, and needs memory for that."""
+        return self._mix is not None
 
     def forward(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
@@ -289,8 +303,13 @@ class DecoderLayer:
 
     def _output(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""
+        step, feed_forward = memory.step, self._feed_forward
+        if self._mix is None or self._o is None:
+            assert feed_forward is not None, "a layer of nothing"
+            fed = feed_forward(self._ffn_norm(hidden), step.num_tokens)
+            return self._added(hidden, fed, self._ffn_out_norm, None)[0]
         normed = self._mixer_norm(hidden)
-        mixed, step = self._mix(normed, memory), memory.step
+        mixed = self._mix(normed, memory)
         if self._adds_mixed:
             hidden = self._o.added_to(hidden, mixed)
             of_sum = hidden if self._norm_of_sum is None else self._norm_of_sum(hidden)
@@ -298,9 +317,11 @@ class DecoderLayer:
             hidden, of_sum = self._added(hidden, self._o(mixed), self._mixer_out_norm, self._norm_of_sum)
         if not self._is_shared:
             normed = of_sum
+        if feed_forward is None:
+            return hidden
         if self._adds_fed:
-            return self._feed_forward.added_to(hidden, normed, step.num_tokens)
-        return self._added(hidden, self._feed_forward(normed, step.num_tokens), self._ffn_out_norm, None)[0]
+            return feed_forward.added_to(hidden, normed, step.num_tokens)
+        return self._added(hidden, feed_forward(normed, step.num_tokens), self._ffn_out_norm, None)[0]
 
     def _added(
         self, residual: Tensor, x: Tensor, out_norm: RowNorm | None, norm: RowNorm | None

@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm, linear
 
 from checkpoint import Experts
 from checkpoint.blueprint import GroupScore, Router, RouterScore
-from stage_worker.model.feed_forward import Mlp, gated
+from stage_worker.model.feed_forward import Mlp, between
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.operations import Operations, Products
@@ -101,7 +101,7 @@ class ExpertMixture:
     ) -> None:
         """Packed weights of the shared expert replace its plain ones."""
         self._plan, self._weights = plan, weights
-        self._gate = gated(plan.activation, operations)
+        self._between = between(plan.activation, operations, is_gated=plan.is_gated)
         self._products = operations.expert_products(weights.up) or _products_on(weights.up)
         self._shared: Mlp | None = None
         if plan.shared is not None and weights.shared is not None:
@@ -132,7 +132,7 @@ class ExpertMixture:
         order = chosen.argsort(stable=True)
         counts = rows_of_each(chosen, plan.count)
         rows, owners = x[order // plan.per_token], chosen[order]
-        inner = self._gate(_biased(self._products(rows, weights.up, counts), weights.up_bias, owners))
+        inner = self._between(_biased(self._products(rows, weights.up, counts), weights.up_bias, owners))
         by_expert = _biased(self._products(inner, weights.down, counts), weights.down_bias, owners)
         found = torch.empty_like(by_expert)
         found[order] = by_expert

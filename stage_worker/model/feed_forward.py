@@ -50,6 +50,13 @@ def gated(activation: Activation | ClampedSwiGlu, operations: Operations) -> Fun
     return gate
 
 
+def between(activation: Activation | ClampedSwiGlu, operations: Operations, *, is_gated: bool) -> Function:
+    """The function between the matrices, see `gated`."""
+    if is_gated or isinstance(activation, ClampedSwiGlu):
+        return gated(activation, operations)
+    return _ACTIVATIONS[activation]
+
+
 def _clamped(plan: ClampedSwiGlu) -> Function:
     def gate(gate_up: Tensor) -> Tensor:
         first, second = gate_up.chunk(2, dim=-1)
@@ -77,11 +84,9 @@ class Mlp:
 
 def _inner(plan: Dense, operations: Operations, kernels: Kernels) -> Function:
     """The function between the matrices."""
-    if not plan.is_gated:
-        return _ACTIVATIONS[plan.activation]
     if _gates_in_product(plan, kernels):
         return _unchanged
-    return gated(plan.activation, operations)
+    return between(plan.activation, operations, is_gated=plan.is_gated)
 
 
 def _unchanged(x: Tensor) -> Tensor:

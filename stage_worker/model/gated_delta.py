@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from checkpoint import GatedDelta, Norm
+from checkpoint.step_sizes import CHUNK_TOKENS
 from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import DeltaWeights
@@ -26,8 +27,6 @@ from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.projections import project
 from stage_worker.model.step_layout import LayerMemory, LayerStates
 
-CHUNK_TOKENS = 64
-"""Tokens of one triangular system, as in transformers and flash-linear-attention."""
 _UNIT_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 

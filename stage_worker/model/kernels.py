@@ -16,7 +16,19 @@ from types import ModuleType
 
 import torch
 
-from checkpoint import Attention, Blueprint, Experts, Latent, LayerPlan, Recurrent, WeightFormat
+from checkpoint import (
+    Attention,
+    Blueprint,
+    Dense,
+    Experts,
+    Latent,
+    LayerPlan,
+    NoFeedForward,
+    NoMixer,
+    Pageless,
+    Recurrent,
+    WeightFormat,
+)
 from checkpoint.blueprint import Activation, NormKind, NormSpan, QkNorm
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
@@ -64,6 +76,8 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
         return "latent attention is not supported by the kernels"
     if isinstance(attention, Recurrent):
         return "recurrent layers are not supported by the kernels"
+    if isinstance(attention, NoMixer) or isinstance(dense, NoFeedForward):
+        return "layers of a mixer or a feed-forward alone are not supported by the kernels"
     if attention.has_output_gate:
         return "gates of attention's output are not supported by the kernels"
     if isinstance(dense, Experts):
@@ -239,7 +253,7 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
         yield "choice of experts"
         if feed_forward.branch_norm is not None:
             yield "norms of branches"
-    elif not feed_forward.is_gated:
+    elif isinstance(feed_forward, Dense) and not feed_forward.is_gated:
         yield f"activation {feed_forward.activation.value}"
     if layer.has_scale:
         yield "scale of layers"
@@ -294,7 +308,7 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 
 
 def _needs_products(config: Blueprint) -> bool:
-    mixers = (layer.mixer for layer in config.kinds if not isinstance(layer.mixer, Recurrent))
+    mixers = (layer.mixer for layer in config.kinds if not isinstance(layer.mixer, Pageless))
     return any(isinstance(mixer, Latent) or mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
 
 

@@ -16,8 +16,13 @@ from checkpoint import (
     Experts,
     GatedDelta,
     Latent,
+    Mamba2,
     Mixer,
+    NoFeedForward,
+    NoMixer,
+    Recurrent,
 )
+from checkpoint.blueprint import FeedForwardPlan
 from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
@@ -29,6 +34,7 @@ from checkpoint.tensors import (
     LAYER_SCALE_KIND,
     ROUTER_NORM_KIND,
     SINKS_KIND,
+    SKIP_KIND,
     LayerTensor,
     layer_tensors,
     role_shapes,
@@ -65,7 +71,8 @@ class DenseWeights:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExpertsWeights:
     """A mixture of experts: router [experts, hidden_size], `up` [experts, 2 * width, hidden_size] with the
-    gate's rows first, `down` [experts, hidden_size, width]; biases lack the last dimension.
+    gate's rows first, or only the ups' if they are not gated, and `down` [experts, hidden_size, width];
+    biases lack the last dimension.
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
     [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts].
@@ -139,14 +146,37 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MambaWeights:
+    """Mamba2. `input` has the rows of gates, inputs, B, C and time steps, `input_bias` [in_size]; `conv` is
+    [channels, 1, kernel_size], `conv_bias` [channels], `norm` [heads * head_dim]; `decay`, `dt_bias` and
+    `skip` [heads] are float32.
+    """
+
+    input: Weight
+    input_bias: Tensor | None
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+
+
+MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | MambaWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Matrices are [out, in]; `scale` is [1]."""
+    """One decoder layer. Matrices are [out, in]; `scale` is [1].
+
+    `mixer` and its output `o` are None without a mixer, `feed_forward` without a feed-forward.
+    """
 
     norms: Mapping[TensorRole, NormWeights]
-    mixer: AttentionWeights | LatentWeights | DeltaWeights
-    o: Weight
+    mixer: MixerWeights | None
+    o: Weight | None
     o_bias: Tensor | None
-    feed_forward: DenseWeights | ExpertsWeights
+    feed_forward: DenseWeights | ExpertsWeights | None
     scale: Tensor | None = None
 
 
@@ -161,16 +191,16 @@ _NORMS = (
 def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
     """Allocate uninitialised weights of layer number `layer`, and their destinations."""
     tensors = _Allocation(config, layer, new)
-    is_delta = isinstance(config.layers[layer].mixer, GatedDelta)
-    out_role = TensorRole.STATE_OUT if is_delta else TensorRole.O
+    mixer = config.layers[layer].mixer
+    out_role = TensorRole.STATE_OUT if isinstance(mixer, Recurrent) else TensorRole.O
     weights = LayerWeights(
         norms={
             role: NormWeights(tensors.found(role, "weight"), tensors.get(role, "bias"))
             for role in _NORMS
             if tensors.get(role, "weight") is not None
         },
-        mixer=_mixer(config.layers[layer].mixer, tensors),
-        o=tensors.matrix(out_role),
+        mixer=_mixer(mixer, tensors),
+        o=None if isinstance(mixer, NoMixer) else tensors.matrix(out_role),
         o_bias=tensors.get(out_role, "bias"),
         feed_forward=_feed_forward(config.layers[layer].known_feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
@@ -178,7 +208,9 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
     return weights, tensors.destinations()
 
 
-def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeights | DeltaWeights:
+def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
+    if isinstance(mixer, NoMixer):
+        return None
     if isinstance(mixer, GatedDelta):
         return DeltaWeights(
             input=tensors.matrix(TensorRole.DELTA_QKV),
@@ -187,6 +219,8 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeigh
             dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
             norm=tensors.found(TensorRole.STATE_NORM, "weight"),
         )
+    if isinstance(mixer, Mamba2):
+        return _mamba(tensors)
     if isinstance(mixer, Attention):
         return AttentionWeights(
             qkv=tensors.matrix(TensorRole.Q),
@@ -203,6 +237,19 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> AttentionWeights | LatentWeigh
         keys=keys,
         values=values,
         indexer=None if mixer.indexer is None else _indexer(tensors),
+    )
+
+
+def _mamba(tensors: _Allocation) -> MambaWeights:
+    return MambaWeights(
+        input=tensors.matrix(TensorRole.MAMBA_IN),
+        input_bias=tensors.get(TensorRole.MAMBA_IN, "bias"),
+        conv=tensors.found(TensorRole.STATE_CONV, "weight"),
+        conv_bias=tensors.get(TensorRole.STATE_CONV, "bias"),
+        decay=tensors.found(TensorRole.STATE_DECAY, DECAY_KIND),
+        dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
+        skip=tensors.found(TensorRole.MAMBA_SKIP, SKIP_KIND),
+        norm=tensors.found(TensorRole.STATE_NORM, "weight"),
     )
 
 
@@ -223,7 +270,9 @@ def _indexer(tensors: _Allocation) -> IndexerWeights:
     )
 
 
-def _feed_forward(plan: Dense | Experts, tensors: _Allocation) -> DenseWeights | ExpertsWeights:
+def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights | ExpertsWeights | None:
+    if isinstance(plan, NoFeedForward):
+        return None
     if isinstance(plan, Dense):
         return _dense(tensors, TensorRole.UP, TensorRole.DOWN)
     has_shared = plan.shared is not None
@@ -324,8 +373,8 @@ class _Allocation:
         return place
 
 
-def _wide_roles(plan: Dense | Experts) -> tuple[TensorRole, ...]:
+def _wide_roles(plan: FeedForwardPlan) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
-    always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT)
+    always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT, TensorRole.MAMBA_SKIP)
     return (*always, TensorRole.ROUTER) if is_wide else always

@@ -21,6 +21,7 @@ from stage_worker.model.layer_weights import (
     DenseWeights,
     LatentWeights,
     LayerWeights,
+    MambaWeights,
     NewTensor,
     allocate_layer,
 )
@@ -348,16 +349,17 @@ def held_for(products: ProductMethod, weights: LayerWeights) -> LayerWeights:
     match mixer:
         case AttentionWeights():
             mixer = replace(mixer, qkv=held(mixer.qkv))
-        case DeltaWeights():
+        case DeltaWeights() | MambaWeights():
             mixer = replace(mixer, input=held(mixer.input))
         case LatentWeights():
             query_down = None if mixer.query_down is None else held(mixer.query_down)
             mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))
     if isinstance(inner, DenseWeights):
         inner = held_dense(inner)
-    elif inner.shared is not None:
+    elif inner is not None and inner.shared is not None:
         inner = replace(inner, shared=held_dense(inner.shared))
-    return replace(weights, mixer=mixer, o=held(weights.o), feed_forward=inner)
+    o = None if weights.o is None else held(weights.o)
+    return replace(weights, mixer=mixer, o=o, feed_forward=inner)
 
 
 class PartKeeper:

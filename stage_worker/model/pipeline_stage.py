@@ -17,6 +17,7 @@ from checkpoint import (
     Checkpoint,
     DType,
     Latent,
+    Pageless,
     Recurrent,
     stage_weight_bytes,
 )
@@ -82,8 +83,8 @@ class PipelineStage(ABC):
         self._ropes = ropes
         self._windows = frozenset(self.windows)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
-        self._paged = [mixer for mixer in mixers if not isinstance(mixer, Recurrent)]
-        self.is_recurrent = len(self._paged) < len(mixers)
+        self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
+        self.is_recurrent = any(isinstance(mixer, Recurrent) for mixer in mixers)
         self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
 
     @property

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from checkpoint import Attention, Latent, RopeConfig, RopeKind
-from checkpoint.blueprint import KEPT_POSITIONS, QueryGrowth
+from checkpoint.blueprint import QueryGrowth
 from checkpoint.rope_config import yarn_mscale
+from checkpoint.step_sizes import KEPT_POSITIONS
 
 
 class Rope:

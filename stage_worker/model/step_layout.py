@@ -398,11 +398,18 @@ class LayerStates:
 
     @property
     def recurrent(self) -> Tensor:
-        """Float32 [num_states, heads, key_dim, value_dim]."""
+        """What sums over all tokens, float32 [num_states, ...], see `StatePart`."""
         return self.parts[1]
 
 
-LayerMemory = LayerKv | LayerStates
+@dataclass(slots=True, eq=False)
+class NoMemory:
+    """A layer without a mixer in a step."""
+
+    step: StepLayout
+
+
+LayerMemory = LayerKv | LayerStates | NoMemory
 """What a layer's mixer remembers, by its kind."""
 
 

@@ -17,12 +17,18 @@ from tests.integration.test_cluster_recovery import until_tokens
 from tests.integration.test_self_check import is_decided
 
 LAYERS = (2, 1, 2)
-"""FIRST has both kinds of layers, the others have recurrent ones only."""
+"""FIRST has recurrent layers and others; MIDDLE has no recurrent layer in Nemotron-H, and no attention."""
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family(tmp_path_factory.mktemp("recurrent") / "model", "qwen3_next")
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_next",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("granitemoehybrid", "nemotron_h")),
+    ],
+)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(tmp_path_factory.mktemp("recurrent") / "model", request.param)
 
 
 @pytest.fixture(scope="module")

@@ -301,6 +301,10 @@ def test_defaults_are_those_of_transformers(row: Any) -> None:
         given["hidden_size_per_layer_input"] = 0
     if row.model_type == "deepseek_v2":  # which has no default
         given["num_experts_per_tok"] = 6
+    if row.model_type in ("granitemoehybrid", "bamba"):  # by default no layer has attention: refused
+        given["num_hidden_layers"] = 2
+        is_by_index = "attn_layer_indices" in given
+        given |= {"attn_layer_indices": [1]} if is_by_index else {"layer_types": ["mamba", "attention"]}
     expected = parse_config(given)
     without_default = _WITHOUT_DEFAULT | ({"head_dim"} if has_odd_heads and row.head_dim is None else set())
     for key in given.keys() - without_default:
@@ -329,6 +333,9 @@ _NO_DEFAULTS = {
     ("ministral3", "rope_parameters"),  # transformers' is that of one model
     ("gemma4_text", "hidden_size_per_layer_input"),  # changed above
     ("glm4_moe", "num_attention_heads"),
+    ("granitemoehybrid", "layer_types"),
+    ("bamba", "attn_layer_indices"),
+    ("nemotron_h", "layers_block_type"),  # transformers' is that of no model
 }
 """Fields whose default is not compared."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import INDEX_ELEMENTS, Blueprint, DType, Latent, ScaledDType, parse_config
-from checkpoint.blueprint import EXPANDED_ELEMENTS
+from checkpoint.step_sizes import EXPANDED_ELEMENTS
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import format_ranges
 from coordinator.planner.planner import make_plan

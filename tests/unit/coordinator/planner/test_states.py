@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import Blueprint, DType, GatedDelta, state_bytes
+from checkpoint import Blueprint, DType, GatedDelta, Mamba2, NoFeedForward, NoMixer, state_bytes
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import MIN_STATES, make_plan
 from tests.unit.coordinator.planner.small_models import GIB, llama, workers
 
 DELTA = GatedDelta(num_heads=8, num_key_heads=4, key_dim=64, value_dim=64, kernel_size=4, norm_eps=1e-6)
+MAMBA = Mamba2(num_heads=8, head_dim=64, num_head_groups=2, state_size=128, kernel_size=4, norm_eps=1e-6)
 LIMITS = StepLimits(max_step_tokens=32, max_step_sequences=4, max_sequence_tokens=512)
 
 
@@ -28,6 +29,10 @@ def config() -> Blueprint:
 def test_a_state_has_its_convolution_in_the_run_dtype_and_its_sum_in_float32() -> None:
     assert state_bytes(DELTA, DType.BF16) == (2 * 256 + 512) * 3 * 2 + 8 * 64 * 64 * 4
     assert state_bytes(DELTA, DType.F32) == (2 * 256 + 512) * 3 * 4 + 8 * 64 * 64 * 4
+
+
+def test_a_state_space_model_keeps_a_matrix_of_each_head() -> None:
+    assert state_bytes(MAMBA, DType.BF16) == (512 + 2 * 256) * 3 * 2 + 8 * 64 * 128 * 4
 
 
 def test_a_plan_has_states_for_all_sequences_in_flight_and_as_many_snapshots(config: Blueprint) -> None:
@@ -126,3 +131,27 @@ def test_recurrent_layers_are_a_kind_without_keys_and_values(config: Blueprint) 
     delta, attention = layer_kinds(config, plan).kinds
     assert (delta.name, delta.kv_bytes_per_token) == ("Gated DeltaNet + dense", 0)
     assert attention.name == "attention + dense" and attention.kv_bytes_per_token > 0
+
+
+def test_layers_of_a_mixer_or_a_feed_forward_alone_are_kinds_without_the_other(config: Blueprint) -> None:
+    full = config.layers[-1]
+    mixing = [replace(layer, feed_forward=NoFeedForward()) for layer in config.layers[2:4]]
+    config = replace(config, layers=(*mixing, replace(full, mixer=NoMixer())) * 2, legal_cuts=frozenset((3,)))
+    plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
+    names = [(kind.name, kind.kv_bytes_per_token > 0) for kind in layer_kinds(config, plan).kinds]
+    assert names == [("Gated DeltaNet", False), ("attention", True), ("dense", False)]
+    of_states = plan.num_states * 2 * state_bytes(DELTA, DType.BF16)
+    of_pages = plan.num_blocks * 16 * 2 * 2 * getattr(full.mixer, "kv_size", 0) * 2
+    assert plan.stages[0].kv_bytes == of_states + of_pages
+
+
+def test_mamba2_is_a_kind_of_its_own(config: Blueprint) -> None:
+    layers = tuple(
+        replace(layer, mixer=MAMBA) if isinstance(layer.mixer, GatedDelta) else layer
+        for layer in config.layers
+    )
+    config = replace(config, layers=layers)
+    plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
+    mamba, _ = layer_kinds(config, plan).kinds
+    assert (mamba.name, mamba.kv_bytes_per_token) == ("Mamba2 + dense", 0)
+    assert plan.num_states * 6 * state_bytes(MAMBA, DType.BF16) < plan.stages[0].kv_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, Recurrent
+from checkpoint import Checkpoint, NoMixer, Recurrent
 from checkpoint.blueprint import PageShape
 from kvcache import SlotChange
 from kvcache.pages import IndexKeys, KvPages, PageGroups
@@ -163,12 +163,14 @@ class Pipeline:
     def _new_pages(self, stage: PipelineStage, block_size: int) -> PageGroups:
         """One set for each shape; blocks of all sets have the same numbers."""
         shapes = _shapes(stage)
-        mixers = [stage.config.layers[layer].mixer for layer in stage.layers]
+        of_stage = [stage.config.layers[layer].mixer for layer in stage.layers]
+        mixers = [mixer for mixer in of_stage if not isinstance(mixer, NoMixer)]
         recurrent = [mixer for mixer in mixers if isinstance(mixer, Recurrent)]
         of_layers = [
             None if isinstance(mixer, Recurrent) else shapes.index(stage.config.page_shape(mixer.window))
             for mixer in mixers
         ]
+        placed = list(zip(mixers, of_layers, strict=True))
         pages = [
             NanPages.of(
                 shape,
@@ -177,11 +179,7 @@ class Pipeline:
                 block_size,
                 stage.torch_dtype,
                 stage.device,
-                index_widths=[
-                    stage.config.layers[layer].mixer.index_width
-                    for layer, own in zip(stage.layers, of_layers, strict=True)
-                    if own == group
-                ],
+                index_widths=[mixer.index_width for mixer, own in placed if own == group],
             )
             for group, shape in enumerate(shapes)
         ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.blueprint import CHUNK_SPLIT, KEY_SPLIT
+from checkpoint.step_sizes import CHUNK_SPLIT, KEY_SPLIT
 from stage_worker.model.attention_work import AttentionWork, HostWork, WorkRoom, queries_per_item
 from stage_worker.model.decode_rows import DecodeRows
 from stage_worker.validation import SliceLayout

@@ -1,0 +1,202 @@
+"""Rows of the families with Mamba2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from checkpoint.blueprint import NormKind, RouterScore
+from checkpoint.family_rules import (
+    Architecture,
+    BiasKeys,
+    EmbeddingScale,
+    ExpertRule,
+    MambaRule,
+    NormRule,
+    RecurrentLayers,
+    Rotation,
+    ScaleRule,
+    SparseLayers,
+)
+from checkpoint.names import Pack, TensorRole, renamed
+from checkpoint.rope_config import RopeRule
+
+
+def _keys(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_MAMBA_KEYS = (
+    "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias"
+    " mamba_proj_bias mamba_chunk_size time_step_limit"
+)
+"""The chunk size is that of other kernels: it changes only the order of sums."""
+_STATE_MODULES = {
+    TensorRole.STATE_CONV: "mamba.conv1d",
+    TensorRole.STATE_DECAY: "mamba",
+    TensorRole.STATE_DT: "mamba",
+    TensorRole.STATE_NORM: "mamba.norm",
+    TensorRole.STATE_OUT: "mamba.out_proj",
+}
+_GATE_UP = Pack(module="shared_mlp.input_linear", roles=(TensorRole.GATE, TensorRole.UP))
+_GRANITE_NAMES = renamed(
+    _STATE_MODULES
+    | {
+        TensorRole.ROUTER: "block_sparse_moe.router.layer",
+        TensorRole.EXPERT_DOWN: "block_sparse_moe.output_linear",
+        TensorRole.DOWN: "shared_mlp.output_linear",
+        TensorRole.SHARED_DOWN: "shared_mlp.output_linear",
+    },
+    _GATE_UP,
+    replace(_GATE_UP, roles=(TensorRole.SHARED_GATE, TensorRole.SHARED_UP)),
+    Pack(module="block_sparse_moe.input_linear", roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)),
+)
+"""The MLP of layers without experts is the shared one of layers with them."""
+
+_NEMOTRON_MODULES = {
+    TensorRole.MIXER_NORM: "norm",
+    TensorRole.FFN_NORM: "norm",
+    TensorRole.Q: "mixer.q_proj",
+    TensorRole.K: "mixer.k_proj",
+    TensorRole.V: "mixer.v_proj",
+    TensorRole.O: "mixer.o_proj",
+    TensorRole.MAMBA_IN: "mixer.in_proj",
+    TensorRole.MAMBA_SKIP: "mixer",
+    TensorRole.STATE_CONV: "mixer.conv1d",
+    TensorRole.STATE_DECAY: "mixer",
+    TensorRole.STATE_DT: "mixer",
+    TensorRole.STATE_NORM: "mixer.norm",
+    TensorRole.STATE_OUT: "mixer.out_proj",
+    TensorRole.UP: "mixer.up_proj",
+    TensorRole.DOWN: "mixer.down_proj",
+    TensorRole.ROUTER: "mixer.gate",
+    TensorRole.CHOICE_BIAS: "mixer.gate",
+    TensorRole.EXPERT_UP: "mixer.experts.{expert}.up_proj",
+    TensorRole.EXPERT_DOWN: "mixer.experts.{expert}.down_proj",
+    TensorRole.SHARED_UP: "mixer.shared_experts.up_proj",
+    TensorRole.SHARED_DOWN: "mixer.shared_experts.down_proj",
+}
+_NEMOTRON_UNREAD = (
+    "auto_map chunk_size expand time_step_min time_step_max time_step_floor use_mamba_kernels"
+    " num_logits_to_keep rescale_prenorm_residual moe_shared_expert_overlap partial_rotary_factor"
+    " mtp_layers_block_type mtp_hybrid_override_pattern"
+)
+"""Fields of other kernels, of training, of draft layers, and of rotations, which no layer has. transformers
+limits time steps by time_step_min in prompts and not in decodes; here neither has a limit, as in vLLM.
+"""
+
+MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture(
+        model_type="granitemoehybrid",
+        class_name="GraniteMoeHybridForCausalLM",
+        title="Granite 4.0",
+        keys=_keys(
+            f"{_MAMBA_KEYS} num_local_experts num_experts_per_tok shared_intermediate_size attention_bias"
+            " position_embedding_type embedding_multiplier residual_multiplier attention_multiplier"
+            " logits_scaling normalization_function"
+        ),
+        names=_GRANITE_NAMES,
+        rotation=Rotation.NAMED,
+        mamba=MambaRule(layers=RecurrentLayers.LISTED),
+        width_key="shared_intermediate_size",
+        scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_multipliers=True),
+        experts=ExpertRule(
+            layers=SparseLayers.COUNTED,
+            count_keys=("num_local_experts",),
+            width_key="intermediate_size",
+            shared_width_key="shared_intermediate_size",
+        ),
+        fixed={"normalization_function": "rmsnorm"},
+    ),
+    Architecture(
+        model_type="bamba",
+        class_name="BambaForCausalLM",
+        title="Bamba",
+        keys=_keys(
+            f"{_MAMBA_KEYS} attn_layer_indices attention_bias mlp_bias attn_rotary_emb partial_rotary_factor"
+            " num_logits_to_keep z_loss_coefficient"
+        ),
+        names=replace(
+            renamed(
+                _STATE_MODULES
+                | {
+                    TensorRole.FFN_NORM: "pre_ff_layernorm",
+                    TensorRole.GATE: "feed_forward.gate_proj",
+                    TensorRole.UP: "feed_forward.up_proj",
+                    TensorRole.DOWN: "feed_forward.down_proj",
+                }
+            ),
+            final_norm_module="final_layernorm",
+        ),
+        rope=RopeRule(partial=0.5, rotary_dim_key="attn_rotary_emb"),
+        mamba=MambaRule(layers=RecurrentLayers.INDICES),
+        has_kv_heads_default=False,
+        biases=BiasKeys(feed_forward="mlp_bias"),
+    ),
+    Architecture(
+        model_type="nemotron_h",
+        class_name="NemotronHForCausalLM",
+        title="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+        keys=_keys(
+            "layers_block_type hybrid_override_pattern layer_norm_epsilon norm_eps attention_bias mlp_bias"
+            " mlp_hidden_act ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act n_groups"
+            " conv_kernel use_conv_bias use_bias mamba_proj_bias time_step_limit mamba_ssm_cache_dtype"
+            " n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size"
+            " moe_latent_size num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob"
+            " residual_in_fp32 num_nextn_predict_layers"
+            f" {_NEMOTRON_UNREAD}"
+        ),
+        names=replace(
+            renamed(_NEMOTRON_MODULES),
+            prefix="backbone.",
+            embeddings_module="embeddings",
+            final_norm_module="norm_f",
+            ignored=("mtp.",),
+        ),
+        rotation=Rotation.NONE,
+        head_dim=128,
+        has_kv_heads_default=False,
+        biases=BiasKeys(qkv=None, o=None, feed_forward="mlp_bias"),
+        norms=NormRule(kind=NormKind.RMS_WIDE, eps_key="layer_norm_epsilon"),
+        activation_key="mlp_hidden_act",
+        activation="relu2",
+        is_gated=False,
+        mamba=MambaRule(
+            layers=RecurrentLayers.BLOCKS,
+            activation_key="mamba_hidden_act",
+            heads_key="mamba_num_heads",
+            head_dim_key="mamba_head_dim",
+            groups_key="n_groups",
+            state_key="ssm_state_size",
+            kernel_key="conv_kernel",
+            expand_key=None,
+            conv_bias_key="use_conv_bias",
+            bias_key="use_bias",
+        ),
+        experts=ExpertRule(
+            layers=SparseLayers.BLOCKS,
+            count_keys=("n_routed_experts",),
+            score=RouterScore.SIGMOID,
+            norm_key="norm_topk_prob",
+            has_choice_bias=True,
+            has_groups=True,
+            has_scaling=True,
+            is_wide=True,
+            shared_width_key="moe_shared_expert_intermediate_size",
+            is_gated=False,
+        ),
+        defaults={"layer_norm_epsilon": 1e-5, "n_groups": 8, "ssm_state_size": 128, "mamba_head_dim": 64},
+        fixed={
+            "attention_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_ssm_cache_dtype": "float32",
+            "moe_latent_size": None,
+            "n_shared_experts": 1,
+            "residual_in_fp32": False,
+        },
+        reasons={
+            "mamba_ssm_cache_dtype": ": states are summed in float32",
+            "moe_latent_size": " (experts of a narrower input, as in Nemotron 3 Super and Ultra)",
+        },
+        same={"norm_eps": ("layer_norm_epsilon",)},
+    ),
+)

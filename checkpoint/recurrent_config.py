@@ -1,0 +1,161 @@
+"""Recurrent mixers in config.json: which layers have one, and their sizes."""
+
+from __future__ import annotations
+
+import math
+
+from checkpoint.block_types import FORMER_TYPES, LINEAR, block_types
+from checkpoint.blueprint import Mixer
+from checkpoint.config_fields import RawConfig, flag, positive_int, text
+from checkpoint.errors import BadConfig, UnsupportedModel
+from checkpoint.family_rules import Architecture, MambaRule, RecurrentLayers
+from checkpoint.recurrent import DeltaLayout, GatedDelta, Mamba2, NoMixer, Recurrent
+from checkpoint.rope_config import FULL
+
+
+def parse_recurrent(raw: RawConfig, row: Architecture, eps: float) -> Recurrent | None:
+    """Return the mixer of the recurrent layers of a family that has them; `eps` is that of its norms.
+
+    Raises BadConfig, and UnsupportedModel for an activation.
+    """
+    if row.delta is not None:
+        return _parse_delta(raw, row.delta, eps)
+    return None if row.mamba is None else _parse_mamba(raw, row.mamba, eps)
+
+
+def parse_recurrent_layers(raw: RawConfig, rule: RecurrentLayers, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is recurrent.
+
+    Raises UnsupportedModel for another layer type, and without a layer of full attention; BadConfig.
+    """
+    listed = _parse_types(raw, num_layers)
+    if rule is RecurrentLayers.INDICES:
+        are_recurrent = _besides(raw, "attn_layer_indices", num_layers)
+        if listed is not None and listed != are_recurrent:
+            raise BadConfig("config fields 'attn_layer_indices' and 'layer_types' contradict each other")
+    elif listed is not None:
+        are_recurrent = listed
+    elif rule is RecurrentLayers.INTERVAL:
+        every = positive_int(raw, "full_attention_interval", 4)
+        are_recurrent = tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    else:
+        are_recurrent = (True,) * num_layers
+    if all(are_recurrent):
+        raise UnsupportedModel(
+            f"all {num_layers} layers are recurrent: at least one must have full attention"
+        )
+    return are_recurrent
+
+
+def parse_block_mixers(raw: RawConfig, recurrent: Recurrent, attention: Mixer) -> list[Mixer]:
+    """The mixers of layers that have a mixer or a feed-forward.
+
+    Raises UnsupportedModel without a layer of each mixer.
+    """
+    types = block_types(raw)
+    if LINEAR not in types or FULL not in types:
+        raise UnsupportedModel(
+            f"{len(types)} layers have types {', '.join(sorted(set(types)))}: at least one must have full"
+            " attention, and one must be recurrent"
+        )
+    mixers: dict[str, Mixer] = {LINEAR: recurrent, FULL: attention}
+    return [mixers.get(name, NoMixer()) for name in types]
+
+
+def _parse_types(raw: RawConfig, num_layers: int) -> tuple[bool, ...] | None:
+    types = raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise BadConfig(f"config field 'layer_types' must list {num_layers} layers, is {types!r}")
+    names = [FORMER_TYPES.get(name, name) if isinstance(name, str) else name for name in types]
+    for layer, name in enumerate(names):
+        if name not in (FULL, LINEAR):
+            raise UnsupportedModel(f"config field 'layer_types[{layer}]' = {types[layer]!r} is not supported")
+    return tuple(name == LINEAR for name in names)
+
+
+def _besides(raw: RawConfig, key: str, num_layers: int) -> tuple[bool, ...]:
+    """All layers but those that `key` lists."""
+    listed = raw.get(key) or []
+    if not isinstance(listed, list) or any(type(x) is not int or not 0 <= x < num_layers for x in listed):
+        raise BadConfig(f"config field {key!r} must list layers from 0 to {num_layers - 1}, is {listed!r}")
+    return tuple(layer not in listed for layer in range(num_layers))
+
+
+def _check_activation(raw: RawConfig, key: str) -> None:
+    activation = text(raw, key) or "silu"
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"config field {key!r} = {activation!r} is not supported, only 'silu' is")
+
+
+def _check_no_limit(raw: RawConfig) -> None:
+    """Raise UnsupportedModel for limits of time steps: transformers has them in prompts, not in decodes."""
+    limits = raw.get("time_step_limit")
+    if limits is None or (isinstance(limits, list) and len(limits) == 2):
+        low, high = limits or (0.0, math.inf)
+        if low == 0.0 and high in (math.inf, {"__float__": "Infinity"}):
+            return
+    raise UnsupportedModel(
+        f"config field 'time_step_limit' = {limits!r} is not supported, only [0.0, Infinity] is"
+    )
+
+
+def _kernel_size(raw: RawConfig, key: str) -> int:
+    kernel_size = positive_int(raw, key, 4)
+    if kernel_size < 2:
+        raise BadConfig(f"{key} is {kernel_size}, the minimum is 2")
+    return kernel_size
+
+
+def _parse_delta(raw: RawConfig, layout: DeltaLayout, eps: float) -> GatedDelta:
+    _check_activation(raw, "hidden_act")
+    num_heads = positive_int(raw, "linear_num_value_heads", 32)
+    num_key_heads = positive_int(raw, "linear_num_key_heads", 16)
+    if num_heads % num_key_heads:
+        raise BadConfig(
+            f"linear_num_value_heads {num_heads} is not a multiple of linear_num_key_heads {num_key_heads}"
+        )
+    return GatedDelta(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=positive_int(raw, "linear_key_head_dim", 128),
+        value_dim=positive_int(raw, "linear_value_head_dim", 128),
+        kernel_size=_kernel_size(raw, "linear_conv_kernel_dim"),
+        norm_eps=eps,
+        layout=layout,
+    )
+
+
+def _parse_mamba(raw: RawConfig, rule: MambaRule, eps: float) -> Mamba2:
+    _check_activation(raw, rule.activation_key)
+    _check_no_limit(raw)
+    num_heads = positive_int(raw, rule.heads_key, 128)
+    num_groups = positive_int(raw, rule.groups_key, 1)
+    if num_heads % num_groups:
+        raise BadConfig(f"{rule.heads_key} {num_heads} is not a multiple of {rule.groups_key} {num_groups}")
+    return Mamba2(
+        num_heads=num_heads,
+        head_dim=_mamba_head_dim(raw, rule, num_heads),
+        num_head_groups=num_groups,
+        state_size=positive_int(raw, rule.state_key, 256),
+        kernel_size=_kernel_size(raw, rule.kernel_key),
+        norm_eps=eps,
+        has_conv_bias=flag(raw, rule.conv_bias_key, default=True),
+        has_bias=flag(raw, rule.bias_key, default=False),
+    )
+
+
+def _mamba_head_dim(raw: RawConfig, rule: MambaRule, num_heads: int) -> int:
+    """Without `expand_key`, it is given; with it, all heads are `expand_key` times hidden_size wide."""
+    if rule.expand_key is None:
+        return positive_int(raw, rule.head_dim_key)
+    width = positive_int(raw, rule.expand_key, 2) * positive_int(raw, "hidden_size")
+    is_automatic = raw.get(rule.head_dim_key) in (None, "auto")
+    head_dim = width // num_heads if is_automatic else positive_int(raw, rule.head_dim_key)
+    if head_dim * num_heads != width:
+        raise BadConfig(
+            f"{rule.heads_key} {num_heads} times {rule.head_dim_key} {head_dim} is not {rule.expand_key}"
+            f" times hidden_size, {width}"
+        )
+    return head_dim
