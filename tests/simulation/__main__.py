@@ -6,12 +6,11 @@ import argparse
 import sys
 from contextlib import nullcontext
 
-from tests.simulation.campaign import Tally, campaign
+from tests.simulation.campaign import Tally, campaign, examine
 from tests.simulation.coverage import missing, unlisted
 from tests.simulation.gateway_schedule import examine_gateways
 from tests.simulation.planted import BUGS
 from tests.simulation.planted_gateways import GATEWAY_BUGS
-from tests.simulation.schedule import draw, run
 
 GATEWAY_SCHEDULES = 100
 
@@ -21,13 +20,14 @@ def main() -> int:
     if arguments.gateways or arguments.bug in GATEWAY_BUGS:
         return _gateways(arguments)
     if arguments.schedule is not None:
-        return _tell(arguments.seed, arguments.schedule, arguments.bug)
+        return _tell(arguments.seed, arguments.schedule, arguments.bug, has_states=arguments.states)
     tally = campaign(
         arguments.seed,
         num_schedules=arguments.count,
         seconds=arguments.seconds,
         num_processes=arguments.processes,
         bug=arguments.bug,
+        has_states=arguments.states,
     )
     _report(tally)
     return 1 if tally.failed else 0
@@ -40,6 +40,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="maximum number of schedules")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
     parser.add_argument("--schedule", type=int, help="tell the story of this one only")
+    parser.add_argument("--states", action="store_true", help="schedules of a model with recurrent states")
     parser.add_argument("--gateways", action="store_true", help="schedules of gateways")
     parser.add_argument(
         "--bug", choices=sorted(BUGS | GATEWAY_BUGS), help="with this bug planted, until it is caught"
@@ -63,12 +64,8 @@ def _gateways(arguments: argparse.Namespace) -> int:
     return 1 if num_failed else 0
 
 
-def _tell(seed: int, number: int, bug: str | None) -> int:
-    if bug is None:
-        verdict = run(draw(seed, number), is_tracing=True)
-    else:
-        with BUGS[bug]():
-            verdict = run(draw(seed, number), is_tracing=True)
+def _tell(seed: int, number: int, bug: str | None, *, has_states: bool) -> int:
+    verdict = examine(seed, number, bug, has_states=has_states, is_tracing=True)
     print(f"{verdict.num_events} events, requests: {dict(verdict.ends)}, faults: {dict(verdict.faults)}")
     print("\n".join(verdict.problems) or "all holds")
     return 1 if verdict.problems else 0
@@ -84,6 +81,8 @@ def _report(tally: Tally) -> None:
     )
     print("requests ended:", _listed(tally.ends))
     print("faults:", _listed(tally.faults))
+    if tally.states:
+        print("recurrent states:", _listed(tally.states))
     print("transitions:")
     for (before, event, after), times in sorted(tally.transitions.items()):
         print(f"  {before:20} {event:13} {after:20} {times}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import coordinator.cluster.controller
 import coordinator.server
 import gateway.upstream.link
 import stage_worker.epoch_session
@@ -26,8 +27,11 @@ from coordinator.engine.durability import Durability
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.observability.metrics import LoopLag
+from coordinator.planner.plan import Plan, WorkerCapacity
 from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.server import CoordinatorServer
+from kvcache import StatePool
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.mock_spec import MockSpec
@@ -37,7 +41,7 @@ from stage_worker.server import Worker
 from telemetry.settings import DISABLED
 from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server, SimTransport
-from tests.simulation.observed import ObservedState
+from tests.simulation.observed import ObservedState, observed_apply
 from tests.simulation.oracle import Oracle
 from tests.simulation.payloads import SimListener, SimSender
 from tests.simulation.self_check import SimCheck
@@ -50,7 +54,12 @@ from wire.transport import TransportSettings
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
 PAYLOAD_RETRY_S = 0.5
+GRID_TOKENS = 8
+"""Between snapshots of recurrent states, so that short prompts have some."""
 POLICY = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
+
+
+PlanMaker = Callable[[Sequence[WorkerCapacity]], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class Shape:
     num_blocks: int
     block_size: int = 4
     max_step_tokens: int = 12
+    num_states: int = 0
+    """Recurrent states of every stage; 0 for a model without."""
     is_checked: bool = False
     min_payload_bytes: int = 1
     """Hidden states of this size travel on payload connections."""
@@ -207,6 +218,9 @@ class Cluster:
         )
         self.coordinator = CoordinatorServer(config, model, POLICY)
         untyped: Any = self.coordinator.controller
+        if shape.num_states:
+            choice = untyped.state._choice
+            choice._make_plan = _with_states(choice._make_plan, shape.num_states)
         if shape.is_checked:
             untyped.checks = untyped._new_checks(SimCheck(self._is_bad))
             untyped.state._needs_check = True
@@ -269,6 +283,11 @@ class Cluster:
             self.loop.call_soon(self.kill_worker, host)  # it was let go
 
 
+def _with_states(make_plan: PlanMaker, num_states: int) -> PlanMaker:
+    """Plans of a model with recurrent states, so few that sequences wait for them."""
+    return lambda workers: replace(make_plan(workers), num_states=num_states)
+
+
 @contextmanager
 def simulated(cluster_random: Random) -> Iterator[None]:
     """The product without gRPC, and with ids from a seed, while this lasts."""
@@ -299,6 +318,8 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (stage_worker.hop_payloads, "PayloadSender", SimSender),
         (stage_worker.hop_payloads, "PAYLOAD_RETRY_S", PAYLOAD_RETRY_S),
         (coordinator.server, "ClusterState", ObservedState),
+        (coordinator.cluster.controller, "KvCacheManager", partial(KvCacheManager, grid_tokens=GRID_TOKENS)),
+        (StatePool, "apply", observed_apply),
         (coordinator.server, "Engine", partial(Engine, clock=now_s)),
         (coordinator.server, "Durability", partial(Durability, wall_clock=now_s)),
         (gateway.upstream.link, "fetch_tokenizer", no_tokenizer),

@@ -111,7 +111,12 @@ class Visit:
         self._customer = customer
         self._cluster = cluster
         self._stub: Any = inference_pb2_grpc.InferenceStub(cluster.client_channel())
-        customer.expected = right_tokens(customer.prompt, customer.max_tokens, block_size=shape.block_size)
+        customer.expected = right_tokens(
+            customer.prompt,
+            customer.max_tokens,
+            block_size=shape.block_size,
+            has_states=shape.num_states > 0,
+        )
         customer.got = [[] for _ in range(customer.num_choices)]
 
     async def run(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.cluster.checks import PlanChecks
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.server import CoordinatorServer
-from kvcache import IntegrityBroken
+from kvcache import IntegrityBroken, combined_digest
 from tests.simulation.virtual_loop import BEGAN_S
 from wire.errors import StepFaultKind
 from wire.steps import FaultReport, StepResult
@@ -130,8 +130,10 @@ class Oracle:
         self._check_ledger()
         if kv.num_active or kv.has_pending:
             self.note(f"the ledger has {kv.num_active} active blocks and pending signals: {kv.has_pending}")
+        if kv._states is not None and kv._states.pool.num_live:
+            self.note(f"the ledger has {kv._states.pool.num_live} live states")
         for stage, executor in enumerate(executors):
-            tables = executor._tables
+            tables, states = executor._tables, executor._states
             try:
                 executor.check_integrity()
             except IntegrityBroken as error:
@@ -141,8 +143,11 @@ class Oracle:
                     f"stage {stage} has {tables.pool.num_active} active blocks, {len(tables)} tables, "
                     f"{len(executor._sequences)} sequences"
                 )
-            if tables.digest != kv.digest:
-                self.note(f"stage {stage} has digest {tables.digest:016x}, the ledger {kv.digest:016x}")
+            if states is not None and (states.pool.num_live or len(states)):
+                self.note(f"stage {stage} has {states.pool.num_live} live states of {len(states)} sequences")
+            digest = combined_digest([tables.digest] + ([] if states is None else [states.digest]))
+            if digest != kv.digest:
+                self.note(f"stage {stage} has digest {digest:016x}, the ledger {kv.digest:016x}")
 
     def _check_ledger(self) -> None:
         scheduler = self._server.engine.scheduler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,15 @@ from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import Release, Sequence, SequenceState
+from kvcache import (
+    CopyState,
+    SavedState,
+    SlotChange,
+    StateLedger,
+    StateSignal,
+    StateTable,
+    TakeState,
+)
 from kvcache.pool import BlockPool
 from stage_worker.executor import StepExecutor
 from wire.frames import _Parts
@@ -25,11 +34,18 @@ from wire.steps import StartRecord, StepResult, key_of, split_identities
 
 Planting = Callable[[], AbstractContextManager[Any]]
 BUGS: dict[str, Planting] = {}
+STATE_BUGS: set[str] = set()
+"""Those that need a model with recurrent states."""
 
 
 def _bug(plant: Callable[[], Iterator[None]]) -> Planting:
     BUGS[plant.__name__] = planting = contextmanager(plant)
     return planting
+
+
+def _state_bug(plant: Callable[[], Iterator[None]]) -> Planting:
+    STATE_BUGS.add(plant.__name__)
+    return _bug(plant)
 
 
 @_bug
@@ -218,4 +234,65 @@ def answers_to_an_earlier_start_count() -> Iterator[None]:
         return b"".join(found)
 
     with patch.object(Scheduler, "complete", complete):
+        yield
+
+
+@_state_bug
+def the_state_of_a_cancelled_sequence_is_forgotten() -> Iterator[None]:
+    leave = Scheduler._end_running
+
+    def leak(self: Scheduler, sequence: Sequence, *, keep_content: bool = True) -> None:
+        if sequence.state is SequenceState.CANCELLED:
+            sequence.kv.state = None
+        leave(self, sequence, keep_content=keep_content)
+
+    with patch.object(Scheduler, "_end_running", leak):
+        yield
+
+
+@_state_bug
+def a_state_is_restored_from_another_slot() -> Iterator[None]:
+    apply = StateTable.apply
+
+    def shift(self: StateTable, key: Hashable, signal: StateSignal) -> SlotChange | None:
+        change = apply(self, key, signal)
+        if change is None or change.source is None or not isinstance(signal, CopyState):
+            return change
+        is_restored = isinstance(signal.source, SavedState)
+        return SlotChange(change.target, (change.source + is_restored) % self.pool.num_states)
+
+    with patch.object(StateTable, "apply", shift):
+        yield
+
+
+@_state_bug
+def a_slot_keeps_the_state_of_the_sequence_before() -> Iterator[None]:
+    apply = StateTable.apply
+
+    def keep(self: StateTable, key: Hashable, signal: StateSignal) -> SlotChange | None:
+        change = apply(self, key, signal)
+        is_reused = self.pool.num_free < self.pool.num_states - 1
+        return None if isinstance(signal, TakeState) and is_reused else change
+
+    with patch.object(StateTable, "apply", keep):
+        yield
+
+
+@_state_bug
+def an_evicted_state_counts_as_a_hit() -> Iterator[None]:
+    with patch.object(StateLedger, "_drop_evicted", lambda ledger: None):
+        yield
+
+
+@_state_bug
+def a_stage_keeps_its_states_in_a_new_epoch() -> Iterator[None]:
+    begin = StepExecutor.begin_epoch
+
+    def keep(self: StepExecutor, epoch: int, *, stage: int) -> None:
+        states = getattr(self, "_states", None)
+        begin(self, epoch, stage=stage)
+        if states is not None and states.digest:
+            self._states = states
+
+    with patch.object(StepExecutor, "begin_epoch", keep):
         yield

@@ -13,7 +13,7 @@ from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
 from tests.simulation.customers import Customer, Habit, Visit, draw_customers, late_guest
 from tests.simulation.faults import DEVICE_FAULTS, FAULTS, Fault, fail_load, kill, relieve, spoil_weights
-from tests.simulation.observed import TAKEN, Transition
+from tests.simulation.observed import STATES, TAKEN, Transition
 from tests.simulation.oracle import Listener
 from tests.simulation.stage_compute import NUM_LAYERS
 from tests.simulation.virtual_loop import BEGAN_S, NeverCalm
@@ -72,6 +72,7 @@ class Verdict:
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     transitions: Counter[Transition] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
 
 
 def draw(seed: int, number: int) -> Schedule:
@@ -119,6 +120,12 @@ def on_failing_devices(seed: int, number: int) -> Schedule:
     )
 
 
+def with_states(seed: int, number: int) -> Schedule:
+    """A random schedule of a model with recurrent states, often fewer than there are sequences."""
+    schedule, random = draw(seed, number), Random(f"{seed}/{number}/states")
+    return replace(schedule, shape=replace(schedule.shape, num_states=random.choice((2, 3, 4, 6, 12))))
+
+
 def _siege(random: Random) -> list[Strike]:
     """A worker cannot load, and others die before it is replaced."""
     moment_s = random.uniform(0.5, 2.5)
@@ -135,6 +142,7 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
     began_s = time.process_time()
     random = Random(f"{schedule.seed}/{schedule.number}/run")
     TAKEN.clear()
+    STATES.clear()
     with simulated(random):
         cluster = Cluster(schedule.shape, random)
         listener = Listener(cluster.oracle, is_tracing=is_tracing)
@@ -162,6 +170,7 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
         faults=faults,
         ends=Counter(customer.end.split(":")[0] for customer in schedule.customers),
         transitions=taken,
+        states=Counter(STATES),
     )
 
 

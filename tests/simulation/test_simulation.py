@@ -53,6 +53,19 @@ def test_no_request_fails_by_a_device_that_a_new_process_cures(num_schedules: in
     assert {fault.__name__ for fault in DEVICE_FAULTS} <= set(tally.faults)
 
 
+@pytest.mark.parametrize(
+    "num_schedules", [24, pytest.param(250, marks=pytest.mark.full)], ids=["quick", "full"]
+)
+def test_recurrent_states_are_restored_and_freed_under_any_fault(num_schedules: int) -> None:
+    """Each sequence has one slot while it runs; none is lost, and no state is another one's."""
+    tally = Tally(SEED)
+    for number in range(num_schedules):
+        tally.add(examine(SEED, number, has_states=True))
+    check(tally)
+    assert tally.states.keys() == {"taken", "saved", "restored", "freed", "evicted"}
+    assert min(tally.states.values()) > num_schedules
+
+
 def test_directed_schedules_reach_the_rare_transitions() -> None:
     taken = Counter[Transition]()
     for number, name in enumerate(DIRECTED_SCHEDULES):
