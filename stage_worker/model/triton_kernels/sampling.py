@@ -454,16 +454,8 @@ def choose(
     num_parts = triton.cdiv(vocab_size, NUM_CANDIDATES)
     columns = padded(vocab_size) if num_parts == 1 else NUM_CANDIDATES
     constants = {"VOCAB": vocab_size, "PARTS": num_parts}
-    maxima = scores.new_empty(num_rows, num_parts)
-    ids, flags = (torch.empty_like(maxima, dtype=torch.int32) for _ in range(2))
     is_wide = reals is not None and num_parts > 1
-    sums = maxima.new_empty(num_rows, num_parts, 3) if is_wide else None
-    start = Launch(parts_kernel, (num_rows, num_parts), {**constants, "COLUMNS": columns})
-    if scores is logits:
-        start(scores, scores.stride(0), maxima, ids, flags, sums)
-    else:
-        start(scores, scores.stride(0), maxima, ids, None, sums)
-        start(logits, logits.stride(0), None, None, flags, None)
+    maxima, ids, flags, sums = _parts(logits, scores, {**constants, "COLUMNS": columns}, has_sums=is_wide)
     constants["PADDED"] = padded(num_parts)
     whole: Sequence[Tensor | None] = [None] * 5
     if is_wide:
@@ -476,6 +468,23 @@ def choose(
     start = Launch(decide_kernel, (triton.cdiv(num_rows, rows),), constants, max(4, min(16, columns // 256)))
     start(*given, *whole, tokens, num_rows)
     return tokens
+
+
+def _parts(
+    logits: Tensor, scores: Tensor, constants: Mapping[str, int], *, has_sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of each part of each row: maximum and its id of `scores`, flags of `logits`, and sums of `scores`."""
+    shape = len(scores), constants["PARTS"]
+    maxima = scores.new_empty(shape)
+    ids, flags = (torch.empty_like(maxima, dtype=torch.int32) for _ in range(2))
+    sums = scores.new_empty((*shape, 3)) if has_sums else None
+    start = Launch(parts_kernel, shape, constants)
+    if scores is logits:
+        start(scores, scores.stride(0), maxima, ids, flags, sums)
+    else:
+        start(scores, scores.stride(0), maxima, ids, None, sums)
+        start(logits, logits.stride(0), None, None, flags, None)
+    return maxima, ids, flags, sums
 
 
 def _wide_rows(
