@@ -17,8 +17,8 @@ from checkpoint.errors import BadHeader, CheckpointNotFound
 from checkpoint.files import FileIdentity, open_regular, stat_files
 from checkpoint.generation_config import bos_token_id, eos_token_ids
 from checkpoint.gguf.files import is_gguf, model_name
-from checkpoint.gguf.model import describe_gguf
-from checkpoint.headers import ShardHeader, TensorEntry
+from checkpoint.gguf.model import describe_gguf, gguf_headers
+from checkpoint.headers import Headers, ShardHeader, TensorEntry, read_headers
 from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
 from checkpoint.tensors import (
@@ -160,7 +160,7 @@ class Checkpoint:
         unsupported model or field, tensors that are missing, unknown or of another shape.
         """
         path = Path(path)
-        found, directory = describe(path), files_directory(path)
+        found, directory = describe(path, is_sparse=pins is not None), files_directory(path)
         config, tensors = found.config, found.headers.tensors
         if config.has_row:
             verify_tensors(config, tensors)
@@ -246,9 +246,17 @@ class Checkpoint:
         return stat_files(self.directory, names) if self.pins is None else self.pins.identities(names)
 
 
-def describe(path: Path) -> Description:
-    """Read config and headers of a directory or a GGUF file. Raises CheckpointError."""
-    return describe_gguf(path) if is_gguf(path) else describe_directory(path)
+def describe(path: Path, *, is_sparse: bool = False) -> Description:
+    """Read config and headers of a directory or a GGUF file. Raises CheckpointError.
+
+    With `is_sparse`, files have holes in the place of weights.
+    """
+    return describe_gguf(path, is_sparse=is_sparse) if is_gguf(path) else describe_directory(path)
+
+
+def headers_of(path: Path) -> Headers:
+    """Read the headers of a directory or a GGUF file. Raises CheckpointError."""
+    return gguf_headers(path) if is_gguf(path) else read_headers(path)
 
 
 def files_directory(path: Path) -> Path:

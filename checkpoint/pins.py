@@ -104,7 +104,7 @@ def pins_of_directory(directory: str, files: Iterable[FileIdentity], fingerprint
 
 
 def _has_weights(file: PinnedFile) -> bool:
-    return file.name.endswith(".safetensors")
+    return file.name.endswith((".safetensors", ".gguf"))
 
 
 def _status(file: PinnedFile) -> tuple[int, int, int, int]:

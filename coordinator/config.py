@@ -82,8 +82,9 @@ class CoordinatorConfig:
         _model(
             "--model",
             "DIR|FILE|URL",
-            "GGUF file, or Hugging Face checkpoint with safetensors: a directory, hf://ORG/NAME[@REVISION], "
-            "https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH",
+            "GGUF file, or Hugging Face checkpoint with safetensors: a path, hf://ORG/NAME[@REVISION], "
+            "https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH; of a GGUF file, "
+            "hf://ORG/NAME/FILE.gguf[@REVISION] or https://HOST/PATH/FILE.gguf",
             unset="the built-in model",
             parse=model_location,
         ),

@@ -89,13 +89,8 @@ class ServedModel:
 
     @property
     def has_weights_here(self) -> bool:
-        """Its weights are on this host: neither a mock nor remote."""
+        """Its weights are on this host, so that workers can fetch them: neither a mock nor remote."""
         return not self.is_mock and self.pins is None
-
-    @property
-    def can_share_weights(self) -> bool:
-        """Whether workers can fetch its weights from this host: those of a directory, not of a GGUF file."""
-        return self.has_weights_here and self.directory is not None and not is_gguf(self.directory)
 
     @property
     def weight_format(self) -> WeightFormat | None:

@@ -345,7 +345,7 @@ class CoordinatorServer:
     def _new_weights_port(self) -> CoordinatorWeightsPort | None:
         """Raises OSError and CheckpointError for a directory that became unreadable."""
         config, model, listen = self._config, self._model, self._config.weights_listen
-        is_wanted = model.can_share_weights and not model.is_builtin if listen is None else listen != OFF
+        is_wanted = model.has_weights_here and not model.is_builtin if listen is None else listen != OFF
         if not is_wanted:
             return None
         # Imported late: the HTTP server takes some 20 MB, and remote models need none here.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint.headers import read_headers
+from checkpoint.directory import files_directory, headers_of
 from checkpoint.pins import Pins, pins_of_directory
 from coordinator.model import ServedModel
 from web.connection_limits import FOR_WEIGHTS
@@ -40,8 +40,9 @@ class CoordinatorWeightsPort:
         registry = HeldRegistry()
         self.pins: Pins | None = None
         """The version of the directory; None for a model that workers fetch from a source."""
-        if model.can_share_weights and model.directory is not None:
-            held = DirectoryFiles(model.directory, read_headers(model.directory).tensors, model.fingerprint)
+        if model.has_weights_here and model.directory is not None:
+            tensors = headers_of(model.directory).tensors
+            held = DirectoryFiles(files_directory(model.directory), tensors, model.fingerprint)
             self.pins = pins_of_directory(model.directory_for_workers, held.files, model.fingerprint)
             registry.put(held)
 

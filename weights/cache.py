@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from checkpoint.directory import headers_of
 from checkpoint.errors import BadHeader, CheckpointError, CheckpointNotFound
 from checkpoint.files import TOKENIZER_FILES, read_json_object, replace_file
-from checkpoint.headers import read_headers
+from checkpoint.gguf.files import checkpoint_in
 from checkpoint.pins import PinnedFile, Pins
 from weights.cached_model import CachedModel, disk_bytes
 from weights.errors import CacheFull, CacheInUse
 from weights.metadata import (
     FILES_FOLDER,
     HASHES_FOLDER,
+    WEIGHT_SUFFIXES,
     FileState,
     fetch_metadata,
     file_state,
@@ -243,7 +245,7 @@ def _metadata_state(directory: Path, pins: Pins) -> tuple[ModelState, str]:
     if wanted := [name for name in missing if name not in TOKENIZER_FILES]:
         return ModelState.INCOMPLETE, f"it lacks {', '.join(wanted)}"
     try:
-        read_headers(directory)
+        headers_of(checkpoint_in(directory))
     except CheckpointError as error:
         return ModelState.DAMAGED, str(error)
     return ModelState.USABLE, ""
@@ -286,7 +288,7 @@ def _sweep(directory: Path) -> None:
     places = [directory, *(directory / MODELS_FOLDER).iterdir()]
     places += [place / part for place in places[1:] for part in (FILES_FOLDER, HASHES_FOLDER)]
     for path in (path for place in places if place.is_dir() for path in place.glob(".*")):
-        if path.is_file() and not path.name.endswith(".safetensors"):
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
             log.info("removed %s, which was not written to its end", path)
             path.unlink()
 

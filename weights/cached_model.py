@@ -18,7 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-from checkpoint.headers import Headers, TensorEntry, read_headers
+from checkpoint.directory import headers_of
+from checkpoint.gguf.files import checkpoint_in
+from checkpoint.headers import Headers, TensorEntry
 from weights.errors import PieceDamaged
 from weights.metadata import FILES_FOLDER, full_disk_named
 from weights.piece_log import PieceLog
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 LOG_FILE = "pieces.log"
 _READ_BYTES = 1024 * 1024
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_LAYER = re.compile(r"(.*?\blayers\.\d+)\.")
+_LAYER = re.compile(r"(.*?\b(?:layers|blk)\.\d+)\.")
 
 
 def unit_of(tensor: str) -> str:
@@ -47,7 +49,7 @@ class CachedModel:
     def __init__(self, folder: Path, *, piece_bytes: int) -> None:
         """Open `folder`, whose files have their headers already. Raises CheckpointError and OSError."""
         self.directory = folder / FILES_FOLDER
-        self.headers: Headers = read_headers(self.directory)
+        self.headers: Headers = headers_of(checkpoint_in(self.directory))
         self._piece_bytes = piece_bytes
         self._log = PieceLog(folder / LOG_FILE)
         self._lock = threading.Lock()

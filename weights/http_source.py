@@ -567,4 +567,4 @@ class HttpSource(WeightSource):
         return PinnedFile(name=name, size_bytes=head.size_bytes, validator=head.validator)
 
     def _url(self, name: str) -> str:
-        return f"{self.location}/{quote(name)}"
+        return self.where(quote(name))

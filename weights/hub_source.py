@@ -46,11 +46,13 @@ class HubSource(WeightSource):
         if self._listed is None:
             self._list()
         listed = self._listed or {}
-        return {name: _pinned(listed[name]) for name in names if name in listed}
+        paths = {name: f"{self.location.folder}{name}" for name in names}
+        return {name: _pinned(name, listed[path]) for name, path in paths.items() if path in listed}
 
     def open(self, file: PinnedFile, begin: int, end: int) -> RangeBody:
         location = self.location
-        url = f"{constants.ENDPOINT}/{location.path}/resolve/{location.revision}/{quote(file.name)}"
+        path = quote(f"{location.folder}{file.name}")
+        url = f"{constants.ENDPOINT}/{location.path}/resolve/{location.revision}/{path}"
         return self._ranges.open(url, file, begin, end, pins_url=True)
 
     def close(self) -> None:
@@ -82,13 +84,13 @@ def _credentials() -> Headers:
     return NO_HEADERS if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def _pinned(file: RepoSibling) -> PinnedFile:
+def _pinned(name: str, file: RepoSibling) -> PinnedFile:
     """Large files are known by the SHA-256 of their content, others by git's hash."""
     validator = file.blob_id if file.lfs is None else file.lfs.sha256
     size_bytes = file.size if file.lfs is None else file.lfs.size
     if size_bytes is None or not validator:
         raise SourceRefused(f"the hub tells no size or hash of {file.rfilename}")
-    return PinnedFile(name=file.rfilename, size_bytes=size_bytes, validator=validator)
+    return PinnedFile(name=name, size_bytes=size_bytes, validator=validator)
 
 
 def _explained(location: RemoteModel, error: Exception) -> SourceError:

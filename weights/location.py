@@ -8,10 +8,14 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from checkpoint.gguf.files import is_gguf, model_name
 from wire.flags import checkpoint_directory
 
 _REMOTE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.ASCII | re.DOTALL)
-_HUB = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_HUB = re.compile(
+    r"(?P<path>[\w.-]+/[\w.-]+?)(?:/(?P<file>[\w./+-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
+    re.ASCII | re.IGNORECASE,
+)
 _PATH = re.compile(r"[!-~]+", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts of addresses that may be http://."""
@@ -29,7 +33,8 @@ class SourceKind(Enum):
 
 _SCHEMES = {scheme.value: scheme for scheme in SourceKind}
 _EXAMPLES = (
-    "write a directory, hf://ORG/NAME[@REVISION], https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH"
+    "write a directory, hf://ORG/NAME[@REVISION], https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH, "
+    "or a GGUF file, as in hf://ORG/NAME/FILE.gguf[@REVISION] and https://HOST/PATH/FILE.gguf"
 )
 
 
@@ -39,16 +44,37 @@ class RemoteModel:
 
     kind: SourceKind
     path: str
+    """A folder with files, or a hub's repository."""
     revision: str = ""
     """Of a hub's repository; "" for its main branch, and for other sources."""
+    folder: str = ""
+    """Of a hub's repository, with a slash at its end; "" for the files at its top, and for other sources."""
+    file: str = ""
+    """First file of a GGUF model in the folder; "" for a Hugging Face checkpoint."""
 
     def __str__(self) -> str:
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"{self.kind.value}://{self.path}{revision}"
+        return self.address_of(self.file) if self.file else f"{self._base}{self._at_revision}"
+
+    def address_of(self, name: str) -> str:
+        """Address of a file in the folder."""
+        return f"{self._base}/{self.folder}{name}{self._at_revision}"
+
+    @property
+    def folder_address(self) -> str:
+        """Address of the folder, of a source without revisions."""
+        return self._base
 
     @property
     def name(self) -> str:
-        return self.path.rsplit("/", 1)[-1]
+        return model_name(Path(self.file)) if self.file else self.path.rsplit("/", 1)[-1]
+
+    @property
+    def _base(self) -> str:
+        return f"{self.kind.value}://{self.path}"
+
+    @property
+    def _at_revision(self) -> str:
+        return f"@{self.revision}" if self.revision else ""
 
 
 ModelLocation = Path | RemoteModel
@@ -59,10 +85,6 @@ def model_location(text: str) -> ModelLocation:
     if (found := _REMOTE.fullmatch(text)) is None:
         return checkpoint_directory(text)
     scheme, rest = _SCHEMES.get(found["scheme"]), found["rest"]
-    if rest.lower().endswith(".gguf"):
-        raise ValueError(
-            "GGUF files are read from a path on each host, not from an address: download the file"
-        )
     if scheme is None:
         raise ValueError(f"{found['scheme']}:// is not the address of a model: {_EXAMPLES}")
     if scheme is SourceKind.HUB:
@@ -85,8 +107,21 @@ def remote_model(text: str) -> RemoteModel:
 
 def _hub(rest: str) -> RemoteModel:
     if (found := _HUB.fullmatch(rest)) is None:
-        raise ValueError(f"hf://{rest} is not hf://ORG/NAME[@REVISION]")
-    return RemoteModel(kind=SourceKind.HUB, path=found["path"], revision=found["revision"] or "")
+        raise ValueError(f"hf://{rest} is not hf://ORG/NAME[@REVISION] or hf://ORG/NAME/FILE.gguf[@REVISION]")
+    folder, slash, file = (found["file"] or "").rpartition("/")
+    if ".." in folder.split("/"):
+        raise ValueError(f"hf://{rest} leads out of the repository")
+    if is_gguf(Path(found["revision"] or "")):
+        raise ValueError(
+            f"hf://{rest} has its revision before the file: write hf://ORG/NAME/FILE.gguf@REVISION"
+        )
+    return RemoteModel(
+        kind=SourceKind.HUB,
+        path=found["path"],
+        revision=found["revision"] or "",
+        folder=folder + slash,
+        file=file,
+    )
 
 
 def _with_path(scheme: SourceKind, rest: str) -> RemoteModel:
@@ -105,7 +140,10 @@ def _with_path(scheme: SourceKind, rest: str) -> RemoteModel:
         raise ValueError(
             f"http://{rest} sends weights in plain text, which anyone on the way can change: use https://"
         )
-    return RemoteModel(kind=scheme, path=path)
+    folder, _, file = path.rpartition("/")
+    if not folder or not is_gguf(Path(file)):
+        return RemoteModel(kind=scheme, path=path)
+    return RemoteModel(kind=scheme, path=folder, file=file)
 
 
 def _valid_port(netloc: str, scheme: SourceKind) -> bool:

@@ -18,6 +18,8 @@ import xxhash
 
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
 from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES, replace_file
+from checkpoint.gguf.families import ROPE_FACTORS, factors_beside
+from checkpoint.gguf.files import is_gguf, parse_gguf_file, shard_paths
 from checkpoint.headers import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
@@ -27,15 +29,18 @@ from checkpoint.headers import (
 )
 from checkpoint.pins import PinnedFile, Pins
 from weights.errors import CacheFull, SourceUnavailable
+from weights.location import RemoteModel
 from weights.parallel import no_check, run_requests
 from weights.pieces import DEFAULT_TRANSFER, TransferPolicy
-from weights.source import CONFIG_FILES, WeightSource
+from weights.source import CONFIG_FILES, RangeStream, WeightSource
 
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 256 * 1024 * 1024
 MAX_FILES = 4096
 NUM_READERS = 8
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".rope_freqs")
+"""Of files with weights, and of a tensor that is kept beside one."""
 FILES_FOLDER = "files"
 """In the folder of a model: the checkpoint's directory."""
 _LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
@@ -48,9 +53,12 @@ NUM_TRIES = 5
 
 def pin(source: WeightSource) -> Pins:
     """Find out which files the checkpoint has, and their versions. Raises SourceError, CheckpointError."""
+    if isinstance(source.location, RemoteModel) and source.location.file:
+        return _pin_gguf(source, [path.name for path in shard_paths(Path(source.location.file))])
     found = _find(source, (*CONFIG_FILES, *TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE))
     if CONFIG_FILES[0] not in found:
-        raise CheckpointNotFound(f"{source.location} has no {CONFIG_FILES[0]}")
+        hint = "" if isinstance(source.location, str) else f"; a GGUF model is {source.where('FILE.gguf')}"
+        raise CheckpointNotFound(f"{source.location} has no {CONFIG_FILES[0]}{hint}")
     if SINGLE_FILE in found:
         found.pop(INDEX_FILE, None)
     elif INDEX_FILE in found:
@@ -59,6 +67,13 @@ def pin(source: WeightSource) -> Pins:
         raise CheckpointNotFound(f"{source.location} has neither {SINGLE_FILE} nor {INDEX_FILE}")
     files = tuple(sorted(found.values(), key=lambda file: file.name))
     return Pins(source=str(source.location), files=files)
+
+
+def _pin_gguf(source: WeightSource, names: list[str]) -> Pins:
+    found = _find(source, names)
+    if missing := [name for name in names if name not in found]:
+        raise CheckpointNotFound(f"{source.where(missing[0])} does not exist")
+    return Pins(source=str(source.location), files=tuple(found[name] for name in names))
 
 
 def _find(source: WeightSource, names: Iterable[str]) -> dict[str, PinnedFile]:
@@ -76,7 +91,7 @@ def _find(source: WeightSource, names: Iterable[str]) -> dict[str, PinnedFile]:
 
 
 def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
-    weight_map = parse_weight_map(read_small(source, index), f"{source.location}/{INDEX_FILE}")
+    weight_map = parse_weight_map(read_small(source, index), source.where(INDEX_FILE))
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise BadHeader(f"{source.location} has {len(names)} files with weights, the limit is {MAX_FILES}")
@@ -122,8 +137,13 @@ def _fetch_missing(
 
 
 def _fetch_file(source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event) -> None:
-    is_sparse = file.name.endswith(".safetensors")
-    content = _read_header(source, file, ending) if is_sparse else read_small(source, file, ending)
+    is_sparse = True
+    if is_gguf(Path(file.name)):
+        content = _read_gguf_header(source, file, directory, ending)
+    elif file.name.endswith(".safetensors"):
+        content = _read_header(source, file, ending)
+    else:
+        content, is_sparse = read_small(source, file, ending), False
     path = directory / file.name
     if is_sparse and _has_size(path, file):
         _rewrite_header(path, content)
@@ -184,13 +204,13 @@ def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event |
     """All of a file other than weights; `ending` ends waits. Raises FileTooLarge and SourceError."""
     limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
     if file.size_bytes > limit:
-        raise FileTooLarge(f"{source.location}/{file.name} has {file.size_bytes} bytes, the limit is {limit}")
+        raise FileTooLarge(f"{source.where(file.name)} has {file.size_bytes} bytes, the limit is {limit}")
     return _patiently(lambda: source.read(file, 0, file.size_bytes), ending or threading.Event())
 
 
 def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event) -> bytes:
     """The length of the header and the header of a safetensors file."""
-    where = f"{source.location}/{file.name}"
+    where = source.where(file.name)
     if file.size_bytes < 8:
         raise BadHeader(f"{where} has {file.size_bytes} bytes, too few for a safetensors header")
     prefix = _patiently(lambda: source.read(file, 0, 8), ending)
@@ -198,6 +218,23 @@ def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event
     if length > min(MAX_HEADER_BYTES, file.size_bytes - 8):
         raise BadHeader(f"{where} claims a header of {length} bytes in a file of {file.size_bytes} bytes")
     return prefix + _patiently(lambda: source.read(file, 8, 8 + length), ending)
+
+
+def _read_gguf_header(
+    source: WeightSource, file: PinnedFile, directory: Path, ending: threading.Event
+) -> bytes:
+    """The header of a GGUF file; writes the tensor beside it that belongs to the config, if there is one."""
+
+    def read(begin: int, end: int) -> bytes:
+        return _patiently(lambda: source.read(file, begin, end), ending)
+
+    stream = RangeStream(read, file.size_bytes)
+    found = parse_gguf_file(stream, Path(file.name), size_bytes=file.size_bytes)
+    if (factors := found.header.tensors.get(ROPE_FACTORS)) is not None:
+        content = read(factors.begin, factors.end)
+        beside = factors_beside(directory / file.name)
+        _write(beside, content + xxhash.xxh3_128_digest(content), size_bytes=len(content) + 16)
+    return stream.before(found.header_bytes)
 
 
 def _patiently(

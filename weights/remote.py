@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint
-from checkpoint.headers import Headers, read_headers
+from checkpoint.directory import headers_of
+from checkpoint.gguf.files import checkpoint_in
+from checkpoint.headers import Headers
 from checkpoint.pins import Pins
 from weights.location import RemoteModel, SourceKind
 from weights.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
@@ -54,8 +56,8 @@ def open_remote(
 ) -> RemoteCheckpoint:
     """Fetch config, tokenizer and headers of the newest version, unless this host has them.
 
-    The manifest is the file `manifest`, else the one beside the weights, if there is one. Raises SourceError,
-    CheckpointError and BadManifest.
+    The manifest is the file `manifest`, else the one in the source's folder, if there is one. Raises
+    SourceError, CheckpointError and BadManifest.
     """
     with closing(open_source(location)) as source:
         pins = pin(source)
@@ -64,14 +66,18 @@ def open_remote(
             pins = replace(pins, manifest_sha256=proof.digest)
         folder = cache_directory / SOURCES_FOLDER / pins.key
         directory = fetch_metadata(source, pins, folder, has_text=True)
-    headers = read_headers(directory)
+    path = checkpoint_in(directory)
+    headers = headers_of(path)
     if proof is not None:
         proof.check(headers, pins.source)
-    checkpoint = Checkpoint.open(directory, pins=pins)
+    checkpoint = Checkpoint.open(path, pins=pins)
     return RemoteCheckpoint(checkpoint=checkpoint, headers=headers, source=source, pins=pins, manifest=proof)
 
 
 def _source_manifest(source: WeightSource) -> Manifest | None:
+    """None beside a GGUF file, which may be one of several models in its folder."""
+    if isinstance(source.location, RemoteModel) and source.location.file:
+        return None
     if (file := source.find([MANIFEST_FILE]).get(MANIFEST_FILE)) is None:
         return None
-    return parse_manifest(read_small(source, file), f"{source.location}/{MANIFEST_FILE}")
+    return parse_manifest(read_small(source, file), source.where(MANIFEST_FILE))

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from checkpoint.errors import CheckpointError
 from checkpoint.files import TOKENIZER_FILES, identity_of_open, open_regular, stat_files
+from checkpoint.gguf.files import is_gguf
 from checkpoint.headers import INDEX_FILE, SINGLE_FILE, TensorEntry
 from weights.cached_model import CachedModel
 from weights.errors import PieceDamaged
@@ -103,7 +104,7 @@ class CachedFiles(HeldFiles):
 
 
 class DirectoryFiles(HeldFiles):
-    """A checkpoint's directory, as long as its files are those that were opened."""
+    """A checkpoint's directory, or its GGUF files, as long as its files are those that were opened."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], fingerprint: str) -> None:
         """`tensors` are those of the checkpoint in the directory."""
@@ -132,8 +133,10 @@ class DirectoryFiles(HeldFiles):
 
 
 def _names_of(directory: Path, tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """Names of the files of a checkpoint: weights, config and tokenizer."""
+    """Names of the files of a checkpoint: weights, config and tokenizer, all of which a GGUF file has."""
     shards = {entry.file for entry in tensors.values()}
+    if any(is_gguf(Path(name)) for name in shards):
+        return sorted(shards)
     others = [] if SINGLE_FILE in shards else [INDEX_FILE]
     small = [name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if (directory / name).is_file()]
     return sorted({*shards, *others, *small})

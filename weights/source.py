@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -46,6 +47,11 @@ class WeightSource(ABC):
     location: RemoteModel | str
     """For messages; with a revision that does not move, where there are revisions."""
 
+    def where(self, name: str) -> str:
+        """Address of a file, for messages."""
+        location = self.location
+        return f"{location}/{name}" if isinstance(location, str) else location.address_of(name)
+
     @abstractmethod
     def find(self, names: Iterable[str]) -> dict[str, PinnedFile]:
         """The files among `names` that the source has, as they are now. Raises SourceError."""
@@ -86,3 +92,43 @@ class WeightSource(ABC):
                 while done < len(data):
                     done += body.read_some(data[done:])
         return bytes(data)
+
+
+FIRST_BYTES = 16 * 1024
+MOST_BYTES = 4 * 1024 * 1024
+"""Of one range. Each range is as long as all before it, so less than half of the bytes are not needed."""
+
+
+class RangeStream:
+    """The first bytes of a file, for a parser that finds out how many there are.
+
+    Reads a file of `size_bytes`, and keeps what it has read. `read` returns bytes [begin, end).
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
+        self._read, self._size_bytes = read, size_bytes
+        self._kept = bytearray()
+        self._position = 0
+
+    def read(self, size: int, /) -> bytes:
+        """See `ByteStream`. Raises like the function of ranges."""
+        begin = self._position
+        self._position = max(begin, min(begin + size, self._size_bytes))
+        self._fill(self._position)
+        return bytes(self._kept[begin : self._position])
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """See `ByteStream`."""
+        self._position = offset if whence == os.SEEK_SET else self._position + offset
+        return self._position
+
+    def before(self, end: int) -> bytes:
+        """All bytes before `end`. Raises like the function of ranges."""
+        self._fill(end)
+        return bytes(self._kept[:end])
+
+    def _fill(self, end: int) -> None:
+        while len(self._kept) < end:
+            begin = len(self._kept)
+            step = min(max(FIRST_BYTES, begin), MOST_BYTES)
+            self._kept += self._read(begin, min(begin + step, self._size_bytes))

@@ -41,7 +41,7 @@ class StoreSource(WeightSource):
         try:
             # The transfer retries, and goes on where a range broke off. Client options given here would
             # replace those of the environment.
-            self._store: ObjectStore = from_url(str(location), retry_config={"max_retries": 0})
+            self._store: ObjectStore = from_url(location.folder_address, retry_config={"max_retries": 0})
         except Exception as error:
             raise SourceRefused(f"{location} cannot be opened: {_kind(error)}") from error
 
@@ -55,7 +55,7 @@ class StoreSource(WeightSource):
             except Exception as error:
                 raise self._explained(name, error) from error
             if not (tag := meta["e_tag"]):
-                raise SourceRefused(f"{self.location}/{name} has no ETag, so a change would not be noticed")
+                raise SourceRefused(f"{self.where(name)} has no ETag, so a change would not be noticed")
             found[name] = PinnedFile(name=name, size_bytes=meta["size"], validator=tag)
         return found
 
@@ -68,8 +68,8 @@ class StoreSource(WeightSource):
         except Exception as error:
             raise self._explained(file.name, error) from error
         if result.range != (begin, end):
-            raise SourceUnavailable(f"{self.location}/{file.name} answered bytes {result.range}")
-        return _StoreBody(chunks, f"{self.location}/{file.name}")
+            raise SourceUnavailable(f"{self.where(file.name)} answered bytes {result.range}")
+        return _StoreBody(chunks, self.where(file.name))
 
     def close(self) -> None:
         """The library owns the connections."""
@@ -79,7 +79,7 @@ class StoreSource(WeightSource):
 
     def _explained(self, name: str, error: Exception) -> SourceError:
         """Texts of the library have addresses and responses, so only its kinds of errors are passed on."""
-        where, errors = f"{self.location}/{name}", self._library.exceptions
+        where, errors = self.where(name), self._library.exceptions
         if isinstance(error, errors.PreconditionError):
             return SourceChanged(f"{where} has changed since the model was opened")
         if isinstance(error, FileNotFoundError):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import xxhash
+
 from checkpoint.architectures import architecture_of
 from checkpoint.blueprint import NormKind
 from checkpoint.dtypes import DType
@@ -90,11 +92,11 @@ _FUSED_EXPERTS = Pack(
 _STACK = re.compile(
     r"(?P<module>blk\.\d+\.(?:ffn_(?:gate|up|gate_up|down)_exps|attn_[kv]_b))\.(?P<kind>weight|bias)"
 )
-_MOST_TENSORS = 1 << 18
+MOST_TENSORS = 1 << 18
 """Of experts and heads of all layers; Kimi K2 has 69,120 matrices of experts."""
 _SQUEEZED = {"ffn_gate_inp_shexp.weight": (1, 0), "ssm_conv1d.weight": (2, 1)}
 """Stored without its dimension of 1: number of the others, and where it is."""
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of Llama 3.1 and later; the metadata does not tell its scaling."""
 
 
@@ -110,14 +112,33 @@ def _names(others: Mapping[TensorRole, str], *packs: Pack) -> NameTable:
     )
 
 
-def _rope_factors(fields: Fields, raw: RawFields, entry: TensorEntry) -> RawFields:
+def factors_beside(path: Path) -> Path:
+    """Where ROPE_FACTORS is kept of a GGUF file at `path` that has holes in the place of tensors.
+
+    Its bytes, and then their XXH3-128.
+    """
+    return path.with_name(f"{path.name}.rope_freqs")
+
+
+def _kept_factors(path: Path, entry: TensorEntry) -> bytes:
+    """Raises BadHeader for damaged bytes, and like `read_bytes`."""
+    beside = factors_beside(path)
+    kept = read_bytes(beside, 0, entry.num_bytes + 16)
+    content, digest = kept[: entry.num_bytes], kept[entry.num_bytes :]
+    if xxhash.xxh3_128_digest(content) != digest:
+        raise BadHeader(f"{beside} differs from its hash: remove the model from the cache")
+    return content
+
+
+def _rope_factors(fields: Fields, raw: RawFields, entry: TensorEntry, *, is_sparse: bool) -> RawFields:
     """Scaling that divides each frequency by a number of the file, for texts of any length."""
     if entry.dtype is not DType.F32 or "rope_scaling" in raw:
         raise UnsupportedModel(
-            f"{fields.file.path}: tensor {_ROPE_FACTORS} of {entry.dtype.name} beside the rope.scaling of the"
+            f"{fields.file.path}: tensor {ROPE_FACTORS} of {entry.dtype.name} beside the rope.scaling of the"
             " metadata is not supported, only of F32 and alone"
         )
-    content = read_bytes(fields.file.path.with_name(entry.file), entry.begin, entry.end)
+    path = fields.file.path.with_name(entry.file)
+    content = _kept_factors(path, entry) if is_sparse else read_bytes(path, entry.begin, entry.end)
     factors = [factor for (factor,) in struct.iter_unpack("<f", content)]
     return {
         "rope_type": "longrope",
@@ -239,15 +260,17 @@ _BY_NAME = {family.architecture: family for family in FAMILIES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadConfig:
-    """Metadata as a config.json, the row of its family, and the tensors that it describes."""
+    """Metadata as a config.json, and the row of its family."""
 
     raw: RawFields
     row: Architecture
-    tensors: Mapping[str, TensorEntry]
 
 
-def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfig:
-    """Read the metadata of a model's first file. Raises UnsupportedModel and BadConfig, with the key."""
+def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry], *, is_sparse: bool) -> ReadConfig:
+    """Read the metadata of a model's first file. Raises UnsupportedModel and BadConfig, with the key.
+
+    With `is_sparse`, tensors are holes, see `factors_beside`.
+    """
     architecture = file.metadata.get("general.architecture")
     family = _BY_NAME.get(architecture) if isinstance(architecture, str) else None
     if family is None:
@@ -260,12 +283,11 @@ def read_config(file: GgufFile, tensors: Mapping[str, TensorEntry]) -> ReadConfi
     raw = {key: value for key, value in family.read(fields).items() if value is not None}
     fields.refuse_unread()
     row = family.adapt(replace(architecture_of(raw), names=_names_in(family, tensors)), tensors)
-    kept = _as_named(fields.file.path, tensors)
-    if (factors := kept.pop(_ROPE_FACTORS, None)) is None:
-        return ReadConfig(raw=raw, row=row, tensors=kept)
-    scaling = _rope_factors(fields, raw, factors)
+    if (factors := tensors.get(ROPE_FACTORS)) is None:
+        return ReadConfig(raw=raw, row=row)
+    scaling = _rope_factors(fields, raw, factors, is_sparse=is_sparse)
     row = replace(row, rope=replace(row.rope, has_length_factors=True))
-    return ReadConfig(raw={**raw, "rope_scaling": scaling}, row=row, tensors=kept)
+    return ReadConfig(raw={**raw, "rope_scaling": scaling}, row=row)
 
 
 def _names_in(family: GgufFamily, tensors: Tensors) -> NameTable:
@@ -275,16 +297,21 @@ def _names_in(family: GgufFamily, tensors: Tensors) -> NameTable:
     return replace(family.names, packs=(_FUSED_EXPERTS, *family.names.packs))
 
 
-def _as_named(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors under the names of `_names`: each expert's or head's part of a stack on its own."""
+def as_named(path: Path, tensors: Tensors, *, limit: int = MOST_TENSORS) -> dict[str, TensorEntry]:
+    """The tensors under the names of a family: each expert's or head's part of a stack on its own.
+
+    Without ROPE_FACTORS, which belong to the config. Raises BadHeader for parts of stacks beyond `limit`.
+    """
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
+        if name == ROPE_FACTORS:
+            continue
         inner = name.split(".", 2)[-1]
         if inner in _SQUEEZED and len(entry.shape) == _SQUEEZED[inner][0]:
             at = _SQUEEZED[inner][1]
             found[name] = replace(entry, shape=(*entry.shape[:at], 1, *entry.shape[at:]))
         elif (stack := _STACK.fullmatch(name)) is not None and len(entry.shape) > 1:
-            if len(found) + entry.shape[0] > _MOST_TENSORS:
+            if len(found) + entry.shape[0] > limit:
                 raise BadHeader(
                     f"{path}: tensor {name} has {entry.shape[0]} matrices, too many for all layers"
                 )

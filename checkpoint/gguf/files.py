@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import xxhash
 
@@ -113,11 +113,12 @@ Metadata = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """One file's header."""
+    """One file's header of `header_bytes`."""
 
     path: Path
     metadata: Metadata
     header: ShardHeader
+    header_bytes: int
 
     def numbers(self, key: str) -> tuple[bool | int | float, ...]:
         """Items of the array `key`. Raises BadHeader for other items, and if the file has changed."""
@@ -158,6 +159,11 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
+def checkpoint_in(directory: Path) -> Path:
+    """The checkpoint in a directory with one: its first GGUF file, or else the directory itself."""
+    return min(directory.glob(f"*{SUFFIX}"), default=directory)
+
+
 def read_bytes(path: Path, begin: int, end: int) -> bytes:
     """Bytes [begin, end) of a file. Raises BadHeader, and like `open_regular`."""
     with open_regular(path) as stream:
@@ -178,26 +184,41 @@ def read_gguf_file(path: Path) -> GgufFile:
     """
     try:
         with open_regular(path) as stream:
-            reader = _Reader(stream, path)
-            num_tensors = reader.preamble()
-            metadata = reader.metadata()
-            entries = [reader.tensor() for _ in range(num_tensors)]
-            digest = reader.digest()
+            return parse_gguf_file(stream, path, size_bytes=os.fstat(stream.fileno()).st_size)
     except OSError as error:
         raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
-    tensors = _placed(
-        path, entries, data_begin=_aligned(path, reader.position, metadata), end=reader.size_bytes
-    )
-    header = ShardHeader(file=path.name, tensors=tensors, digest=digest)
-    return GgufFile(path=path, metadata=metadata, header=header)
+
+
+class ByteStream(Protocol):
+    """A binary stream, such as an open file."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes, fewer only at the end."""
+        ...
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move from the start (SEEK_SET) or from here (SEEK_CUR); return the position."""
+        ...
+
+
+def parse_gguf_file(stream: ByteStream, path: Path, *, size_bytes: int) -> GgufFile:
+    """Read the header of a file of `size_bytes`, which `path` names. Raises like `read_gguf_file`."""
+    reader = _Reader(stream, path, size_bytes)
+    num_tensors = reader.preamble()
+    metadata = reader.metadata()
+    entries = [reader.tensor() for _ in range(num_tensors)]
+    data_begin = _aligned(path, reader.position, metadata)
+    tensors = _placed(path, entries, data_begin=data_begin, end=size_bytes)
+    header = ShardHeader(file=path.name, tensors=tensors, digest=reader.digest())
+    return GgufFile(path=path, metadata=metadata, header=header, header_bytes=reader.position)
 
 
 class _Reader:
     """Reads a header in order, within the file and MAX_HEADER_BYTES."""
 
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
+    def __init__(self, stream: ByteStream, path: Path, size_bytes: int) -> None:
         self._stream, self._path = stream, path
-        self.size_bytes = os.fstat(stream.fileno()).st_size
+        self.size_bytes = size_bytes
         self.position = 0
         self._end = min(self.size_bytes, MAX_HEADER_BYTES)
         self._num_keys = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpoint import Checkpoint, stage_tensor_names
 from checkpoint.files import TOKENIZER_FILE
-from checkpoint.gguf.files import is_gguf
+from checkpoint.gguf.files import checkpoint_in
 from checkpoint.pins import Pins
 from stage_worker.assignment import Prefetch, WantedModel
 from stage_worker.backends.backend import LoadProgress, OtherCheckpoint, StageLoadError
@@ -85,8 +85,8 @@ class RemoteWeights:
             self._cache = None
 
     def share_directory(self, checkpoint: Checkpoint) -> None:
-        """Serve a checkpoint's directory to others, if this worker does; no GGUF file. Raises OSError."""
-        if self._sharing.serves_directory and not is_gguf(checkpoint.path):
+        """Serve a checkpoint's directory or GGUF file to others, if this worker does. Raises OSError."""
+        if self._sharing.serves_directory:
             held = DirectoryFiles(checkpoint.directory, checkpoint.tensors, checkpoint.fingerprint)
             self._registry.put(held)
 
@@ -147,7 +147,7 @@ class RemoteWeights:
             cached = cache.model(origin, pins, check=check)
             if has_head:
                 fetch_file(origin, pins, TOKENIZER_FILE, cached.directory, check=check)
-        checkpoint = Checkpoint.open(cached.directory, pins=pins)
+        checkpoint = Checkpoint.open(checkpoint_in(cached.directory), pins=pins)
         if checkpoint.fingerprint == model.fingerprint:
             held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))
             self._registry.put(held)

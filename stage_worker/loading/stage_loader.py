@@ -197,9 +197,9 @@ class WorkerResources:
         return model if model is not None and self.fetches(model) else None
 
     def fetches(self, model: WantedModel) -> bool:
-        """Whether a model is a remote one, or in a directory of the coordinator that this host lacks."""
+        """Whether a model is a remote one, or at a path of the coordinator that this host lacks."""
         pins = model.pins
-        is_here = self.model_directory is not None or Path(pins.source).is_dir()
+        is_here = self.model_directory is not None or Path(pins.source).exists()
         return not (pins.is_of_coordinator and is_here)
 
 

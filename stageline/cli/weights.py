@@ -66,7 +66,8 @@ _Address: TypeAlias = Annotated[
     typer.Argument(
         metavar="URL",
         parser=option_parser(remote_model),
-        help="hf://ORG/NAME[@REVISION], https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH.",
+        help="hf://ORG/NAME[@REVISION], https://HOST/PATH, s3://BUCKET/PATH or gs://BUCKET/PATH; of a GGUF "
+        "file, hf://ORG/NAME/FILE.gguf[@REVISION] or https://HOST/PATH/FILE.gguf.",
         show_default=False,
     ),
 ]

@@ -22,6 +22,7 @@ from tests.checkpoints import make_checkpoint
 from tests.families import make_family
 from tests.gguf_files import quantised, write_gguf
 from tests.quantized import FORMATS, write_quantized
+from tests.range_server import range_server
 
 HEAD_DIM = 32
 """Of the built-in model."""
@@ -264,6 +265,19 @@ def test_the_implementation_is_a_choice(tmp_path: Path, capsys: Captured) -> Non
     llama = ["plan", "--model", str(tmp_path / "llama"), *workers, "--implementation", "transformers"]
     assert main([*llama, "--quantize", "int8"]) == 1
     assert "--quantize is for native layers" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_remote_gguf_file_reads_headers(tmp_path: Path, capsys: Captured) -> None:
+    (source := tmp_path / "source").mkdir()
+    path = write_gguf(source / "stories.gguf", MODEL_DIRECTORY, quantised("BF16"), pre="gpt-2")
+    plans = []
+    with range_server(source) as server:
+        for model in (str(path), f"{server.url}/stories.gguf"):
+            assert main(["plan", "--model", model, "--workers", "64MiB,64MiB", "--json"]) == 0
+            plans.append(json.loads(capsys.readouterr().out))
+        assert server.sent_bytes < 0.3 * path.stat().st_size
+    fields = ("stages", "num_blocks")
+    assert [plans[0][field] for field in fields] == [plans[1][field] for field in fields]
 
 
 def test_gguf_files_are_for_native_layers(tmp_path: Path, capsys: Captured) -> None:

@@ -15,6 +15,7 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.headers import read_headers
 from checkpoint.pins import Pins
+from tests.gguf_files import quantised, write_gguf
 from tests.range_server import Handler, RangeServer, Request, range_server
 from weights.cache import TensorCache
 from weights.cached_model import CachedModel
@@ -27,6 +28,7 @@ from weights.source import WeightSource
 
 COMMIT = "a" * 40
 TOKEN = "hf_averysecrettoken"
+LARGE = (".safetensors", ".gguf")
 SIGNATURE = "X-Signature=averysecretsignature"
 
 
@@ -43,7 +45,7 @@ class Hub:
             handler.answer(401, {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in request.path:
             name = request.path.split(f"/resolve/{COMMIT}/")[-1]
-            if name.endswith(".safetensors"):
+            if name.endswith(LARGE):
                 handler.answer(302, {"Location": f"{self.store.url}/blobs/{name}?{SIGNATURE}"})
             else:
                 request.end = (self.files / name).stat().st_size if not request.end else request.end
@@ -71,14 +73,14 @@ class Hub:
 
     def _model(self) -> dict[str, object]:
         siblings = []
-        for path in sorted(self.files.iterdir()):
+        for path in sorted(path for path in self.files.rglob("*") if path.is_file()):
             data = path.read_bytes()
             sibling: dict[str, object] = {
-                "rfilename": path.name,
+                "rfilename": str(path.relative_to(self.files)),
                 "size": len(data),
                 "blobId": hashlib.sha1(data).hexdigest(),
             }
-            if path.suffix == ".safetensors":
+            if path.suffix in LARGE:
                 sha256 = hashlib.sha256(data).hexdigest()
                 sibling["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 130}
             siblings.append(sibling)
@@ -90,7 +92,7 @@ class Hub:
             self.num_expired -= 1
             handler.answer(403, {})
             return True
-        return self._send(handler, request, request.path.rsplit("/", 1)[-1])
+        return self._send(handler, request, request.path.split("/blobs/")[-1])
 
 
 @pytest.fixture
@@ -142,6 +144,27 @@ def test_refusals_of_the_hub_say_what_to_do(
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(SourceRefused, match=text):
         open_remote(remote_model(address), tmp_path)
+
+
+def test_a_gguf_file_in_a_folder_of_a_repository(hub: Hub, tmp_path: Path) -> None:
+    hub.files = tmp_path / "repository"
+    (folder := hub.files / "UD" / "BF16").mkdir(parents=True)
+    first = write_gguf(folder / "stories.gguf", MODEL_DIRECTORY, quantised("BF16"), split_max_tensors=60)
+    address = f"hf://org/name/UD/BF16/{first.name}"
+    remote = open_remote(remote_model(address), tmp_path / "coordinator")
+    assert remote.pins.source == f"{address}@{COMMIT}"
+    assert len(remote.pins.files) > 1
+    local = Checkpoint.open(first)
+    assert remote.checkpoint.tensors == local.tensors
+    cache, model, source = opened(remote.pins, tmp_path / "cache")
+    fetcher = TensorFetcher(cache, source, remote.pins, progress=FetchProgress(), check=lambda: None)
+    fetcher.fetch(model, [name := "blk.7.ffn_up.weight"])
+    cache.close()
+    source.close()
+    entry = local.tensors[name]
+    expected, found = ((parent / entry.file).read_bytes() for parent in (folder, model.directory))
+    assert found[entry.begin : entry.end] == expected[entry.begin : entry.end]
+    assert model.units() == {"blk.7": [name]}
 
 
 def test_a_worker_with_a_full_cache_needs_no_hub(hub: Hub, tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def fetch(directory: Path, source: StoreSource, tensors: list[str]) -> list[byte
         cache.close()
 
 
+def test_a_gguf_file_is_found_in_its_folder(server: RangeServer) -> None:
+    (server.directory / "llama.gguf").write_bytes(b"GGUF")
+    pins = pin(StoreSource(remote_model(f"{MODEL}/llama.gguf")))
+    assert [(file.name, file.size_bytes) for file in pins.files] == [("llama.gguf", 4)]
+    assert pins.source == f"{MODEL}/llama.gguf"
+
+
 def test_tensors_are_fetched_by_signed_ranges(server: RangeServer, tmp_path: Path) -> None:
     source = StoreSource(remote_model(MODEL))
     entries = fetch(tmp_path / "cache", source, layer_names(1, 4))
