@@ -29,10 +29,13 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "deepseek_v32": "deepseek32",
+    "glm_moe_dsa": "glm-dsa",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
 }
+_INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
 _DELTA_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OFFSET_NORMS = ("gemma3_text", *_DELTA_TYPES)
 """Weights of norms get their 1."""
@@ -49,6 +52,10 @@ _MODULES = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -401,7 +408,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    has_latents = ARCHITECTURES[config["model_type"]] == "deepseek2"
+    has_latents = "kv_lora_rank" in config
     if has_latents:
         _write_latents(writer, config)
     else:
@@ -471,11 +478,23 @@ def _write_latents(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in _INDEXED_TYPES:
+        _write_indexer(writer, config)
+    if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _write_indexer(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    if (types := config.get("indexer_types")) is not None:
+        writer.add_array(f"{writer.arch}.attention.indexer.types", [kind == "full" for kind in types])
+    if config.get("num_drafts"):
+        writer.add_nextn_predict_layers(config["num_drafts"])
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

@@ -276,8 +276,8 @@ def read_gpt_oss(fields: Fields) -> RawFields:
     }
 
 
-_SOFTMAX = 1
-_GATES = {0: "softmax", _SOFTMAX: "softmax", 2: "sigmoid"}
+_SOFTMAX, _SIGMOID = 1, 2
+_GATES = {0: "softmax", _SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 """Of expert_gating_func; files of DeepSeek V2 lack it."""
 _GATED_TYPES = {"softmax": "deepseek_v2", "sigmoid": "deepseek_v3"}
 
@@ -290,12 +290,51 @@ def read_deepseek2(fields: Fields) -> RawFields:
     """
     fields.expect("expert_gating_func", *_GATES)
     gate = _GATES[fields.find("expert_gating_func", 0)]
+    return {**_latents(fields, gate), "model_type": _GATED_TYPES[gate], "num_nextn_predict_layers": 0}
+
+
+def read_deepseek32(fields: Fields) -> RawFields:
+    """DeepSeek V3.2."""
+    return {**_indexed(fields), "model_type": "deepseek_v32"}
+
+
+def read_glm_dsa(fields: Fields) -> RawFields:
+    """GLM-5. Files of GLM-5.2 without a list of indexers have one in layers 0, 1, 2, 6, 10 and so on."""
+    fields.find("rope.dimension_sections")
+    raw = _indexed(fields)
+    own = fields.find("attention.indexer.types")
+    if own is not None:
+        raw["indexer_types"] = ["full" if is_own else "shared" for is_own in own[: raw["num_hidden_layers"]]]
+    elif raw["max_position_embeddings"] >= _GLM_5_2_LENGTH:
+        raw |= {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    return {**raw, "model_type": "glm_moe_dsa"}
+
+
+_GLM_5_2_LENGTH = 1 << 20
+"""By which llama.cpp distinguishes it from GLM-5 and 5.1, whose layers have an indexer each."""
+
+
+def _indexed(fields: Fields) -> RawFields:
+    """Latents with an indexer. The last blocks may be draft layers."""
+    fields.expect("expert_gating_func", 0, _SIGMOID)
+    raw = _latents(fields, "sigmoid")
+    num_drafts = fields.find("nextn_predict_layers", 0)
+    return {
+        **raw,
+        "num_hidden_layers": raw["num_hidden_layers"] - num_drafts,
+        "num_nextn_predict_layers": num_drafts,
+        "index_n_heads": fields.natural("attention.indexer.head_count"),
+        "index_head_dim": fields.natural("attention.indexer.key_length"),
+        "index_topk": fields.natural("attention.indexer.top_k"),
+    }
+
+
+def _latents(fields: Fields, gate: str) -> RawFields:
     raw = _common(fields)
     return {
         **raw,
         **_latent_widths(fields, raw["num_attention_heads"]),
         **_latent_rope(fields),
-        "model_type": _GATED_TYPES[gate],
         "q_lora_rank": fields.find("attention.q_lora_rank"),
         "n_routed_experts": fields.natural("expert_count"),
         "num_experts_per_tok": fields.natural("expert_used_count"),
@@ -305,7 +344,6 @@ def read_deepseek2(fields: Fields) -> RawFields:
         "routed_scaling_factor": fields.find("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": fields.find("expert_weights_norm", False),
         **_expert_groups(fields, gate),
-        "num_nextn_predict_layers": 0,
     }
 
 

@@ -77,6 +77,8 @@ _SPLITS: Mapping[str, _Split] = {
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
+    "glm4": _Split(patterns=_LLAMA_3.patterns),
+    "chatglm-bpe": _Split(patterns=_LLAMA_3.patterns),
     "qwen2": _QWEN_2,
     "deepseek-r1-qwen": _QWEN_2,
     "qwen35": _Split(

@@ -13,7 +13,7 @@ import pytest
 from checkpoint import Checkpoint, CheckpointError, stage_tensor_names
 from checkpoint.errors import BadHeader, CheckpointNotFound
 from checkpoint.gguf.families import ROPE_FACTORS
-from checkpoint.gguf.files import checkpoint_in
+from checkpoint.gguf.files import checkpoint_in, read_bytes
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import QuantType, add_tensor, quantised, write_gguf
 from tests.range_server import RangeServer, range_server
@@ -59,7 +59,7 @@ def fetch(remote: RemoteCheckpoint, directory: Path, names: list[str]) -> Checkp
 
 def content_of(checkpoint: Checkpoint, name: str) -> bytes:
     entry = checkpoint.tensors[name]
-    return (checkpoint.directory / entry.file).read_bytes()[entry.begin : entry.end]
+    return read_bytes(checkpoint.directory / entry.file, entry.begin, entry.end)
 
 
 @pytest.mark.parametrize("num_tensors", [0, 9], ids=["one file", "shards"])

@@ -15,6 +15,7 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 
 from checkpoint import Checkpoint, DType, GatedDelta, Latent, UnsupportedModel, stage_tensor_names
+from checkpoint.directory import describe
 from checkpoint.dtypes import BlockDType
 from checkpoint.gguf.families import FAMILIES
 from checkpoint.gguf.files import read_gguf_file
@@ -65,6 +66,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _NO_BIAS | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v3": _NO_BIAS,
     "deepseek_v3+split": _NO_BIAS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
+    "deepseek_v32+split": _NO_BIAS,
+    "glm_moe_dsa": {"mlp_layer_types": None, "first_k_dense_replace": 2},
+    "glm_moe_dsa+split": {"mlp_layer_types": None, "first_k_dense_replace": 2},
     "qwen3_next": {"mlp_only_layers": []},
     "qwen3_next+one": {"mlp_only_layers": []},
     "qwen3_5_text": {"attention_bias": False},
@@ -202,6 +206,19 @@ def test_the_usual_interval_of_full_attention_is_a_number(tmp_path: Path) -> Non
     assert file.metadata["qwen35.full_attention_interval"] == 4
     layers = Checkpoint.open(path).config.layers
     assert [isinstance(layer.mixer, GatedDelta) for layer in layers] == [True, True, True, False] * 2
+
+
+def test_glm_5_2_shares_indexers_without_a_list_of_them(tmp_path: Path) -> None:
+    types = ["full", "full", "full", "shared", "shared"]
+    settings = SETTINGS["glm_moe_dsa"] | {"indexer_types": types}
+    directory = make_family(tmp_path / "model", "glm_moe_dsa", **settings)
+    for length, num_own in ((1 << 20, 3), (1 << 17, 5)):
+        path = tmp_path / f"{length}.gguf"
+        write_gguf(path, directory, settings={"indexer_types": None, "max_position_embeddings": length})
+        layers = describe(path).config.layers
+        assert [isinstance(layer.mixer, Latent) and layer.mixer.indexer is None for layer in layers] == [
+            False
+        ] * num_own + [True] * (5 - num_own)
 
 
 def test_quantised_matrices_of_heads_are_loaded_as_keys_and_values(tmp_path: Path) -> None:
