@@ -320,6 +320,9 @@ class Experts:
     such a norm, and so has the mixture's input; the input of `shared` has the feed-forward's norm. The
     router's input has a norm of `NormKind.RMS` with the same epsilon, and is divided by the square root of
     hidden_size.
+
+    With `latent_width`, experts compute on a projection of their input to this width, and another projects
+    their weighted sum back; router and `shared` see the input itself.
     """
 
     count: int
@@ -332,6 +335,7 @@ class Experts:
     shared: Dense | None = None
     has_shared_gate: bool = False
     branch_norm: Norm | None = None
+    latent_width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

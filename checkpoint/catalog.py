@@ -184,6 +184,7 @@ def _experts(row: Architecture) -> list[str]:
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
     words += ["clamped SwiGLU"] if rule.has_clamp else []
     words += [] if rule.is_gated else ["experts without gate"]
+    words += [f"experts on latents if {rule.latent_key}"] if rule.latent_key else []
     words += ["biases of experts and router"] if rule.has_bias else []
     if rule.has_branches:
         return [*words, "experts beside the MLP, each with norms"]

@@ -32,6 +32,7 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
     **dict.fromkeys(("index_n_heads", "index_head_dim"), 2**16),
     "moe_intermediate_size": 2**22,
+    "moe_latent_size": 2**20,
     "shared_expert_intermediate_size": 2**22,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers"), 2**6),

@@ -99,7 +99,14 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
         shared=None if shared == 0 else Dense(width=shared, activation=activation, is_gated=rule.is_gated),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
         branch_norm=norm if rule.has_branches else None,
+        latent_width=_latent_width(raw, rule),
     )
+
+
+def _latent_width(raw: RawConfig, rule: ExpertRule) -> int | None:
+    if rule.latent_key is None or raw.get(rule.latent_key) is None:
+        return None
+    return positive_int(raw, rule.latent_key)
 
 
 def _clamped(raw: RawConfig) -> ClampedSwiGlu:

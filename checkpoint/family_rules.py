@@ -122,7 +122,8 @@ class ExpertRule:
     with `has_group_method` only if topk_method is "group_limited_greedy"; `group_score` ranks groups.
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
     experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
-    swiglu_limit are read. `is_gated`: see `Dense`, also of the shared expert.
+    swiglu_limit are read. `is_gated`: see `Dense`, also of the shared expert. Field
+    `latent_key` is `Experts.latent_width`.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -146,6 +147,7 @@ class ExpertRule:
     has_bias: bool = False
     has_clamp: bool = False
     is_gated: bool = True
+    latent_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

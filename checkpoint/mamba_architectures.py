@@ -70,6 +70,8 @@ _NEMOTRON_MODULES = {
     TensorRole.DOWN: "mixer.down_proj",
     TensorRole.ROUTER: "mixer.gate",
     TensorRole.CHOICE_BIAS: "mixer.gate",
+    TensorRole.EXPERTS_IN: "mixer.fc1_latent_proj",
+    TensorRole.EXPERTS_OUT: "mixer.fc2_latent_proj",
     TensorRole.EXPERT_UP: "mixer.experts.{expert}.up_proj",
     TensorRole.EXPERT_DOWN: "mixer.experts.{expert}.down_proj",
     TensorRole.SHARED_UP: "mixer.shared_experts.up_proj",
@@ -135,7 +137,7 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         model_type="nemotron_h",
         class_name="NemotronHForCausalLM",
-        title="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+        title="Nemotron-H, Nemotron Nano 2, Nemotron 3",
         keys=_keys(
             "layers_block_type hybrid_override_pattern layer_norm_epsilon norm_eps attention_bias mlp_bias"
             " mlp_hidden_act ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act n_groups"
@@ -183,20 +185,17 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
             is_wide=True,
             shared_width_key="moe_shared_expert_intermediate_size",
             is_gated=False,
+            latent_key="moe_latent_size",
         ),
         defaults={"layer_norm_epsilon": 1e-5, "n_groups": 8, "ssm_state_size": 128, "mamba_head_dim": 64},
         fixed={
             "attention_bias": False,
             "mamba_proj_bias": False,
             "mamba_ssm_cache_dtype": "float32",
-            "moe_latent_size": None,
             "n_shared_experts": 1,
             "residual_in_fp32": False,
         },
-        reasons={
-            "mamba_ssm_cache_dtype": ": states are summed in float32",
-            "moe_latent_size": " (experts of a narrower input, as in Nemotron 3 Super and Ultra)",
-        },
+        reasons={"mamba_ssm_cache_dtype": ": states are summed in float32"},
         same={"norm_eps": ("layer_norm_epsilon",)},
     ),
 )

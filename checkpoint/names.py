@@ -49,6 +49,8 @@ class TensorRole(Enum):
     DOWN = "down"
     ROUTER = "router"
     CHOICE_BIAS = "bias of the choice of experts"
+    EXPERTS_IN = "latents of experts' input"
+    EXPERTS_OUT = "experts' output of latents"
     EXPERT_GATE = "gates of experts"
     EXPERT_UP = "ups of experts"
     EXPERT_DOWN = "downs of experts"
@@ -104,6 +106,8 @@ _USUAL_MODULES = {
     TensorRole.DOWN: "mlp.down_proj",
     TensorRole.ROUTER: "mlp.gate",
     TensorRole.CHOICE_BIAS: "mlp.gate",
+    TensorRole.EXPERTS_IN: "mlp.fc1_latent_proj",
+    TensorRole.EXPERTS_OUT: "mlp.fc2_latent_proj",
     TensorRole.EXPERT_GATE: "mlp.experts.{expert}.gate_proj",
     TensorRole.EXPERT_UP: "mlp.experts.{expert}.up_proj",
     TensorRole.EXPERT_DOWN: "mlp.experts.{expert}.down_proj",

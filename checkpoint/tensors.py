@@ -41,7 +41,7 @@ _INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
-    | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT}
+    | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT, TensorRole.EXPERTS_IN, TensorRole.EXPERTS_OUT}
 ).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
@@ -175,7 +175,10 @@ def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
     shapes = _projection(TensorRole.ROUTER, experts.count, hidden_size, bias=experts.router.has_bias)
     if experts.router.has_choice_bias:
         shapes[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND] = (experts.count,)
-    inner, outer = experts.width, hidden_size
+    inner, outer = experts.width, experts.latent_width or hidden_size
+    if experts.latent_width is not None:
+        shapes |= _projection(TensorRole.EXPERTS_IN, outer, hidden_size, bias=False)
+        shapes |= _projection(TensorRole.EXPERTS_OUT, hidden_size, outer, bias=False)
     matrices = {TensorRole.EXPERT_GATE: (inner, outer)} if experts.is_gated else {}
     matrices |= {TensorRole.EXPERT_UP: (inner, outer), TensorRole.EXPERT_DOWN: (outer, inner)}
     for role, sizes in matrices.items():

@@ -335,6 +335,7 @@ FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
     "seed": 8,
     "moe_intermediate_size": 48,
 }
+FAMILIES["nemotron_h+latent"] = FAMILIES["nemotron_h"] | {"moe_latent_size": 40}
 FAMILIES["granitemoehybrid+dense"] = FAMILIES["granitemoehybrid"] | {
     "num_local_experts": 0,
     "position_embedding_type": "rope",
@@ -360,7 +361,7 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
-    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h"),
+    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h+latent"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -445,7 +446,7 @@ _SHAPES = {
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
     *("num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
-    *("num_head_groups", "state_size", "has_conv_bias"),
+    *("num_head_groups", "state_size", "has_conv_bias", "latent_width"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {

@@ -89,6 +89,8 @@ class StreamedFeedForward:
     def _chosen(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
         """The experts' results, of tokens that one of both copies of `x` gives to them."""
         shares = self._shares(routed, plan)
+        if plan.latent_width is not None:
+            x = self._layer.projected(x, TensorRole.EXPERTS_IN)
         mixed = torch.zeros_like(x)
         roles = (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP, TensorRole.EXPERT_DOWN)
         for expert in range(plan.count):
@@ -96,7 +98,8 @@ class StreamedFeedForward:
             if len(tokens):
                 found = self._mlp(x[:, tokens], plan, roles, expert)
                 mixed[:, tokens] += found * shares[:, tokens, expert, None]
-        return self._model.rounded(mixed)
+        mixed = self._model.rounded(mixed)
+        return mixed if plan.latent_width is None else self._layer.projected(mixed, TensorRole.EXPERTS_OUT)
 
     def _shares(self, x: Tensor, plan: Experts) -> Tensor:
         """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""

@@ -18,6 +18,7 @@ from stage_worker.model.feed_forward import Mlp, between
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.operations import Operations, Products
+from stage_worker.model.projections import project
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +104,10 @@ class ExpertMixture:
         self._plan, self._weights = plan, weights
         self._between = between(plan.activation, operations, is_gated=plan.is_gated)
         self._products = operations.expert_products(weights.up) or _products_on(weights.up)
+        latents = (weights.latent_in, weights.latent_out)
+        self._latent_in, self._latent_out = (
+            None if weight is None else project(weight, None, kernels.layer_products) for weight in latents
+        )
         self._shared: Mlp | None = None
         if plan.shared is not None and weights.shared is not None:
             self._shared = Mlp(plan.shared, weights.shared, operations, kernels)
@@ -128,6 +133,8 @@ class ExpertMixture:
         shares = choice.weights
         if weights.expert_scale is not None:
             shares = shares * weights.expert_scale[choice.experts]
+        if self._latent_in is not None:
+            x = self._latent_in(x)
         chosen = choice.experts.flatten()
         order = chosen.argsort(stable=True)
         counts = rows_of_each(chosen, plan.count)
@@ -137,7 +144,8 @@ class ExpertMixture:
         found = torch.empty_like(by_expert)
         found[order] = by_expert
         by_token = found.view(len(x), plan.per_token, -1).float()
-        return (by_token * shares[..., None]).sum(dim=1).to(x.dtype)
+        total = (by_token * shares[..., None]).sum(dim=1).to(x.dtype)
+        return total if self._latent_out is None else self._latent_out(total)
 
     def _weighted_shared(self, shared: Tensor, x: Tensor) -> Tensor:
         if self._weights.shared_weight is None:

@@ -72,7 +72,8 @@ class DenseWeights:
 class ExpertsWeights:
     """A mixture of experts: router [experts, hidden_size], `up` [experts, 2 * width, hidden_size] with the
     gate's rows first, or only the ups' if they are not gated, and `down` [experts, hidden_size, width];
-    biases lack the last dimension.
+    biases lack the last dimension. With `Experts.latent_width`, that replaces hidden_size in `up` and `down`,
+    between `latent_in` [latent_width, hidden_size] and `latent_out`, its transposed shape.
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
     [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts].
@@ -89,6 +90,8 @@ class ExpertsWeights:
     shared_weight: Tensor | None
     router_norm: Tensor | None = None
     expert_scale: Tensor | None = None
+    latent_in: Weight | None = None
+    latent_out: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -275,7 +278,7 @@ def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights |
         return None
     if isinstance(plan, Dense):
         return _dense(tensors, TensorRole.UP, TensorRole.DOWN)
-    has_shared = plan.shared is not None
+    has_shared, has_latents = plan.shared is not None, plan.latent_width is not None
     return ExpertsWeights(
         router=tensors.found(TensorRole.ROUTER, "weight"),
         router_bias=tensors.get(TensorRole.ROUTER, "bias"),
@@ -288,6 +291,8 @@ def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights |
         shared_weight=tensors.get(TensorRole.SHARED_WEIGHT, "weight"),
         router_norm=tensors.get(TensorRole.ROUTER_NORM, ROUTER_NORM_KIND),
         expert_scale=tensors.get(TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND),
+        latent_in=tensors.matrix(TensorRole.EXPERTS_IN) if has_latents else None,
+        latent_out=tensors.matrix(TensorRole.EXPERTS_OUT) if has_latents else None,
     )
 
 

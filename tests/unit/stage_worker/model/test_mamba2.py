@@ -333,7 +333,7 @@ def test_layers_without_experts_have_the_shared_mlp() -> None:
         ("nemotron_h", {"hybrid_override_pattern": "M*"}, "contradict"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, r"hybrid_override_pattern\[1\]' = 'X'"),
         ("nemotron_h", {"num_hidden_layers": 7}, "is 7, but types list 5 layers"),
-        ("nemotron_h", {"moe_latent_size": 32}, "experts of a narrower input, as in Nemotron 3 Super"),
+        ("nemotron_h", {"moe_latent_size": 0}, "'moe_latent_size' must be a positive integer"),
         ("nemotron_h", {"mamba_ssm_cache_dtype": "bfloat16"}, "states are summed in float32"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "'mamba_hidden_act' = 'gelu' is not supported"),
         ("nemotron_h", {"norm_eps": 1e-3}, "contradict"),
