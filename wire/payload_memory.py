@@ -1,7 +1,7 @@
 """Payloads of a hop in memory that its two processes share, where they run on one host.
 
-The sender creates a segment of NUM_SLOTS slots (memfd), seals its size, and passes it with its greeting over
-a Unix socket. It writes a payload into a free slot; the frame on the gRPC stream names the payload, and
+The sender creates a segment of slots (memfd), seals its size, and passes it with its greeting over a Unix
+socket. It writes a payload into a free slot; the frame on the gRPC stream names the payload, and
 decides order and contents. The receiver uses the payload where it is, or copies it, and returns the slot by a
 message on the socket. A segment has no name: the kernel frees it with the last of the two processes, however
 they end.
@@ -48,17 +48,14 @@ from wire.payloads import (
     ticket_of,
 )
 from wire.peer_secrets import RefusedPeers
+from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, PAGE_BYTES, hop_slot_bytes
 
 log = logging.getLogger(__name__)
 
-NUM_SLOTS = 8
-"""Payloads that are written and not returned; then the sender waits."""
 MAX_HELD = 4
 """Payloads that a receiver uses where they are; others are copied, so that their slots are returned."""
-MAX_UNRETURNED = NUM_SLOTS - MAX_HELD
+MAX_UNRETURNED = NUM_HOP_SLOTS - MAX_HELD
 """Small payloads that were copied and are returned in one message, which wakes the sender once."""
-DATA_OFFSET = 64
-"""Of a slot's payload, behind its stamp."""
 INLINE_BYTES = 128 * 1024
 """Larger payloads are moved in a thread: to wake one takes as long as to copy these."""
 PIECE_BYTES = 1024 * 1024
@@ -73,7 +70,6 @@ _STAMP = struct.Struct("<QQQ")
 _RETURNED = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = PROOF_BYTES + 1
 _PEER = struct.Struct("3i")
-_PAGE_BYTES = 4096
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CLOSED = "the connection was closed"
 
@@ -122,9 +118,9 @@ class SharedSegment:
 
     def __init__(self, descriptor: int, slot_bytes: int) -> None:
         """Map it; the descriptor is the caller's to close. Raises OSError, ValueError or OverflowError."""
-        _check_sealed(descriptor, NUM_SLOTS * slot_bytes)
+        _check_sealed(descriptor, NUM_HOP_SLOTS * slot_bytes)
         # Unmapped when nothing refers to it: a thread may still copy.
-        self._memory = mmap.mmap(descriptor, NUM_SLOTS * slot_bytes)
+        self._memory = mmap.mmap(descriptor, NUM_HOP_SLOTS * slot_bytes)
         self._slot_bytes = slot_bytes
         self._type = ctypes.c_ubyte * slot_bytes
 
@@ -141,7 +137,7 @@ class SharedSegment:
 
         Raises StepFault: UNDECODABLE if no slot holds it, SHAPE for another size.
         """
-        slots = [self._slot(index) for index in range(NUM_SLOTS)]
+        slots = [self._slot(index) for index in range(NUM_HOP_SLOTS)]
         stamps = [_STAMP.unpack_from(slot) for slot in slots]
         for slot, (found_epoch, found_number, found_bytes) in zip(slots, stamps, strict=True):
             if (found_epoch, found_number) == (epoch, number):
@@ -162,19 +158,14 @@ class SharedSegment:
 
 def bytes_of(slot: Slot, size_bytes: int) -> memoryview:
     """The bytes of a payload in its slot, which stays while they are referenced."""
-    return memoryview(slot).cast("B")[DATA_OFFSET : DATA_OFFSET + size_bytes]
-
-
-def slot_bytes_for(max_bytes: int) -> int:
-    """Size of slots for payloads of up to `max_bytes`."""
-    return -(-(DATA_OFFSET + max_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+    return memoryview(slot).cast("B")[HOP_DATA_OFFSET : HOP_DATA_OFFSET + size_bytes]
 
 
 def _new_segment(slot_bytes: int) -> int:
     """Descriptor of a segment whose size is fixed. Raises OSError or OverflowError."""
     descriptor = os.memfd_create("stageline-payloads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(descriptor, NUM_SLOTS * slot_bytes)
+        os.ftruncate(descriptor, NUM_HOP_SLOTS * slot_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     except BaseException:
         os.close(descriptor)
@@ -231,7 +222,7 @@ class MemorySender:
         self._mover = _Mover()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._num_sent = 0
-        self._free = list(range(NUM_SLOTS))
+        self._free = list(range(NUM_HOP_SLOTS))
         self._written: dict[int, int] = {}
         self._broken = ""
         self._changed = asyncio.Event()
@@ -255,7 +246,7 @@ class MemorySender:
         Raises ConnectionError when the receiver has gone.
         """
         size_bytes = memoryview(data).nbytes
-        if size_bytes > self.offer.slot_bytes - DATA_OFFSET:
+        if size_bytes > self.offer.slot_bytes - HOP_DATA_OFFSET:
             return None
         self._num_sent += 1
         number = self._num_sent
@@ -449,7 +440,7 @@ class MemoryListener:
         """Bind and accept. Raises OSError where the system has no such sockets or segments."""
         if not sys.platform.startswith("linux") or not host_id():
             raise OSError(errno.ENOSYS, "it needs Linux with /proc")
-        os.close(_new_segment(_PAGE_BYTES))
+        os.close(_new_segment(PAGE_BYTES))
         self._name = f"stageline-{secrets.token_hex(8)}"
         listening = _new_socket()
         try:
@@ -466,7 +457,7 @@ class MemoryListener:
         if self._listening is None or self._pause.reason:
             return None
         key = PayloadKey(epoch, secret, new_ticket())
-        offer = MemoryOffer(host_id(), self._name, key.ticket, slot_bytes_for(max_bytes))
+        offer = MemoryOffer(host_id(), self._name, key.ticket, hop_slot_bytes(max_bytes))
         receiver = self._expected[key.ticket] = MemoryReceiver(key, offer, max_bytes=max_bytes)
         return receiver
 

@@ -1,4 +1,6 @@
-"""Memory in which steps travel between a host and its GPU: pinned on the host, with twins on the device."""
+"""Sizes of the memory in which steps travel: between a host and its GPU, pinned on the host with twins on the
+device, and between two stages on one host, in slots that both have mapped.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,21 @@ MAX_EDIT_BYTES = 2 << 20
 """Of the edits of a step's rows that a device samples: 100,000 distinct tokens with two penalties each."""
 _ALIGNMENT = 64
 """Bytes, for any dtype and for coalesced reads."""
+NUM_HOP_SLOTS = 8
+"""Of a hop: payloads that are written and not returned; then the sender waits."""
+HOP_DATA_OFFSET = 64
+"""Of the payload in a hop's slot, behind its stamp."""
+PAGE_BYTES = 4096
+
+
+def hop_slot_bytes(max_bytes: int) -> int:
+    """Size of a hop's slots for payloads of up to `max_bytes`."""
+    return -(-(HOP_DATA_OFFSET + max_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def hop_segment_bytes(max_bytes: int) -> int:
+    """Size of all slots of a hop."""
+    return NUM_HOP_SLOTS * hop_slot_bytes(max_bytes)
 
 
 def aligned(num_bytes: int) -> int:

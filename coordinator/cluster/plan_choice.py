@@ -297,6 +297,7 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
         supports_f16=worker.supports_f16,
         device=worker.device_kind,
         rates=record.rates,
+        memory_domain=worker.memory_domain,
     )
 
 

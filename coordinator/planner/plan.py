@@ -38,7 +38,7 @@ class WorkerCapacity:
     The budget does not include the process itself: interpreter, torch and gRPC take some 300 MB on the host,
     and a CUDA context 300 to 600 MB on the device, before the worker reads its free memory. A device without
     `supports_bf16` emulates bfloat16, slower than float32; with `supports_f16` float16 is as fast there as
-    bfloat16 elsewhere.
+    bfloat16 elsewhere. Workers with the same `memory_domain`, which is not empty, share memory on a hop.
     """
 
     name: str
@@ -47,6 +47,7 @@ class WorkerCapacity:
     supports_f16: bool = False
     device: DeviceKind = DeviceKind.HOST
     rates: DeviceRates | None = None
+    memory_domain: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -80,7 +81,8 @@ class StagePlan:
     """One stage: layers [layer_begin, layer_end) on one worker.
 
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
-    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces and graphs. `cost` is
+    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces and graphs.
+    `segment_bytes` are memory of the host that the stage shares with a next one on the same host. `cost` is
     the bytes of weights that a decode step reads on this stage, proportional to its time (see
     `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the worker's among
     similar ones, and `step_s` is the time of a decode step by them.
@@ -98,6 +100,8 @@ class StagePlan:
     cost: int
     buffer_bytes: int = 0
     overhead_bytes: int = 0
+    segment_bytes: int = 0
+    device: DeviceKind = DeviceKind.HOST
     rates: DeviceRates | None = None
     step_s: float | None = None
 
@@ -118,8 +122,9 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV pages, activations, buffers and workspaces together."""
+        """Weights, KV pages, activations, buffers and workspaces, and on a host memory that is shared."""
         used = self.weight_bytes + self.kv_bytes + self.activation_bytes
+        used += self.segment_bytes if self.device is DeviceKind.HOST else 0
         return used + self.buffer_bytes + self.overhead_bytes
 
     @property

@@ -105,9 +105,40 @@ def validate_layers(
     """Raise PlanImpossible if a stage of a given split does not fit its worker."""
     for stage, (worker, layer_range) in enumerate(zip(workers, _layer_ranges(layers), strict=True)):
         role = StageRole.of_stage(stage, len(layers))
-        if memory.total_bytes(role, *layer_range, num_blocks, worker.device) > worker.memory_bytes:
-            need = _stage_need(memory, worker, stage, layers, num_blocks)
+        if _stage_bytes(memory, workers, stage, role, layer_range, num_blocks) > worker.memory_bytes:
+            need = _stage_need(memory, workers, stage, layers, num_blocks)
             raise PlanImpossible(f"{need}. {_total_need(memory, workers, num_blocks)}")
+
+
+def _stage_bytes(
+    memory: StageMemory,
+    workers: Sequence[WorkerCapacity],
+    index: int,
+    role: StageRole,
+    layer_range: tuple[int, int],
+    num_blocks: int,
+) -> int:
+    """What a stage takes of a worker's budget."""
+    segment = _host_segment_bytes(memory, workers, index, role)
+    return memory.total_bytes(role, *layer_range, num_blocks, workers[index].device) + segment
+
+
+def _host_segment_bytes(
+    memory: StageMemory, workers: Sequence[WorkerCapacity], index: int, role: StageRole
+) -> int:
+    """Memory that a stage shares with the next one, if some other worker is on its host; 0 on a GPU.
+
+    Which one is next is open while layers are distributed.
+    """
+    worker = workers[index]
+    others = (other for number, other in enumerate(workers) if number != index)
+    if worker.device is not DeviceKind.HOST or not any(_share_memory(worker, other) for other in others):
+        return 0
+    return memory.segment_bytes(role)
+
+
+def _share_memory(one: WorkerCapacity, other: WorkerCapacity) -> bool:
+    return bool(one.memory_domain) and one.memory_domain == other.memory_domain
 
 
 def raise_memory_shortage(
@@ -135,19 +166,21 @@ def _fill(workers: Sequence[WorkerCapacity], problem: SplitProblem) -> list[int]
 
 
 def _stage_need(
-    memory: StageMemory, worker: WorkerCapacity, stage: int, layers: Sequence[int], num_blocks: int
+    memory: StageMemory, workers: Sequence[WorkerCapacity], stage: int, layers: Sequence[int], num_blocks: int
 ) -> str:
-    role = StageRole.of_stage(stage, len(layers))
+    role, worker = StageRole.of_stage(stage, len(layers)), workers[stage]
     begin, end = _layer_ranges(layers)[stage]
     named = f"layers {begin}-{end - 1} need" if end - begin > 1 else f"layer {begin} needs"
-    short = memory.total_bytes(role, begin, end, num_blocks, worker.device) - worker.memory_bytes
+    short = _stage_bytes(memory, workers, stage, role, (begin, end), num_blocks) - worker.memory_bytes
     buffers = memory.buffer_bytes(role, num_blocks, worker.device)
     buffers += memory.overhead_bytes(role, worker.device)
+    shared = _host_segment_bytes(memory, workers, stage, role)
     return (
         f"stage {stage} on {worker.name}: {named}"
         f" {format_size(memory.weight_bytes(role, begin, end))} weights"
         f" + {format_size(memory.activation_bytes(role, num_blocks, worker.device))} activations"
         f"{f' + {format_size(buffers)} buffers and workspaces' if buffers else ''}"
+        f"{f' + {format_size(shared)} shared with the next stage' if shared else ''}"
         f" + {format_size(memory.kv_bytes(begin, end, num_blocks))} KV"
         f" for {num_blocks * memory.block_size} tokens"
         f"{f' and {memory.num_states} recurrent states' if memory.num_states else ''},"
@@ -159,8 +192,7 @@ def _total_need(memory: StageMemory, workers: Sequence[WorkerCapacity], num_bloc
     """Compare the model's total memory on this many stages with the workers' budgets."""
     roles = [StageRole.of_stage(stage, len(workers)) for stage in range(len(workers))]
     need = sum(
-        memory.total_bytes(role, 0, 0, num_blocks, worker.device)
-        for role, worker in zip(roles, workers, strict=True)
+        _stage_bytes(memory, workers, stage, role, (0, 0), num_blocks) for stage, role in enumerate(roles)
     )
     need += sum(memory.layer_bytes) + memory.kv_bytes(0, memory.config.num_layers, num_blocks)
     have = sum(worker.memory_bytes for worker in workers)
@@ -307,7 +339,8 @@ def _split_problem(
 
     def room(worker: int, role: StageRole, num_blocks: int) -> int:
         capacity = workers[worker]
-        return capacity.memory_bytes - outside_layers[role] - step_bytes(role, num_blocks, capacity.device)
+        taken = outside_layers[role] + _host_segment_bytes(memory, workers, worker, role)
+        return capacity.memory_bytes - taken - step_bytes(role, num_blocks, capacity.device)
 
     return SplitProblem(
         num_workers=len(workers),
@@ -350,8 +383,8 @@ def _given_split(
 
     def too_many(num_blocks: int) -> bool:
         return any(
-            memory.total_bytes(role, begin, end, num_blocks, worker.device) > worker.memory_bytes
-            for worker, role, (begin, end) in stages
+            _stage_bytes(memory, workers, stage, role, layer_range, num_blocks) > worker.memory_bytes
+            for stage, (worker, role, layer_range) in enumerate(stages)
         )
 
     candidates = range(problem.min_blocks, problem.max_blocks + 1)
@@ -363,6 +396,8 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
     role = StageRole.of_stage(stage, len(split.layers))
     begin, end = _layer_ranges(split.layers)[stage]
     worker, rates = workers[split.order[stage]], _rates(workers)[split.order[stage]]
+    following = [workers[index] for index in split.order[stage + 1 : stage + 2]]
+    shares_memory = any(_share_memory(worker, other) for other in following)
     return StagePlan(
         stage=stage,
         worker=worker.name,
@@ -374,6 +409,8 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
         activation_bytes=memory.activation_bytes(role, split.num_blocks, worker.device),
         buffer_bytes=memory.buffer_bytes(role, split.num_blocks, worker.device),
         overhead_bytes=memory.overhead_bytes(role, worker.device),
+        segment_bytes=memory.segment_bytes(role) if shares_memory else 0,
+        device=worker.device,
         memory_bytes=worker.memory_bytes,
         cost=memory.cost(role, begin, end),
         rates=rates,

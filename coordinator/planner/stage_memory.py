@@ -97,8 +97,8 @@ from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
 from wire.ids import StageRole
-from wire.staging import StagingSizes
-from wire.tensors import WireDType
+from wire.staging import StagingSizes, hop_segment_bytes
+from wire.tensors import WireDType, payload_bytes
 
 GPU_OVERHEAD_BYTES = 384 * 1024 * 1024
 """Memory of a GPU that a stage takes beside its tensors, after the context exists. Estimated, not measured:
@@ -322,6 +322,14 @@ class StageMemory:
             dtypes=(self.dtype, self.wire_dtype or self.dtype),
         )
         return sizes.total_bytes
+
+    def segment_bytes(self, role: StageRole) -> int:
+        """Memory of the host that a stage creates for payloads to a next stage on the same host."""
+        if role.has_head:
+            return 0
+        tokens, dtype = self.limits.max_step_tokens, self.wire_dtype or self.dtype
+        largest = (payload_bytes(part.dtype or dtype, (tokens, part.width)) for part in self.config.boundary)
+        return hop_segment_bytes(sum(largest))
 
     def overhead_bytes(self, role: StageRole, device: DeviceKind) -> int:
         """Memory of a device beside the tensors of a step: workspaces and CUDA graphs."""

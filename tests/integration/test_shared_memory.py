@@ -26,6 +26,7 @@ from wire import payload_memory
 from wire.frames import encode_hidden_states
 from wire.payload_memory import MemoryReceiver, MemorySender
 from wire.payloads import PayloadNotice
+from wire.staging import HOP_DATA_OFFSET
 
 NUM_STAGES = 3
 MIDDLE = "w1"
@@ -83,6 +84,32 @@ async def test_hidden_states_travel_in_shared_memory(varied_llama: Path, solo: S
         assert await cluster.transports() == [SHARED, SHARED, NOWHERE]
         status = await cluster.client.status()
         assert {worker.same_host_fallback for worker in status.workers} == {""}
+
+
+def mapped_bytes() -> int:
+    """Size of the segments that this process has mapped, each once."""
+    sizes: dict[str, int] = {}
+    for line in segments():
+        if line.startswith("/"):
+            continue  # an open file
+        begin, end = line.split()[0].split("-")
+        sizes[line.split()[4]] = int(end, 16) - int(begin, 16)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("of_middle", [{}, {"same_host": SameHost.OFF}], ids=["all", "not the middle"])
+async def test_the_plan_counts_the_memory_that_stages_share(
+    varied_llama: Path, of_middle: dict[str, Any]
+) -> None:
+    async with serving(varied_llama, **of_middle) as (cluster, _):
+        await cluster.generate_all(mixed_cases(2))
+        plan = cluster.server.controller.state.plan
+        assert plan is not None
+        planned = [stage.segment_bytes for stage in plan.stages]
+        assert planned[0] == planned[1] and planned[2] == 0
+        assert bool(planned[0]) is not bool(of_middle)
+        assert mapped_bytes() == sum(planned)
+        assert all(stage.total_bytes <= stage.memory_bytes for stage in plan.stages)
 
 
 async def test_no_hidden_states_are_in_frames(
@@ -145,7 +172,7 @@ def _overwritten(slot: Any, number: int) -> None:
 
 
 def _flipped(slot: Any, number: int) -> None:
-    slot[payload_memory.DATA_OFFSET] ^= 1
+    slot[HOP_DATA_OFFSET] ^= 1
 
 
 def _stale(slot: Any, number: int) -> None:

@@ -20,21 +20,19 @@ import xxhash
 from wire import payload_memory
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_memory import (
-    DATA_OFFSET,
     INLINE_BYTES,
     MAX_HELD,
     MAX_UNRETURNED,
-    NUM_SLOTS,
     PIECE_BYTES,
     MemoryListener,
     MemoryReceiver,
     MemorySender,
     host_id,
     memory_domain,
-    slot_bytes_for,
 )
 from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
+from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, hop_slot_bytes
 
 SECRET = b"s" * 32
 EPOCH = 7
@@ -119,7 +117,7 @@ async def passed(sender: MemorySender, data: bytes) -> PayloadNotice:
 @pytest.mark.parametrize("size_bytes", [1, INLINE_BYTES, INLINE_BYTES + 1, PIECE_BYTES + 1, LIMIT])
 async def test_a_payload_arrives_whole_with_its_checksum(size_bytes: int) -> None:
     async with hop() as to, opened(to) as sender:
-        for number in range(1, 2 * NUM_SLOTS + 1):
+        for number in range(1, 2 * NUM_HOP_SLOTS + 1):
             data = os.urandom(size_bytes)
             notice = await passed(sender, data)
             assert notice == PayloadNotice(number, size_bytes, xxhash.xxh3_64_intdigest(data))
@@ -142,13 +140,13 @@ async def test_no_segment_is_left_behind() -> None:
 async def test_a_small_payload_is_copied() -> None:
     async with hop() as to, opened(to) as sender:
         first = await to.receiver.take(await passed(sender, b"first"))
-        for _ in range(NUM_SLOTS):
+        for _ in range(NUM_HOP_SLOTS):
             await to.receiver.take(await passed(sender, b"later"))
         assert first.data == b"first"
 
 
 async def test_large_payloads_that_are_used_keep_their_slots_and_the_others_are_copied() -> None:
-    data = [bytes([number]) * LIMIT for number in range(3 * NUM_SLOTS)]
+    data = [bytes([number]) * LIMIT for number in range(3 * NUM_HOP_SLOTS)]
     async with hop() as to, opened(to) as sender:
         used = [await to.receiver.take(await passed(sender, each)) for each in data]
         assert len(to.receiver._held) == MAX_HELD
@@ -157,17 +155,17 @@ async def test_large_payloads_that_are_used_keep_their_slots_and_the_others_are_
         used.clear()
         gc.collect()
         # A part of the first payload is still referenced.
-        await until(lambda: len(sender._free) == NUM_SLOTS - 1)
+        await until(lambda: len(sender._free) == NUM_HOP_SLOTS - 1)
         assert to.receiver._held == {1}
         assert bytes(part) == data[0][1:]
         del part
-        await until(lambda: len(sender._free) == NUM_SLOTS)
+        await until(lambda: len(sender._free) == NUM_HOP_SLOTS)
 
 
 async def test_a_sender_is_never_stuck_between_small_and_used_payloads() -> None:
     async with hop() as to, opened(to) as sender:
         used = [await to.receiver.take(await passed(sender, bytes(LIMIT))) for _ in range(MAX_HELD)]
-        for number in range(3 * NUM_SLOTS):
+        for number in range(3 * NUM_HOP_SLOTS):
             payload = await to.receiver.take(await passed(sender, bytes([number])))
             assert payload.data == bytes([number])
         assert all(payload.data == bytes(LIMIT) for payload in used)
@@ -188,7 +186,7 @@ async def test_a_slot_is_returned_on_the_event_loop_whatever_thread_used_it(
     async with hop() as to, opened(to) as sender:
         used = [await to.receiver.take(await passed(sender, bytes(LIMIT)))]
         await asyncio.to_thread(used.clear)
-        await until(lambda: len(sender._free) == NUM_SLOTS)
+        await until(lambda: len(sender._free) == NUM_HOP_SLOTS)
     assert threads == [threading.current_thread()]
 
 
@@ -220,29 +218,29 @@ async def test_a_used_payload_outlives_the_hop() -> None:
 
 async def test_a_sender_waits_until_a_slot_is_returned() -> None:
     async with hop() as to, opened(to) as sender:
-        notices = [await passed(sender, bytes([number])) for number in range(NUM_SLOTS)]
+        notices = [await passed(sender, bytes([number])) for number in range(NUM_HOP_SLOTS)]
         waiting = asyncio.create_task(sender.send(b"x"))
         for number in range(MAX_UNRETURNED):
             await asyncio.sleep(0.02)
             assert not waiting.done()
             assert (await to.receiver.take(notices[number])).data == bytes([number])
         notice = await asyncio.wait_for(waiting, DEADLINE_S)
-        assert notice is not None and notice.number == NUM_SLOTS + 1
-        for number in range(MAX_UNRETURNED, NUM_SLOTS):
+        assert notice is not None and notice.number == NUM_HOP_SLOTS + 1
+        for number in range(MAX_UNRETURNED, NUM_HOP_SLOTS):
             assert (await to.receiver.take(notices[number])).data == bytes([number])
         assert (await to.receiver.take(notice)).data == b"x"
 
 
 async def test_a_larger_payload_belongs_into_the_frame() -> None:
     async with hop() as to, opened(to) as sender:
-        too_large = to.receiver.offer.slot_bytes - DATA_OFFSET + 1
+        too_large = to.receiver.offer.slot_bytes - HOP_DATA_OFFSET + 1
         assert await sender.send(bytes(too_large)) is None
         assert (await passed(sender, b"x")).number == 1
 
 
 async def test_a_receiver_that_ends_fails_waiting_senders() -> None:
     async with hop() as to, opened(to) as sender:
-        for _ in range(NUM_SLOTS):
+        for _ in range(NUM_HOP_SLOTS):
             await passed(sender, b"x")
         waiting = asyncio.create_task(sender.send(b"x"))
         await asyncio.sleep(0)
@@ -347,7 +345,7 @@ async def test_a_payload_that_was_taken_cannot_be_named_again() -> None:
 
 
 async def test_the_size_of_a_segment_cannot_change() -> None:
-    descriptor = payload_memory._new_segment(slot_bytes_for(1))
+    descriptor = payload_memory._new_segment(hop_slot_bytes(1))
     try:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
@@ -362,7 +360,7 @@ def _memfd(size_bytes: int, seals: int) -> int:
     return descriptor
 
 
-_WHOLE = NUM_SLOTS * slot_bytes_for(LIMIT)
+_WHOLE = NUM_HOP_SLOTS * hop_slot_bytes(LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType
-from coordinator.planner.plan import Plan, PlanImpossible, StepLimits, WorkerCapacity
+from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits, WorkerCapacity
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import StageMemory
 from kvcache import KvGroup, KvWindow
@@ -28,6 +28,7 @@ from tests.unit.coordinator.planner.small_models import (
     workers,
 )
 from wire.ids import StageRole
+from wire.staging import hop_segment_bytes
 
 BLOCK_SIZE = 4
 MAX_CPU_S = 5.0
@@ -43,6 +44,42 @@ def small_memory(config: Blueprint) -> StageMemory:
     return StageMemory(
         config=config, dtype=DType.F32, limits=SMALL_STEPS, block_size=BLOCK_SIZE, num_stages=1
     )
+
+
+def on_one_host(capacities: Sequence[WorkerCapacity]) -> list[WorkerCapacity]:
+    return [replace(capacity, memory_domain="host") for capacity in capacities]
+
+
+def test_memory_that_stages_of_a_host_share_is_part_of_their_budgets() -> None:
+    config = llama(num_layers=6)
+    payload = SMALL_STEPS.max_step_tokens * config.hidden_size * DType.F32.size_bytes
+    apart = small_plan(config, workers(80_000, 80_000, 80_000))
+    plan = small_plan(config, on_one_host(workers(80_000, 80_000, 80_000)))
+    assert [stage.segment_bytes for stage in plan.stages] == [*[hop_segment_bytes(payload)] * 2, 0]
+    for stage, alone in zip(plan.stages, apart.stages, strict=True):
+        parts = stage.weight_bytes + stage.kv_bytes + stage.activation_bytes
+        assert stage.total_bytes == parts + stage.segment_bytes <= stage.memory_bytes
+        assert alone.segment_bytes == 0
+    assert plan.num_blocks < apart.num_blocks
+    with pytest.raises(PlanImpossible, match=r"activations \+ 32\.0 KiB shared with the next stage \+ .* KV"):
+        small_plan(config, on_one_host(workers(40_000, 40_000, 40_000)))
+
+
+def test_only_a_hop_within_a_host_shares_memory() -> None:
+    capacities = workers(80_000, 80_000, 80_000)
+    mixed = [replace(capacities[0], memory_domain="a"), replace(capacities[1], memory_domain="b")]
+    plan = small_plan(llama(num_layers=6), [*mixed, replace(capacities[2], memory_domain="b")])
+    assert [bool(stage.segment_bytes) for stage in plan.stages] == [False, True, False]
+
+
+def test_memory_of_the_host_is_no_part_of_the_budget_of_a_gpu() -> None:
+    capacities = [
+        replace(capacity, device=DeviceKind.GPU) for capacity in on_one_host(workers(2 * GIB, 2 * GIB))
+    ]
+    first, last = small_plan(llama(num_layers=6), capacities).stages
+    assert first.segment_bytes > 0 and last.segment_bytes == 0
+    parts = first.weight_bytes + first.kv_bytes + first.activation_bytes + first.buffer_bytes
+    assert first.total_bytes == parts + first.overhead_bytes
 
 
 Ranges = Sequence[tuple[int, int]]
