@@ -9,87 +9,39 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from tests.unit.wire.payload_hops import DEADLINE_S, EPOCH, MemoryHop, closing, opening, until
 from wire import payload_memory
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_memory import (
-    INLINE_BYTES,
     MAX_HELD,
     MAX_UNRETURNED,
-    PIECE_BYTES,
     MemoryListener,
     MemoryReceiver,
     MemorySender,
     host_id,
     memory_domain,
 )
-from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
+from wire.payloads import ArrivedPayload, PayloadNotice
 from wire.peer_secrets import RefusedPeers
 from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, hop_slot_bytes
 
-SECRET = b"s" * 32
-EPOCH = 7
-LIMIT = 3 * PIECE_BYTES
-DEADLINE_S = 10.0
+LIMIT = MemoryHop.limit
 
 
-class Hop:
-    """A listener with one expected segment, and its counted refusals."""
-
-    def __init__(self) -> None:
-        self.num_refused = 0
-        self.listener = MemoryListener(RefusedPeers(time.monotonic, self._count))
-        self.listener.listen()
-        self.receiver = self.expect()
-
-    def expect(self) -> MemoryReceiver:
-        receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT)
-        assert receiver is not None
-        return receiver
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(f"\0{self.receiver.offer.socket}")
-        connection.setblocking(False)
-        return connection
-
-    def _count(self) -> None:
-        self.num_refused += 1
+def hop() -> AbstractAsyncContextManager[MemoryHop]:
+    return closing(MemoryHop())
 
 
-@asynccontextmanager
-async def hop() -> AsyncIterator[Hop]:
-    """Closed at the end, and then without threads."""
-    made = Hop()
-    try:
-        yield made
-    finally:
-        made.listener.forget(made.receiver)
-        made.listener.close()
-        await until(lambda: not _threads())
-
-
-@asynccontextmanager
-async def opened(to: Hop) -> AsyncIterator[MemorySender]:
-    sender = MemorySender(to.receiver.offer, to.receiver.key)
-    try:
-        await sender.open()
-        yield sender
-    finally:
-        sender.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
+def opened(to: MemoryHop) -> AbstractAsyncContextManager[MemorySender]:
+    return opening(to.sender())
 
 
 def segments() -> list[str]:
@@ -104,27 +56,10 @@ def segments() -> list[str]:
     return [found for found in (*maps, *files) if "stageline-payloads" in found]
 
 
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
-
-
 async def passed(sender: MemorySender, data: bytes) -> PayloadNotice:
     notice = await asyncio.wait_for(sender.send(data), DEADLINE_S)
     assert notice is not None
     return notice
-
-
-@pytest.mark.parametrize("size_bytes", [1, INLINE_BYTES, INLINE_BYTES + 1, PIECE_BYTES + 1, LIMIT])
-async def test_a_payload_arrives_whole_with_its_checksum(size_bytes: int) -> None:
-    async with hop() as to, opened(to) as sender:
-        for number in range(1, 2 * NUM_HOP_SLOTS + 1):
-            data = os.urandom(size_bytes)
-            notice = await passed(sender, data)
-            assert notice == PayloadNotice(number, size_bytes, xxhash.xxh3_64_intdigest(data))
-            payload = await to.receiver.take(notice)
-            assert payload.data == data
-            assert payload.began_s <= time.monotonic()
-    assert to.num_refused == 0
 
 
 async def test_no_segment_is_left_behind() -> None:
@@ -389,15 +324,10 @@ async def test_another_segment_is_refused_before_the_epoch(
 
 @pytest.mark.parametrize(
     "greeting",
-    [
-        PayloadKey(EPOCH, b"x" * 32, b"t" * 16).greeting(),
-        b"",
-        b"short",
-        bytes(65),
-    ],
-    ids=["another secret", "empty", "short", "long"],
+    [b"", b"short", bytes(65)],
+    ids=["empty", "short", "long"],
 )
-async def test_other_processes_are_refused(greeting: bytes) -> None:
+async def test_greetings_of_another_size_are_refused(greeting: bytes) -> None:
     async with hop() as to:
         with to.connect() as connection:
             connection.send(greeting)
@@ -407,28 +337,12 @@ async def test_other_processes_are_refused(greeting: bytes) -> None:
             assert to.receiver.is_open
 
 
-async def test_the_right_ticket_needs_the_secret(caplog: pytest.LogCaptureFixture) -> None:
-    async with hop() as to:
-        key = PayloadKey(EPOCH, b"x" * 32, to.receiver.key.ticket)
-        with pytest.raises(ConnectionError, match="the connection was closed"):
-            await MemorySender(to.receiver.offer, key).open()
-        assert to.num_refused == 1
-    assert "no valid greeting" in caplog.text
-
-
 async def test_a_greeting_without_a_segment_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with hop() as to:
         with to.connect() as connection:
             connection.send(to.receiver.key.greeting())
             await until(lambda: to.num_refused == 1)
     assert "no segment with the greeting" in caplog.text
-
-
-async def test_a_ticket_is_valid_for_one_segment() -> None:
-    async with hop() as to, opened(to):
-        with pytest.raises(ConnectionError, match="the connection was closed"):
-            await MemorySender(to.receiver.offer, to.receiver.key).open()
-        assert to.num_refused == 1
 
 
 async def test_senders_of_other_users_are_refused(
@@ -443,47 +357,6 @@ async def test_senders_of_other_users_are_refused(
         with pytest.raises(ConnectionError, match=f"next stage runs as user {user}, this worker as user"):
             await MemorySender(to.receiver.offer, to.receiver.key).open()
     assert f"the sender runs as user {user}, this worker as user {user + 1}" in caplog.text
-
-
-async def test_silent_connections_are_few_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_memory, "GREETING_TIMEOUT_S", 0.1)
-    async with hop() as to:
-        silent = [to.connect() for _ in range(MAX_GREETINGS)]
-        await until(lambda: len(to.listener._greeting) == MAX_GREETINGS)
-        with to.connect():
-            await until(lambda: to.num_refused == 1)
-        await until(lambda: to.num_refused == 1 + MAX_GREETINGS)
-        for connection in silent:
-            connection.close()
-        async with opened(to):
-            assert to.receiver.is_open
-
-
-async def test_an_impostor_at_the_socket_gets_no_payload() -> None:
-    async with hop() as to:
-        name = f"stageline-test-{os.getpid()}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
-            impostor.bind(f"\0{name}")
-            impostor.listen()
-            sender = MemorySender(replace(to.receiver.offer, socket=name), to.receiver.key)
-            opening = asyncio.create_task(sender.open())
-            await asyncio.sleep(0)
-            connection, _ = impostor.accept()
-            with connection:
-                connection.send(bytes(32))
-                with pytest.raises(ConnectionError, match="another process is at the socket"):
-                    await opening
-
-
-async def test_a_silent_socket_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_memory, "GREETING_TIMEOUT_S", 0.1)
-    async with hop() as to:
-        name = f"stageline-test-{os.getpid()}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-            silent.bind(f"\0{name}")
-            silent.listen()
-            with pytest.raises(ConnectionError, match="timed out"):
-                await MemorySender(replace(to.receiver.offer, socket=name), to.receiver.key).open()
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 1 << 62], ids=["none", "huge"])
@@ -529,19 +402,6 @@ async def test_without_file_descriptors_a_sender_is_accepted_later(
         monkeypatch.setattr(to.listener, "_listening", listening)
         await asyncio.wait_for(opening, DEADLINE_S)
         assert to.receiver.is_open
-
-
-async def test_nothing_is_expected_while_offers_pause() -> None:
-    async with hop() as to:
-        to.listener.suspend()
-        assert to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=1) is None
-
-
-def test_nothing_is_expected_without_a_socket() -> None:
-    listener = MemoryListener(RefusedPeers(time.monotonic))
-    assert not listener.is_listening
-    assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=1) is None
-    listener.close()
 
 
 async def test_a_system_without_boot_id_shares_no_memory(

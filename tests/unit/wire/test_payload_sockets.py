@@ -7,107 +7,45 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from tests.unit.wire.payload_hops import (
+    DEADLINE_S,
+    EPOCH,
+    SECRET,
+    SocketHop,
+    closing,
+    opening,
+    threads,
+    until,
+)
 from wire import payload_sockets, payloads
 from wire.addresses import Address
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_sockets import (
     MAX_PER_HOST,
     MAX_UNTAKEN,
-    MIN_PIECE_BYTES,
     BufferPool,
     PayloadListener,
-    PayloadReceiver,
     PayloadSender,
 )
-from wire.payloads import PROOF_BYTES, PayloadKey, PayloadNotice, encode_header
+from wire.payloads import PayloadKey, PayloadNotice, encode_header
 from wire.peer_secrets import RefusedPeers
 
 CERTIFICATE = Path(__file__).parents[2] / "data" / "localhost.pem"
-SECRET = b"s" * 32
-EPOCH = 7
-LIMIT = 16 * MIN_PIECE_BYTES
-DEADLINE_S = 10.0
+LIMIT = SocketHop.limit
 
 
-class Hop:
-    """A listener with one expected connection, and its counted refusals."""
-
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self.num_refused = 0
-        self.listener = PayloadListener(RefusedPeers(time.monotonic, self._count), lambda: tls)
-        self.listener.listen(Address("127.0.0.1", 0))
-        self.receiver = self.expect()
-
-    def expect(self) -> PayloadReceiver:
-        receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT)
-        assert receiver is not None
-        return receiver
-
-    @property
-    def key(self) -> PayloadKey:
-        return self.receiver.key
-
-    @property
-    def address(self) -> Address:
-        return Address("127.0.0.1", self.receiver.offer.port)
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection((self.address.host, self.address.port), timeout=DEADLINE_S)
-
-    def _count(self) -> None:
-        self.num_refused += 1
+def hop(tls: ssl.SSLContext | None = None) -> AbstractAsyncContextManager[SocketHop]:
+    return closing(SocketHop(tls))
 
 
-@asynccontextmanager
-async def hop(tls: ssl.SSLContext | None = None) -> AsyncIterator[Hop]:
-    """Closed at the end, and then without threads."""
-    made = Hop(tls)
-    try:
-        yield made
-    finally:
-        made.listener.forget(made.receiver)
-        made.listener.close()
-        await until(lambda: not _threads())
-
-
-@asynccontextmanager
-async def opened(to: Hop, tls: ssl.SSLContext | None = None) -> AsyncIterator[PayloadSender]:
-    sender = PayloadSender(to.address, to.key, tls)
-    try:
-        await sender.open()
-        yield sender
-    finally:
-        sender.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
-
-
-@pytest.mark.parametrize("size_bytes", [1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, LIMIT - 1, LIMIT])
-async def test_a_payload_arrives_whole_with_its_checksum(size_bytes: int) -> None:
-    data = os.urandom(size_bytes)
-    async with hop() as to, opened(to) as sender:
-        for number in (1, 2):
-            notice = await sender.send(data)
-            assert notice == PayloadNotice(number, size_bytes, xxhash.xxh3_64_intdigest(data))
-            payload = await to.receiver.inbox.take(notice)
-            assert payload.data == data
-            assert payload.began_s <= time.monotonic()
-    assert to.num_refused == 0
+def opened(to: SocketHop, tls: ssl.SSLContext | None = None) -> AbstractAsyncContextManager[PayloadSender]:
+    return opening(PayloadSender(to.address, to.key, tls))
 
 
 async def test_payloads_travel_over_tls() -> None:
@@ -204,55 +142,6 @@ async def test_nothing_more_is_received_while_payloads_wait_for_their_frames() -
         await sending
 
 
-@pytest.mark.parametrize("what", ["epoch", "secret", "ticket", "bytes"])
-async def test_a_wrong_greeting_is_refused_and_the_right_one_still_passes(what: str) -> None:
-    async with hop() as to:
-        wrong = {
-            "epoch": PayloadKey(EPOCH + 1, SECRET, to.key.ticket).greeting(),
-            "secret": PayloadKey(EPOCH, b"x" * 32, to.key.ticket).greeting(),
-            "ticket": PayloadKey(EPOCH, SECRET, b"x" * 16).greeting(),
-            "bytes": b"GET / HTTP/1.1\r\n" * 4,
-        }[what]
-        with to.connect() as stranger:
-            stranger.sendall(wrong)
-            assert await asyncio.to_thread(_received, stranger) == b""
-        await until(lambda: to.num_refused == 1)
-        async with opened(to) as sender:
-            await to.receiver.inbox.take(await sender.send(b"abc"))
-
-
-async def test_a_greeting_is_accepted_once() -> None:
-    async with hop() as to, opened(to):
-        with to.connect() as second:
-            second.sendall(to.key.greeting())
-            assert await asyncio.to_thread(_received, second) == b""
-        await until(lambda: to.num_refused == 1)
-
-
-async def test_a_late_greeting_is_refused() -> None:
-    async with hop() as to:
-        to.listener.forget(to.receiver)
-        with pytest.raises(ConnectionError, match=r"closed|reset"):
-            await PayloadSender(to.address, to.key).open()
-        await until(lambda: to.num_refused == 1)
-
-
-async def test_connections_that_do_not_greet_are_limited_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.3)
-    async with hop() as to:
-        silent = [to.connect() for _ in range(MAX_PER_HOST)]
-        await until(lambda: _threads().count("payload-receiver") == MAX_PER_HOST)
-        with to.connect() as refused:
-            assert await asyncio.to_thread(_received, refused) == b""
-        await until(lambda: to.num_refused == 1)
-        for connection in silent:
-            assert await asyncio.to_thread(_received, connection) == b""
-            connection.close()
-        await until(lambda: to.num_refused == 1 + MAX_PER_HOST)
-        async with opened(to):
-            pass
-
-
 async def test_single_bytes_do_not_extend_the_time_to_greet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.3)
     async with hop() as to:
@@ -272,27 +161,7 @@ async def test_single_bytes_do_not_extend_the_time_to_greet(monkeypatch: pytest.
         await until(lambda: to.num_refused == 1)
 
 
-async def test_a_sender_that_meets_another_process_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-        key = PayloadKey(EPOCH, SECRET, b"t" * 16)
-        opening = asyncio.create_task(
-            PayloadSender(Address("127.0.0.1", impostor.getsockname()[1]), key).open()
-        )
-        connection = (await asyncio.to_thread(impostor.accept))[0]
-        connection.sendall(b"x" * PROOF_BYTES)
-        with pytest.raises(ConnectionError, match="another process is at the address"):
-            await opening
-        connection.close()
-
-
-async def test_a_sender_gives_up_when_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload_sockets, "GREETING_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        sender = PayloadSender(
-            Address("127.0.0.1", silent.getsockname()[1]), PayloadKey(EPOCH, SECRET, b"t" * 16)
-        )
-        with pytest.raises(ConnectionError, match="timed out"):
-            await sender.open()
+async def test_a_sender_to_a_port_without_a_listener_is_refused() -> None:
     with pytest.raises(ConnectionError, match="refused"):
         await PayloadSender(Address("127.0.0.1", silent_port()), PayloadKey(EPOCH, SECRET, b"t" * 16)).open()
 
@@ -322,7 +191,7 @@ async def test_a_slow_resolution_of_the_name_does_not_extend_the_time_to_open(
                 await sender.open()
     finally:
         is_resolved.set()
-    await until(lambda: not _threads())
+    await until(lambda: not threads())
 
 
 def silent_port() -> int:
@@ -412,11 +281,6 @@ async def test_a_send_after_the_close_is_an_error() -> None:
                 await sender.send(b"x")
 
 
-async def test_without_a_port_nothing_is_offered() -> None:
-    listener = PayloadListener(RefusedPeers(time.monotonic))
-    assert listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
-
-
 @pytest.mark.parametrize("offered", [Address("10.0.0.7", 0), Address("", 7499), Address("10.0.0.7", 7499)])
 async def test_the_offer_has_what_senders_are_to_dial(offered: Address) -> None:
     listener = PayloadListener(RefusedPeers(time.monotonic))
@@ -427,24 +291,9 @@ async def test_the_offer_has_what_senders_are_to_dial(offered: Address) -> None:
     assert (receiver.offer.host, receiver.offer.port) == (offered.host, offered.port or address.port)
 
 
-async def test_a_suspended_listener_offers_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payloads, "PAYLOAD_RETRY_S", 0.05)
-    async with hop() as to:
-        to.listener.suspend()
-        assert to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is None
-        await until(lambda: to.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=LIMIT) is not None)
-
-
 async def _send_many(sender: PayloadSender, data: bytes, num_payloads: int) -> None:
     for _ in range(num_payloads):
         await sender.send(data)
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1)
-    except ConnectionResetError:
-        return b""
 
 
 def _address(data: object) -> int:
