@@ -70,6 +70,10 @@ class Hop(ABC):
         """A connection that has not greeted."""
 
     @abstractmethod
+    def greet(self, connection: socket.socket, greeting: bytes) -> None:
+        """Send a greeting, with all that belongs to it."""
+
+    @abstractmethod
     def sender(self, key: PayloadKey | None = None) -> PayloadSender | MemorySender:
         """A sender with this key, by default the right one, which is not open."""
 
@@ -122,6 +126,9 @@ class SocketHop(Hop):
     def connect(self) -> socket.socket:
         return socket.create_connection((self.address.host, self.address.port), timeout=DEADLINE_S)
 
+    def greet(self, connection: socket.socket, greeting: bytes) -> None:
+        connection.sendall(greeting)
+
     def sender(self, key: PayloadKey | None = None) -> PayloadSender:
         return PayloadSender(self.address, key or self.key)
 
@@ -164,6 +171,11 @@ class MemoryHop(Hop):
         connection.settimeout(DEADLINE_S)
         connection.connect(f"\0{self.receiver.offer.socket}")
         return connection
+
+    def greet(self, connection: socket.socket, greeting: bytes) -> None:
+        segment = payload_memory._new_segment(self.receiver.offer.slot_bytes)
+        socket.send_fds(connection, [greeting], [segment])
+        os.close(segment)
 
     def sender(self, key: PayloadKey | None = None) -> MemorySender:
         return MemorySender(self.receiver.offer, key or self.key)

@@ -65,7 +65,7 @@ async def test_a_wrong_greeting_is_refused_and_the_right_one_still_passes(way: t
             "bytes": b"GET / HTTP/1.1\r\n" * 4,
         }[what]
         with to.connect() as stranger:
-            stranger.sendall(wrong)
+            to.greet(stranger, wrong)
             assert await end_of(stranger) == b""
         await until(lambda: to.num_refused == 1)
         assert not to.is_open
@@ -77,7 +77,7 @@ async def test_a_wrong_greeting_is_refused_and_the_right_one_still_passes(way: t
 async def test_a_greeting_is_accepted_once(way: type[Hop]) -> None:
     async with closing(way()) as to, opening(to.sender()):
         with to.connect() as second:
-            second.sendall(to.key.greeting())
+            to.greet(second, to.key.greeting())
             assert await end_of(second) == b""
         await until(lambda: to.num_refused == 1)
 
