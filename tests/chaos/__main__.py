@@ -39,6 +39,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb the cluster")
     parser.add_argument("--seed", type=int, default=None, help="what is done to whom; random unless given")
     parser.add_argument("--real", action="store_true", help="stages that compute, in the place of mock ones")
+    parser.add_argument("--recurrent", action="store_true", help="stages that compute with recurrent states")
     parser.add_argument("--no-journal", action="store_true", help="requests end with their coordinator")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="only what has this in its name"
@@ -53,8 +54,10 @@ def _parse() -> argparse.Namespace:
     given = parser.parse_args()
     if not all(any(text in disturbance.name for disturbance in DISTURBANCES) for text in given.only):
         parser.error(f"there are only {', '.join(disturbance.name for disturbance in DISTURBANCES)}")
-    if given.storm and (given.only or given.no_journal):
-        parser.error("--only and --no-journal are not for --storm")
+    if given.real and given.recurrent:
+        parser.error("--real and --recurrent are two models: choose one")
+    if given.storm and (given.only or given.no_journal or given.recurrent):
+        parser.error("--only, --no-journal and --recurrent are not for --storm")
     if given.kill_coordinator and not given.storm:
         parser.error("--kill-coordinator is for --storm; chaos kills the coordinator anyway")
     return given
@@ -79,6 +82,7 @@ def _run_chaos(given: argparse.Namespace, seed: int, say: Callable[[str], None])
         seconds=given.seconds,
         seed=seed,
         is_real=given.real,
+        is_recurrent=given.recurrent,
         has_journal=not given.no_journal,
         names=tuple(given.only),
         logs=given.logs,

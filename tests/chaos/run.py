@@ -13,7 +13,15 @@ from stageline import Client, StagelineError
 from tests.chaos.disturbances import DISTURBANCES, Disturbance
 from tests.chaos.report import Report, Seen
 from tests.e2e.clusters import VOCAB_SIZE
-from tests.e2e.recovery_setup import TYPED_ERRORS, config, is_idle, make_steady_model, mock_config
+from tests.e2e.recovery_setup import (
+    TYPED_ERRORS,
+    config,
+    is_idle,
+    make_recurrent_model,
+    make_steady_model,
+    mock_config,
+    recurrent_config,
+)
 from tests.faults.cluster import FaultyCluster
 from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
@@ -23,19 +31,22 @@ from tests.temporary import run_directory
 NUM_WORKERS = 4
 NUM_STAGES = 3
 NUM_STREAMS = 16
+LOAD, RECURRENT_LOAD = (64, 80), (16, 30)
+"""Requests, and tokens of each. Recurrent layers take several times as long on a CPU."""
 RECOVERS_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosConfig:
-    """`is_real` computes with a small model instead of mock stages. With a journal requests go on under the
-    next coordinator. `names` are parts of the names of the
-    disturbances to choose from; all without any. `logs`: where logs and journal are kept.
+    """`is_real` computes with a small model instead of mock stages, `is_recurrent` with one that has
+    recurrent states. With a journal requests go on under the next coordinator. `names` are parts of the names
+    of the disturbances to choose from; all without any. `logs`: where logs and journal are kept.
     """
 
     seconds: float
     seed: int
     is_real: bool = False
+    is_recurrent: bool = False
     has_journal: bool = True
     names: tuple[str, ...] = ()
     logs: Path | None = None
@@ -58,7 +69,10 @@ async def run_chaos(chaos: ChaosConfig, free_address: str) -> Report:
 
 
 async def _disturb(chaos: ChaosConfig, cluster: FaultyCluster, report: Report) -> None:
-    asks = mixed_asks(64, lengths=(1, 200), max_tokens=80, vocab_size=VOCAB_SIZE, seed=chaos.seed)
+    num_asks, max_tokens = RECURRENT_LOAD if chaos.is_recurrent else LOAD
+    asks = mixed_asks(
+        num_asks, lengths=(1, 200), max_tokens=max_tokens, vocab_size=VOCAB_SIZE, seed=chaos.seed
+    )
     async with Client(cluster.address) as client:
         answers = await _answers(chaos, client, asks)
         load = ConstantLoad(
@@ -107,14 +121,17 @@ async def _one(
 
 
 async def _answers(chaos: ChaosConfig, client: Client, asks: Sequence[Ask]) -> dict[Ask, list[int]]:
-    if chaos.is_real:
+    if chaos.is_real or chaos.is_recurrent:
         return dict(zip(asks, await undisturbed(client, asks), strict=True))
     return {ask: mock_tokens(ask.prompt, ask.max_tokens, vocab_size=VOCAB_SIZE) for ask in asks}
 
 
 def _cluster_config(chaos: ChaosConfig, directory: Path, free_address: str) -> LocalClusterConfig:
     logs = directory / "logs"
-    if chaos.is_real:
+    if chaos.is_recurrent:
+        model = make_recurrent_model(directory / "model")
+        made = recurrent_config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
+    elif chaos.is_real:
         model = make_steady_model(directory / "model")
         made = config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
     else:

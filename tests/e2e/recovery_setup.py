@@ -11,6 +11,7 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.e2e.clusters import MEMORY_BYTES, VOCAB_SIZE, is_serving
 from tests.e2e.commands import ENVIRONMENT
+from tests.families import make_family
 from tests.faults.cluster import FaultyCluster
 from tests.faults.streams import Ask, Streams, mixed_asks
 from wire.transport import is_loopback
@@ -42,6 +43,23 @@ def make_steady_model(directory: Path) -> Path:
         tie_word_embeddings=False,
         max_position_embeddings=4096,
     )
+
+
+def make_recurrent_model(directory: Path) -> Path:
+    """Five float32 layers, four of them Gated DeltaNet, as steady as `make_steady_model`: chunks of other
+    lengths and restored states gave the same 1,440 tokens.
+    """
+    return make_family(
+        directory, "qwen3_5_text", initializer_range=STEADY_RANGE, max_position_embeddings=1024
+    )
+
+
+def recurrent_config(
+    directory: Path, num_workers: int, *, num_stages: int, logs: Path, listen: str = "127.0.0.1:0"
+) -> LocalClusterConfig:
+    """Real stages with few recurrent states, so that states of requests take the places of saved ones."""
+    flags = ("--max-step-sequences", "2")
+    return config(directory, num_workers, num_stages=num_stages, logs=logs, flags=flags, listen=listen)
 
 
 def config(
@@ -118,11 +136,12 @@ async def serves_normally(client: Client, cases: list[Ask], expected: list[list[
 
 
 def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
-    """Whether no request is live and no stage of the plan holds a page. A spare may still show pages of the
-    last epoch in which it had a stage.
+    """Whether no request is live and no stage of the plan holds a page or a recurrent state for one. A spare
+    may still show those of the last epoch in which it had a stage.
     """
     live = status.requests.waiting + status.requests.prefill + status.requests.decode
-    active = [worker.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
+    usages = [worker.kv for worker in status.workers if worker.HasField("stage")]
+    active = [kv.blocks_active + kv.states_live for kv in usages]
     return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)
 
 

@@ -24,6 +24,16 @@ async def test_random_faults_produce_no_wrong_token_and_leak_nothing(
 
 
 @pytest.mark.chaos
+async def test_random_faults_leak_no_recurrent_state(free_address: str, tmp_path: Path) -> None:
+    """Gated DeltaNet layers compute, with few states beyond those of the requests."""
+    chaos = ChaosConfig(seconds=SECONDS, seed=SEED, is_recurrent=True, logs=tmp_path)
+    report = await run_chaos(chaos, free_address)
+    assert report.problems == [], "\n".join(report.lines())
+    assert report.num_finished > 0
+    assert any(seen.has_new_epoch for seen in report.seen)
+
+
+@pytest.mark.chaos
 async def test_overlapping_faults_fail_no_request(free_address: str, tmp_path: Path) -> None:
     """0 failed, 0 wrong, 0 leaked. Pauses are reported, not asserted: they depend on the machine."""
     report = await run_storm(StormConfig(seconds=SECONDS, seed=SEED, logs=tmp_path), free_address)
