@@ -63,6 +63,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 def skips_a_layer(stage: DecoderStage) -> None:
     class Skipped:
+        has_mixer = True
+
         def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
             return hidden
 
@@ -74,6 +76,8 @@ def runs_a_layer_twice(stage: DecoderStage) -> None:
     first, second = stage._loaded().layers
 
     class Twice:
+        has_mixer = True
+
         def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
             return second.forward(second.forward(hidden, *rest), *rest)
 
