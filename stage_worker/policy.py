@@ -23,8 +23,10 @@ class WorkerPolicy:
     """Maximum time to the first message of a stream from the stage before."""
     epoch_wait_s: float = 10.0
     """Maximum wait of a stream from the stage before for its epoch to begin on this stage."""
-    source_retry_s: float = 30.0
-    """Wait before the worker joins again after the source of its weights did not respond."""
+    load_again_s: float = 30.0
+    """Wait before the worker joins again after the source of its weights did not respond, or its cache had no
+    room.
+    """
     max_ahead_bytes: int = 256 * 1024 * 1024
     """Maximum size of the steps that wait for their hidden states on a stage: 16 messages of maximum size.
     More is a fault of kind UNDECODABLE.

@@ -21,9 +21,9 @@ from stage_worker.backends.backend import (
     LoadedStage,
     LoadProgress,
     OtherCheckpoint,
-    SourceOutage,
     StageBackend,
     StageLoadError,
+    TemporaryLoadError,
 )
 from stage_worker.backends.contract import EagerReason, GraphCounts, StepObserver
 from stage_worker.epoch_session import EpochSession
@@ -396,8 +396,8 @@ class StageManager:
             log.error(
                 "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
-            if isinstance(error, SourceOutage):
-                asyncio.get_running_loop().call_later(WORKER_POLICY.source_retry_s, self._rejoin_unless_used)
+            if isinstance(error, TemporaryLoadError):
+                asyncio.get_running_loop().call_later(WORKER_POLICY.load_again_s, self._rejoin_unless_used)
             return join_pb2.JoinRequest(
                 load_failed=join_pb2.LoadFailed(
                     plan_id=message.plan_id, reason=str(error), is_final=isinstance(error, OtherCheckpoint)
@@ -412,7 +412,7 @@ class StageManager:
         return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded, self._weights.level))
 
     def _rejoin_unless_used(self) -> None:
-        """Join again after an outage: the coordinator excludes a worker after several failed loads."""
+        """Join again after an outage or a full disk: several failed loads have excluded the worker."""
         if self._loaded is None and self._loading is None:
             self._rejoin()
 

@@ -27,8 +27,8 @@ class OtherCheckpoint(StageLoadError):
     """This worker's checkpoint is not the coordinator's: another try cannot succeed."""
 
 
-class SourceOutage(StageLoadError):
-    """The source of the weights did not respond for long; a later try may succeed."""
+class TemporaryLoadError(StageLoadError):
+    """A later try may succeed: the source of weights did not respond for long, or the cache lacks room."""
 
 
 class LoadCancelled(StageLoadError):

@@ -19,6 +19,7 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import Cluster, RequestCase
 from tests.range_server import Handler, RangeServer, Request, range_server
+from weights.cache import DISK_RESERVE_BYTES
 from weights.location import remote_model
 from weights.manifest import MANIFEST_FILE, index_directory, read_manifest, write_manifest
 from weights.pieces import DEFAULT_TRANSFER
@@ -135,7 +136,7 @@ async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
 ) -> None:
     policy = replace(DEFAULT_TRANSFER, give_up_s=0.5)
     monkeypatch.setattr("stage_worker.loading.remote_weights.DEFAULT_TRANSFER", policy)
-    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, source_retry_s=3.0))
+    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, load_again_s=3.0))
 
     def refuse(handler: Handler, request: Request) -> bool:
         if is_refused := request.path.endswith(".safetensors") and request.begin > 8:
@@ -152,6 +153,24 @@ async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
 
             await cluster.wait_status(is_out)
             server.misbehave = None
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            await tokens_of(cluster)
+
+
+async def test_workers_join_again_by_themselves_when_the_disk_has_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, load_again_s=3.0))
+    with range_server(model) as server, monkeypatch.context() as patched:
+        patched.setattr("weights.cache.free_bytes", lambda directory: DISK_RESERVE_BYTES + 1000)
+        async with remote_cluster(server, tmp_path, waits=False) as cluster:
+
+            def is_full(status: cluster_pb2.GetStatusResponse) -> bool:
+                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+                return any("but 64.0 MiB of the disk are free" in detail for detail in out)
+
+            await cluster.wait_status(is_full)
+            patched.undo()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)
 
