@@ -34,6 +34,7 @@ OF_OTHER_TOOLS = {
         "--rate",
         "--record",
         "--seconds",
+        "--recurrent",
         "--storm",
         "--strict",
         "--version",
