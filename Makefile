@@ -3,6 +3,7 @@
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
+# Stages that compute with recurrent states: make chaos SECONDS=60 CHAOS=--recurrent
 # Growth of memory under load: make churn MINUTES=30
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
 # Twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci
