@@ -111,7 +111,7 @@ class LargestStep:
         visible = [_most_visible(window, size) for window in group_windows(config.layer_windows)]
         own = -(-2 // size)  # blocks of a decode: the last token of its prompt, and a second one
         num_decodes = min(assignment.max_step_sequences, assignment.max_step_tokens, min(groups) // own) - 1
-        num_decodes = num_decodes if longest > 1 else 0
+        num_decodes = max(0, num_decodes) if longest > 1 else 0
         free = [blocks - own * num_decodes for blocks in groups]
         tokens = min(assignment.max_step_tokens - num_decodes, longest, min(free) * size)
         free = [blocks - -(-tokens // size) for blocks in free]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpoint import Checkpoint
@@ -108,6 +108,15 @@ def test_models_with_windows_run_it(family: str, steps: list[tuple[StepSlice, ..
     max_step_sequences=st.integers(1, 40),
     max_sequence_tokens=st.integers(1, 4000),
     window=st.integers(1, 100),
+)
+@example(
+    num_blocks=2,
+    others=[1],
+    block_size=1,
+    max_step_tokens=1,
+    max_step_sequences=1,
+    max_sequence_tokens=2,
+    window=1,
 )
 def test_the_largest_step_keeps_every_limit(
     num_blocks: int,
