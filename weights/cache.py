@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -69,6 +69,7 @@ class TensorCache:
         self._lock = _locked(directory)
         _sweep(directory)
         self._models: dict[str, CachedModel] = {}
+        self._unusable: set[str] = set()
 
     def close(self) -> None:
         for model in self._models.values():
@@ -127,17 +128,30 @@ class TensorCache:
             unit for unit in self._units() if not kept_of.get(unit.key, set()).intersection(unit.tensors)
         ]
         sizes = {id(unit): sum(map(unit.model.num_bytes, unit.tensors)) for unit in evictable}
-        if used + num_bytes - sum(sizes.values()) > limit.num_bytes:
-            kept = used - sum(sizes.values())
+        unusable = {key: disk_bytes(self._folder(key)) for key in self._unusable - kept_of.keys()}
+        kept = used - sum(sizes.values()) - sum(unusable.values())
+        if kept + num_bytes > limit.num_bytes:
             raise CacheFull(
                 f"{format_size(num_bytes)} of weights must be fetched beside {format_size(kept)} that stay in"
                 f" {self.directory}, {format_size(kept + num_bytes)} in all, but {limit.text}"
             )
+        used -= self._evict_unusable(unusable, used + num_bytes - limit.num_bytes)
         for unit in sorted(evictable, key=lambda unit: unit.model.last_use_s(unit.name)):
             if used + num_bytes <= limit.num_bytes:
                 return
             used -= unit.model.drop(unit.tensors)
             log.info("evicted %s of %s from the cache", unit.name, unit.key)
+
+    def _evict_unusable(self, sizes: Mapping[str, int], num_bytes: int) -> int:
+        """Evict models of these sizes until `num_bytes` are free; return what is."""
+        freed = 0
+        for key, size in sizes.items():
+            if freed >= num_bytes:
+                break
+            shutil.rmtree(self._folder(key))
+            freed += size
+            log.info("evicted %s, whose config or headers are damaged, from the cache", key)
+        return freed
 
     def _limit(self, used: int) -> _Limit:
         """The tighter one of --cache-size and the disk."""
@@ -172,15 +186,21 @@ class TensorCache:
         return str(found.get("key", "")), set(map(str, tensors)) if isinstance(tensors, list) else set()
 
     def _reopened(self, key: str) -> CachedModel | None:
-        """A model of earlier processes; None, and without its files, if it is incomplete."""
-        folder = self.directory / MODELS_FOLDER / key
+        """A model of earlier processes; None if its config or headers are damaged, which its use mends, or if
+        they cannot be read.
+        """
         try:
-            self._models[key] = CachedModel(folder, piece_bytes=self._policy.piece_bytes)
-        except (CheckpointError, OSError) as error:
-            log.warning("removed %s from the cache: %s", key, error)
-            shutil.rmtree(folder)
+            self._models[key] = CachedModel(self._folder(key), piece_bytes=self._policy.piece_bytes)
+        except CheckpointError:
+            self._unusable.add(key)
+            return None
+        except OSError as error:
+            log.warning("%s of the cache cannot be read: %s", key, error)
             return None
         return self._models[key]
+
+    def _folder(self, key: str) -> Path:
+        return self.directory / MODELS_FOLDER / key
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +322,8 @@ def _locked(directory: Path) -> int:
         owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise CacheInUse(
-            f"the cache {directory} is in use by process {owner}: give each worker its own --cache-dir"
+            f"the cache {directory} is in use by process {owner}: give each worker its own --name or "
+            "--cache-dir"
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)

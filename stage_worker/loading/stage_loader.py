@@ -58,7 +58,7 @@ from stage_worker.model.parts import LoadedParts
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_buckets import StepBuckets
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from weights.errors import CacheFull, SourceUnavailable
+from weights.errors import CacheFull, CacheInUse, SourceUnavailable
 from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
 from wire.sizes import format_size
 from wire.tensors import WireDType
@@ -243,7 +243,7 @@ def explained(device: torch.device) -> Iterator[None]:
         raise StageLoadError(str(error)) from error
     except KernelsUnavailable as error:
         raise StageLoadError(str(error)) from error
-    except (SourceUnavailable, CacheFull) as error:
+    except (SourceUnavailable, CacheFull, CacheInUse) as error:
         raise TemporaryLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error

@@ -78,13 +78,21 @@ def _parse_dtypes(text: str) -> tuple[DType, ...]:
     return () if text == "none" else tuple(dict.fromkeys(map(DType.from_name, text.split(","))))
 
 
+def _indexed_location(text: str) -> Path | RemoteModel:
+    """The model of a manifest. Raises ValueError."""
+    model = model_location(text)
+    if not isinstance(model, RemoteModel) and not model.is_dir():
+        raise ValueError(f"{model} is a file: a manifest is of a directory or a URL")
+    return model
+
+
 @weights.command()
 def index(
     model: Annotated[
         Any,
         typer.Argument(
             metavar="URL|DIR",
-            parser=option_parser(model_location),
+            parser=option_parser(_indexed_location),
             help="A remote model, all of which is read, or a directory.",
             show_default=False,
         ),
@@ -248,7 +256,7 @@ def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
         return ExitCode.DONE
     for row in rows:
         print(f"{row['key']}  {row['source'] or 'of an unknown source'}")
-        print(f"  {format_size(row['disk_bytes'])}, {_summary(row)}")
+        print(f"  {format_size(row['disk_bytes'])}, {_summary(cache_dir, row)}")
         for unit in row["units"]:
             used = datetime.fromtimestamp(unit["last_use_s"], UTC)
             print(f"  {unit['name']}  {format_size(unit['num_bytes'])}  used {used:%Y-%m-%d %H:%M} UTC")
@@ -257,14 +265,15 @@ def list_(cache_dir: _CacheDirectory, as_json: Json = False) -> int:
     return ExitCode.DONE
 
 
-def _summary(row: dict[str, Any]) -> str:
+def _summary(cache_dir: Path, row: dict[str, Any]) -> str:
     if row["state"] == ModelState.USABLE.value:
         return f"{row['verified']} of {row['tensors']} tensors verified"
-    return f"{row['state']}: {row['problem']}; {_remedy(row['key'])}"
+    return f"{row['state']}: {row['problem']}; {_remedy(cache_dir, row['key'])}"
 
 
-def _remedy(key: str) -> str:
-    return f"fetched again when the model is used, or remove it with `weights rm --cache-dir DIR {key}`"
+def _remedy(cache_dir: Path, key: str) -> str:
+    command = f"stageline weights rm --cache-dir {cache_dir} {key}"
+    return f"fetched again when the model is used, or remove it with `{command}`"
 
 
 def _describe(stored: StoredModel, model: CachedModel | None) -> dict[str, Any]:
@@ -319,6 +328,8 @@ def verify(
         raise typer.BadParameter("is for a checkpoint", param_hint="--weights-manifest")
     if cache_dir is not None:
         return _verify_cache(cache_dir)
+    if not directory.is_dir():
+        raise typer.BadParameter(f"{directory} is a file: a manifest is of a directory", param_hint="DIR")
     return _verify_directory(directory, weights_manifest or directory / MANIFEST_FILE)
 
 
@@ -336,13 +347,16 @@ def _verify_directory(directory: Path, path: Path) -> int:
 
 
 def _verify_cache(cache_dir: Path) -> int:
-    num_tensors = num_damaged = 0
+    num_tensors = num_damaged = num_unchecked = 0
     has_damaged_files = False
     with _failures(), closing(_existing(cache_dir)):
         for stored, model in _models(cache_dir):
             if model is None:
-                print(f"{stored.key}: {stored.state.value}: {stored.problem}; {_remedy(stored.key)}")
+                print(
+                    f"{stored.key}: {stored.state.value}: {stored.problem}; {_remedy(cache_dir, stored.key)}"
+                )
                 has_damaged_files |= stored.state is ModelState.DAMAGED
+                num_unchecked += 1
                 continue
             tensors = [tensor for names in model.units().values() for tensor in names]
             damaged = model.damaged(tensors, lambda _: None)
@@ -350,7 +364,8 @@ def _verify_cache(cache_dir: Path) -> int:
             for tensor in damaged:
                 print(f"{stored.key}: tensor {tensor} is damaged: dropped, it will be fetched again")
             num_tensors, num_damaged = num_tensors + len(tensors), num_damaged + len(damaged)
-    print(f"{num_tensors - num_damaged} of {num_tensors} tensors are as they were fetched")
+    unchecked = f"; {num_unchecked} models were not checked" if num_unchecked else ""
+    print(f"{num_tensors - num_damaged} of {num_tensors} tensors are as they were fetched{unchecked}")
     return ExitCode.FAILED if num_damaged or has_damaged_files else ExitCode.DONE
 
 

@@ -189,6 +189,27 @@ async def test_a_stage_shows_the_speed_of_its_gpu_and_its_cuda_graphs(browser: B
         await watched.page.unroute_all(behavior="wait")
 
 
+async def test_stages_show_what_they_fetch_and_for_how_long_still(browser: Browser) -> None:
+    async def fetching(route: Route) -> None:
+        response = await route.fetch()
+        status = await response.json()
+        fetch = {"done_bytes": str(1 << 30), "total_bytes": str(3 << 30), "bytes_per_second": str(256 << 20)}
+        status["workers"][0]["fetch"] = fetch
+        status["workers"][1]["fetch"] = fetch | {"bytes_per_second": "0", "is_prefetch": True}
+        await route.fulfill(response=response, json=status)
+
+    async with served(2, "step=6ms") as cluster, opened(browser, cluster) as watched:
+        await watched.page.route("**/api/status", fetching)
+        shown = watched.page.locator(".stage .times")
+        await expect(shown.nth(0)).to_have_text(
+            re.compile(r"^fetches 1\.0\sGiB of 3\.0\sGiB, 256\.0\sMiB/s, 8\.00\ss left$"), timeout=VISIBLE_MS
+        )
+        await expect(shown.nth(1)).to_have_text(
+            re.compile(r"^prefetches 1\.0\sGiB of 3\.0\sGiB, 0\sB/s$"), timeout=VISIBLE_MS
+        )
+        await watched.page.unroute_all(behavior="wait")
+
+
 async def test_stages_show_the_links_of_their_hops(browser: Browser) -> None:
     async def on_hosts(route: Route) -> None:
         response = await route.fetch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import Cluster, RequestCase
 from tests.range_server import Handler, RangeServer, Request, range_server
-from weights.cache import DISK_RESERVE_BYTES
+from weights.cache import DISK_RESERVE_BYTES, TensorCache
 from weights.location import remote_model
 from weights.manifest import MANIFEST_FILE, index_directory, read_manifest, write_manifest
 from weights.pieces import DEFAULT_TRANSFER
@@ -171,6 +172,25 @@ async def test_workers_join_again_by_themselves_when_the_disk_has_room(
 
             await cluster.wait_status(is_full)
             patched.undo()
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            await tokens_of(cluster)
+
+
+async def test_a_worker_joins_again_by_itself_when_its_cache_is_no_longer_in_use(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restart beside a worker that drains."""
+    monkeypatch.setattr(stage_manager, "WORKER_POLICY", replace(WORKER_POLICY, load_again_s=3.0))
+    with range_server(model) as server, ExitStack() as held:
+        held.enter_context(closing(TensorCache(tmp_path / "workers" / "w1")))
+        async with remote_cluster(server, tmp_path, waits=False) as cluster:
+
+            def is_out(status: cluster_pb2.GetStatusResponse) -> bool:
+                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+                return any("is in use by process" in detail for detail in out)
+
+            await cluster.wait_status(is_out)
+            held.close()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)
 

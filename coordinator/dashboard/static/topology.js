@@ -132,8 +132,10 @@ function hop(label, link, { hop_transport: transport, same_host_fallback: fallba
 
 function times(load, worker) {
   if (worker.fetch) {
-    const { done_bytes: done, total_bytes: total, bytes_per_second: rate } = worker.fetch;
-    return [element("span", {}, `fetches ${bytes(done)} of ${bytes(total)}, ${bytes(rate)}/s`)];
+    const { done_bytes: done, total_bytes: total, bytes_per_second: rate, is_prefetch: isAhead } = worker.fetch;
+    const left = rate > 0 ? `, ${duration((total - done) / rate)} left` : "";
+    const title = isAhead ? "Layers that it would get if another worker was lost" : null;
+    return [element("span", { title }, `${isAhead ? "prefetches" : "fetches"} ${bytes(done)} of ${bytes(total)}, ${bytes(rate)}/s${left}`)];
   }
   if (worker.state === "loading") return [element("span", {}, `loading, ${percent(worker.load_progress)} read`)];
   if (!load || !load.num_steps) return [element("span", {}, "no steps in the last 10 s")];

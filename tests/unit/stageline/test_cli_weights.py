@@ -233,3 +233,10 @@ def test_wrong_addresses_are_refused_without_repeating_secrets(
 def test_a_directory_that_is_no_cache_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "ls", "--cache-dir", str(tmp_path)]) == 1
     assert "error[NO_CACHE]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["index", "verify"])
+def test_a_file_has_no_manifest(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert main(["weights", command, str(tmp_path / "model.gguf")]) == 2
+    assert "model.gguf is a file: a manifest is of a directory" in capsys.readouterr().err

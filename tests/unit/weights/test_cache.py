@@ -102,6 +102,22 @@ def test_a_prefetch_evicts_no_layer_of_the_last_stage(server: RangeServer, tmp_p
         assert set(again.model.units()) == {f"model.layers.{layer}" for layer in (2, 3, 4)}
 
 
+def test_a_damaged_model_stays_until_another_one_needs_its_room(server: RangeServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with Fetch(server, cache) as fetch:
+        fetch.run(layer_names(0))
+        damaged = fetch.model.directory
+    flip(damaged / FIRST, 5)  # the length of its header
+    with range_server(write_shards(tmp_path / "other")) as other:
+        with Fetch(other, cache) as fetch:
+            assert fetch.run(layer_names(0)) == LAYER_BYTES
+            assert disk_bytes(damaged) > LAYER_BYTES / 2
+            kept = disk_bytes(cache) - disk_bytes(damaged.parent)
+        with Fetch(other, cache, limit_bytes=kept + LAYER_BYTES + 64 * 1024) as fetch:
+            assert fetch.run(layer_names(0, 1)) == LAYER_BYTES
+            assert not damaged.exists()
+
+
 def test_an_unreadable_record_of_the_last_stage_is_a_warning(
     server: RangeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,7 +189,7 @@ def test_a_disk_that_fills_meanwhile_ends_the_fetch_and_loses_nothing(
 
 
 def test_one_process_uses_a_cache(server: RangeServer, tmp_path: Path) -> None:
-    text = f"in use by process {os.getpid()}: give each worker its own --cache-dir"
+    text = f"in use by process {os.getpid()}: give each worker its own --name or --cache-dir"
     with Fetch(server, tmp_path / "cache"), pytest.raises(CacheInUse, match=text):
         TensorCache(tmp_path / "cache")
     TensorCache(tmp_path / "cache").close()
