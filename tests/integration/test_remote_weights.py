@@ -18,6 +18,7 @@ from stage_worker.policy import WORKER_POLICY
 from stageline.cli import main
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
+from tests.hub import Hub
 from tests.integration.cluster import Cluster, RequestCase
 from tests.range_server import Handler, RangeServer, Request, range_server
 from weights.cache import DISK_RESERVE_BYTES, TensorCache
@@ -26,6 +27,7 @@ from weights.manifest import MANIFEST_FILE, index_directory, read_manifest, writ
 from weights.pieces import DEFAULT_TRANSFER
 
 LAYERS = (1, 2, 1)
+ENDS = (0, *itertools.accumulate(LAYERS))
 SHAPE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 256,
@@ -90,8 +92,7 @@ async def test_a_remote_model_gives_the_same_tokens_and_each_worker_fetches_only
             assert await tokens_of(cluster) == expected
             assert [worker.weights for worker in status.workers] == [NOT_VERIFIED] * 3
             fetched = server.sent_bytes - opened
-        ends = [sum(LAYERS[:index]) for index in range(len(LAYERS) + 1)]
-        sizes = [stage_bytes(model, begin, end) for begin, end in itertools.pairwise(ends)]
+        sizes = [stage_bytes(model, begin, end) for begin, end in itertools.pairwise(ENDS)]
         allowed = sum(sizes) * 1.01 + len(LAYERS) * metadata_bytes(model)
         assert sum(sizes) < fetched <= allowed
         assert not any(path.suffix == ".tmp" for path in tmp_path.rglob("*"))
@@ -174,6 +175,25 @@ async def test_workers_join_again_by_themselves_when_the_disk_has_room(
             patched.undo()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)
+
+
+async def test_a_model_of_a_hub_gives_the_same_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=False) as cluster:
+        expected = await tokens_of(cluster)
+    with range_server(tmp_path) as api, range_server(tmp_path) as store:
+        Hub(model, api, store).use(monkeypatch)
+        async with Cluster(
+            remote_model("hf://org/name@main"),
+            layers=LAYERS,
+            cache_directory=tmp_path / "coordinator",
+            weights_directory=tmp_path / "workers",
+            self_check=False,
+        ) as cluster:
+            assert await tokens_of(cluster) == expected
+        weights = sum(stage_bytes(model, *cut) for cut in itertools.pairwise(ENDS))
+        assert store.sent_bytes <= weights * 1.01 + 4 * metadata_bytes(model)
 
 
 async def test_a_worker_joins_again_by_itself_when_its_cache_is_no_longer_in_use(
