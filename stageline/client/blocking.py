@@ -16,6 +16,8 @@ from stageline.client.errors import Cancelled
 
 _Result = TypeVar("_Result")
 _Client = TypeVar("_Client", bound=AbstractAsyncContextManager[object])
+INTERRUPT_S = 0.5
+"""Until an interrupt is seen that did not wake the thread that waits for a result."""
 _END = object()
 _AFTER_FORK = (
     "this process was forked after a SyncClient was used, and gRPC does not work in such a process: fork "
@@ -108,6 +110,18 @@ class _Stream(Generic[_Result]):
             await self._items.aclose()
 
 
+def _result_of(future: concurrent.futures.Future[_Result]) -> _Result:
+    """Wait for the result, and look for interrupts meanwhile: one that arrives just before the thread sleeps,
+    or that another thread gets, does not wake it.
+    """
+    while True:
+        try:
+            return future.result(INTERRUPT_S)
+        except TimeoutError:
+            if future.done():
+                raise
+
+
 class BlockingCalls(Generic[_Client]):
     """Opens an asynchronous client at the first call, and closes it with `close`, or when collected."""
 
@@ -139,7 +153,7 @@ class BlockingCalls(Generic[_Client]):
         """Wait for the result. An interrupt of the wait cancels the coroutine."""
         future = self._submit(coroutine)
         try:
-            return future.result()
+            return _result_of(future)
         except concurrent.futures.CancelledError:
             raise Cancelled(CLOSED) from None
         finally:

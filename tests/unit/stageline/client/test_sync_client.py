@@ -297,14 +297,35 @@ def test_processes_end_without_a_warning_after(case: str, served: Served) -> Non
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, " 0\n", "")
 
 
-def test_an_interrupt_cancels_the_request_and_leaves_the_client_usable(served: Served) -> None:
-    command = [sys.executable, "-W", "error", "-c", _HEAD + _INTERRUPTED, served.address]
+_INTERRUPTS = {
+    "process": "",
+    # As one that comes just before the main thread sleeps, it does not wake it.
+    "another thread": """
+import signal, threading
+def interrupt():
+    sys.stdin.readline()
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+""",
+}
+
+
+@pytest.mark.parametrize("gets", _INTERRUPTS)
+def test_an_interrupt_cancels_the_request_and_leaves_the_client_usable(served: Served, gets: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", _HEAD + _INTERRUPTS[gets] + _INTERRUPTED, served.address]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         wait_until(lambda: bool(served.inference.requests))
-        process.send_signal(signal.SIGINT)
+        sent_s = time.monotonic()
+        if gets == "process":
+            process.send_signal(signal.SIGINT)
+        else:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
         assert process.stdout.readline() == " 0\n"
+        assert time.monotonic() - sent_s < DEADLINE_S
         served.wait_ended_early()
         assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
