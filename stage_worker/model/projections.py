@@ -38,7 +38,7 @@ Weight = Tensor | HeldMatrix
 
 
 def project(weight: Weight, bias: Tensor | None, products: ProductMethod) -> Projection:
-    """The projection by `weight`; packing copies a tensor. `products` are those of tensors."""
+    """The projection by `weight`; packing copies a tensor. `products` say how a tensor is multiplied."""
     if not isinstance(weight, Tensor):
         return HeldProjection(weight, bias)
     return _PROJECTIONS[products](weight, bias)

@@ -179,7 +179,7 @@ MAX_KERNEL_VOCAB = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """The prompt tokens after those of a scored chunk, of a sequence with `state`.
+    """The prompt tokens that follow each token of a scored chunk, of a sequence with `state`.
 
     They are taken when the step begins: a later one, which may begin before this one's end, decodes the
     sequence, and its state then has no prompt any more.

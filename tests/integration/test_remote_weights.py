@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +47,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", **SHAPE)
 
 
+def excluded_because(reason: str) -> Callable[[cluster_pb2.GetStatusResponse], bool]:
+    """Whether a worker is excluded with `reason` in its detail."""
+
+    def is_excluded(status: cluster_pb2.GetStatusResponse) -> bool:
+        excluded = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+        return any(reason in detail for detail in excluded)
+
+    return is_excluded
+
+
 def remote_cluster(server: RangeServer, directory: Path, **settings: object) -> Cluster:
+    return cluster_of(server.url, directory, **settings)
+
+
+def cluster_of(address: str, directory: Path, **settings: object) -> Cluster:
     return Cluster(
-        remote_model(server.url),
+        remote_model(address),
         layers=LAYERS,
         cache_directory=directory / "coordinator",
         weights_directory=directory / "workers",
@@ -148,12 +163,7 @@ async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
     with range_server(model) as server:
         server.misbehave = refuse
         async with remote_cluster(server, tmp_path, waits=False) as cluster:
-
-            def is_out(status: cluster_pb2.GetStatusResponse) -> bool:
-                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
-                return any("could not load its stage: no byte from" in detail for detail in out)
-
-            await cluster.wait_status(is_out)
+            await cluster.wait_status(excluded_because("could not load its stage: no byte from"))
             server.misbehave = None
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)
@@ -166,12 +176,7 @@ async def test_workers_join_again_by_themselves_when_the_disk_has_room(
     with range_server(model) as server, monkeypatch.context() as patched:
         patched.setattr("weights.cache.free_bytes", lambda directory: DISK_RESERVE_BYTES + 1000)
         async with remote_cluster(server, tmp_path, waits=False) as cluster:
-
-            def is_full(status: cluster_pb2.GetStatusResponse) -> bool:
-                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
-                return any("but 64.0 MiB of the disk are free" in detail for detail in out)
-
-            await cluster.wait_status(is_full)
+            await cluster.wait_status(excluded_because("but 64.0 MiB of the disk are free"))
             patched.undo()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)
@@ -184,13 +189,7 @@ async def test_a_model_of_a_hub_gives_the_same_tokens(
         expected = await tokens_of(cluster)
     with range_server(tmp_path) as api, range_server(tmp_path) as store:
         Hub(model, api, store).use(monkeypatch)
-        async with Cluster(
-            remote_model("hf://org/name@main"),
-            layers=LAYERS,
-            cache_directory=tmp_path / "coordinator",
-            weights_directory=tmp_path / "workers",
-            self_check=False,
-        ) as cluster:
+        async with cluster_of("hf://org/name@main", tmp_path) as cluster:
             assert await tokens_of(cluster) == expected
         weights = sum(stage_bytes(model, *cut) for cut in itertools.pairwise(ENDS))
         assert store.sent_bytes <= weights * 1.01 + 4 * metadata_bytes(model)
@@ -204,12 +203,7 @@ async def test_a_worker_joins_again_by_itself_when_its_cache_is_no_longer_in_use
     with range_server(model) as server, ExitStack() as held:
         held.enter_context(closing(TensorCache(tmp_path / "workers" / "w1")))
         async with remote_cluster(server, tmp_path, waits=False) as cluster:
-
-            def is_out(status: cluster_pb2.GetStatusResponse) -> bool:
-                out = [w.detail for w in status.workers if w.state == cluster_pb2.WORKER_STATE_QUARANTINED]
-                return any("is in use by process" in detail for detail in out)
-
-            await cluster.wait_status(is_out)
+            await cluster.wait_status(excluded_because("is in use by process"))
             held.close()
             await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
             await tokens_of(cluster)

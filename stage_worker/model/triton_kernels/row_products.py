@@ -26,7 +26,7 @@ def row_product_kernel(
 ):
     """`ROWS` rows of `matrix` [num_rows, num_columns]: grid [blocks of rows].
 
-    IS_WHOLE: both sizes are multiples of those of a program.
+    IS_WHOLE: both sizes are multiples of a program's.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own = matrix + rows.to(tl.int64)[:, None] * num_columns

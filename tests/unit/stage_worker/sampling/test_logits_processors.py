@@ -181,7 +181,7 @@ def test_an_error_of_the_sampled_token_stays() -> None:
 
 
 def test_a_decode_that_begins_before_a_chunk_is_scored_leaves_its_prompt() -> None:
-    """A device begins steps ahead; those of the self-check know the tokens to decode."""
+    """A device begins steps ahead, and the self-check knows the tokens to decode."""
     scored = Scored()
     chunk = StepSlice(key(0), 0, PROMPT[20:], Prefill(20, 10, 30, is_scored=True))
     first = Step.of((chunk,), epoch=1, step_id=0, digest=0)
