@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, NormSpan
 from checkpoint.family_rules import Architecture, ExpertRule, NormRule, SparseLayers
-from checkpoint.names import LLAMA_NAMES, Pack, TensorRole, renamed
+from checkpoint.names import LLAMA_NAMES, STACKED_EXPERTS, Pack, TensorRole, renamed
 from checkpoint.recurrent import DeltaLayout
 from checkpoint.rope_config import RopeRule
 
@@ -83,7 +83,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
             f"{_DELTA_KEYS} num_experts num_experts_per_tok moe_intermediate_size"
             " shared_expert_intermediate_size"
         ),
-        names=replace(renamed(SHARED_EXPERT), ignored=_DRAFTS),
+        names=replace(renamed(SHARED_EXPERT), other_packs=STACKED_EXPERTS, ignored=_DRAFTS),
         rope=RopeRule(partial=0.25, has_sections=True),
         head_dim=256,
         has_kv_heads_default=False,

@@ -6,17 +6,9 @@ from dataclasses import replace
 
 from checkpoint.blueprint import GroupScore, RouterScore
 from checkpoint.family_rules import Architecture, ExpertRule, IndexRule, LatentRule, SparseLayers
-from checkpoint.names import Pack, TensorRole, renamed
+from checkpoint.names import STACKED_EXPERTS, renamed
 from checkpoint.rope_config import RopeRule
 
-_STACKED_EXPERTS = (
-    Pack(
-        module="mlp.experts.gate_up_proj",
-        roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
-        has_kind=False,
-    ),
-    Pack(module="mlp.experts.down_proj", roles=(TensorRole.EXPERT_DOWN,), has_kind=False),
-)
 _MISTRAL_4_YARN = {
     "rope_type": "yarn",
     "factor": 128.0,
@@ -181,7 +173,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="Mistral4ForCausalLM",
         title="Mistral Small 4",
         keys=_keys(f"{_LATENT_KEYS} {ROUTED_KEYS} rope_interleave"),
-        names=renamed({}, *_STACKED_EXPERTS),
+        names=renamed({}, *STACKED_EXPERTS),
         rope=RopeRule(is_interleaved=True, has_query_growth=True, default=_MISTRAL_4_YARN),
         latent=LatentRule(is_head_whole=True),
         experts=replace(GROUPED_EXPERTS, score=RouterScore.SOFTMAX, has_choice_bias=False, is_wide=False),

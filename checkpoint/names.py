@@ -162,9 +162,21 @@ class Pack:
         return f"{module}.{kind}" if module else kind
 
 
+STACKED_EXPERTS = (
+    Pack(
+        module="mlp.experts.gate_up_proj",
+        roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
+        has_kind=False,
+    ),
+    Pack(module="mlp.experts.down_proj", roles=(TensorRole.EXPERT_DOWN,), has_kind=False),
+)
+"""Matrices of all experts in one tensor each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameTable:
-    """Disk names of one family. `packs` are the modules that are not named as usual.
+    """Disk names of one family. `packs` are the modules that are not named as usual; `other_packs` replace
+    them in files that have these modules.
 
     All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
     that begin with one of `ignored` belong to other modalities.
@@ -176,6 +188,7 @@ class NameTable:
     final_norm_module: str = "norm"
     layers_module: str = "layers"
     packs: tuple[Pack, ...] = ()
+    other_packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @property

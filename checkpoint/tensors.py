@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from checkpoint.blueprint import (
@@ -275,6 +275,19 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
 
 def _is_quantised(config: Blueprint, matrix: str) -> bool:
     return config.quantization is not None and config.quantization.scheme_of(matrix) is not None
+
+
+def packed_as_in(config: Blueprint, tensors: Collection[str]) -> Blueprint:
+    """`config` with the other modules of its names, if `tensors` have one of them."""
+    others = config.names.other_packs
+    found = (
+        config.names.in_layer(layer, pack.tensor("weight", None)) in tensors
+        for pack in others
+        for layer in range(config.num_layers)
+    )
+    if not any(found):
+        return config
+    return replace(config, names=replace(config.names, packs=(*others, *config.names.packs)))
 
 
 def row_axis(role: TensorRole) -> int:

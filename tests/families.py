@@ -361,7 +361,7 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
-    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h+latent"),
+    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h+latent", "qwen3_5_moe_text"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4

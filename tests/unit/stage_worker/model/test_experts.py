@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpoint import Checkpoint
 from checkpoint.blueprint import GroupScore, Router, RouterScore
 from stage_worker.model.experts import choose, grouped_products, rows_of_each, separate_products
 from tests.fake_cuda import DEVICE, fake_cuda
+from tests.families import make_family
+from tests.unit.stage_worker.model.pipeline import Pipeline
+from tests.unit.stage_worker.model.test_parity import compute_in_chunks, random_sequences
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [2, 2, 2, 3]]
 
@@ -65,3 +72,32 @@ def test_counting_rows_does_not_wait_for_a_gpu() -> None:
     with fake_cuda():
         counts = rows_of_each(torch.empty(40, dtype=torch.int64, device=DEVICE), 9)
         assert (counts.shape, counts.device) == ((9,), DEVICE)
+
+
+def test_experts_of_one_tensor_equal_those_of_a_tensor_each(tmp_path: Path) -> None:
+    """Published checkpoints have them in one, transformers writes a tensor each."""
+    found = []
+    for name in ("separate", "stacked"):
+        directory = make_family(tmp_path / name, "qwen3_5_moe_text")
+        if name == "stacked":
+            stack_experts(directory)
+        pipeline = Pipeline(Checkpoint.open(directory), cuts=(3,))
+        found += compute_in_chunks(pipeline, random_sequences([33]), [16])
+    separate, stacked = found
+    assert torch.equal(separate, stacked)
+
+
+def stack_experts(directory: Path) -> None:
+    """Rewrite all experts of a layer as two tensors: gates above ups, and downs."""
+    tensors = load_file(directory / "model.safetensors")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        of_layer = f"{prefix}.experts"
+        count = len([name for name in tensors if name.startswith(of_layer)]) // 3
+        for module, names in parts.items():
+            rows = [
+                torch.cat([tensors.pop(f"{of_layer}.{expert}.{name}.weight") for name in names])
+                for expert in range(count)
+            ]
+            tensors[f"{of_layer}.{module}"] = torch.stack(rows)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
