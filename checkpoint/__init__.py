@@ -39,7 +39,16 @@ from checkpoint.held import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from checkpoint.recurrent import DeltaLayout, GatedDelta, Mamba2, NoMixer, Pageless, Recurrent, StatePart
+from checkpoint.recurrent import (
+    DeltaLayout,
+    GatedDelta,
+    KimiDelta,
+    Mamba2,
+    NoMixer,
+    Pageless,
+    Recurrent,
+    StatePart,
+)
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.step_sizes import EXPANDED_ELEMENTS, INDEX_ELEMENTS
 from checkpoint.tensors import (
@@ -68,6 +77,7 @@ __all__ = [
     "Experts",
     "FileTooLarge",
     "GatedDelta",
+    "KimiDelta",
     "Latent",
     "LayerPlan",
     "Mamba2",

@@ -194,7 +194,8 @@ def _experts(row: Architecture) -> list[str]:
 def _latent(row: Architecture) -> list[str]:
     rule = row.latent.indexer if row.latent is not None else None
     if rule is None:
-        return ["latent attention"]
+        is_rotated = row.latent is None or row.latent.is_rotated
+        return ["latent attention" if is_rotated else "latent attention without rotary embeddings"]
     words = ["latent attention to tokens that an indexer chooses"]
     return [*words, "layers may share a choice"] if rule.can_share else words
 
@@ -213,7 +214,7 @@ def _names(row: Architecture) -> list[str]:
 _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
     *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
-    *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same"),
+    *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same", "other_keys"),
 }
 """Names, defaults, and what other columns show."""
 _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
@@ -229,6 +230,7 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "experts": _experts,
     "latent": _latent,
     "delta": lambda row: ["Gated DeltaNet in most layers"],
+    "has_kimi_delta": lambda row: ["Kimi Delta Attention in most layers"],
     "mamba": _mamba,
     "width_key": lambda row: [f"width of the MLP: {row.width_key}"],
     "has_output_gate": lambda row: ["gates of attention's output"],

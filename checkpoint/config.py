@@ -34,6 +34,7 @@ from checkpoint.config_fields import (
     text,
     unknown_key,
     unknown_keys,
+    with_usual_keys,
 )
 from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
@@ -70,7 +71,7 @@ def parse_config(
     raw = text_config(raw)
     row = row or architecture_of(raw)
     refuse_unknown_keys(raw, row.keys)
-    raw = with_blocks({**row.defaults, **raw}, row)
+    raw = with_blocks({**row.defaults, **with_usual_keys(raw, row.other_keys)}, row)
     _refuse_other_values(raw, row)
     _refuse_contradictions(raw, row)
     layers = _parse_layers(raw, row)
@@ -128,9 +129,9 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         return (error,)
     unknown = unknown_keys(raw, row.keys)
     errors: list[CheckpointError] = [unknown_key(raw, key) for key in unknown]
-    known: RawConfig = {**row.defaults} | {key: value for key, value in raw.items() if key not in unknown}
+    given = {key: value for key, value in raw.items() if key not in unknown}
     try:
-        known = with_blocks(known, row)
+        known = with_blocks({**row.defaults, **with_usual_keys(given, row.other_keys)}, row)
     except CheckpointError as error:
         return (*errors, error)
     for parse in (
@@ -141,7 +142,7 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         lambda: _parse_feed_forwards(known, row, positive_int(known, "num_hidden_layers")),
         lambda: parse_quantization(known),
         lambda: parse_dtype(known, DType.F32),
-        lambda: parse_config(known, stored_dtype=DType.F32),  # checks between parts
+        lambda: parse_config(given, stored_dtype=DType.F32),  # checks between parts
     ):
         try:
             parse()
@@ -174,11 +175,10 @@ def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mi
     recurrent = parse_recurrent(raw, row, _parse_norm(raw, row).eps)
     if recurrent is None:
         return _parse_attentions(raw, row, num_layers)
-    layers = RecurrentLayers.INTERVAL if row.mamba is None else row.mamba.layers
-    if layers is RecurrentLayers.BLOCKS:
+    if row.recurrent_layers is RecurrentLayers.BLOCKS:
         attention = _parse_attentions({**raw, "layer_types": None}, row, 1)[0]
         return parse_block_mixers(raw, recurrent, attention)
-    are_recurrent = parse_recurrent_layers(raw, layers, num_layers)
+    are_recurrent = parse_recurrent_layers(raw, row.recurrent_layers, num_layers)
     others = {key: value for key, value in raw.items() if key != "layer_types"}
     attentions = _parse_attentions(others, row, num_layers)
     return [

@@ -169,6 +169,33 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+def with_usual_keys(raw: RawConfig, other_keys: Mapping[str, str]) -> RawConfig:
+    """`raw` with the fields that have other names in a family, or are in objects, under their usual names.
+
+    `other_keys` maps such names, and "object.name", to usual ones. Raises UnsupportedModel for another field
+    of an object, BadConfig for names that contradict each other.
+    """
+    found = dict(raw)
+    for name in {path.partition(".")[0] for path in other_keys if "." in path}:
+        if (inside := found.pop(name, None)) is None:
+            continue
+        if not isinstance(inside, Mapping):
+            raise BadConfig(f"config field {name!r} must be an object, is {_shown(inside)}")
+        fields = {f"{name}.{key}": value for key, value in inside.items() if value is not None}
+        if unknown := fields.keys() - other_keys.keys():
+            raise unknown_key({**raw, **fields}, min(unknown))
+        found |= fields
+    for path, key in other_keys.items():
+        if (value := found.pop(path, None)) is None:
+            continue
+        if found.get(key) is not None and found[key] != value:
+            raise BadConfig(
+                f"config fields {path!r} = {_shown(value)} and {key!r} = {_shown(found[key])} contradict"
+            )
+        found[key] = value
+    return found
+
+
 def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
     """Raise UnsupportedModel for the first of `unknown_keys`."""
     for key in unknown_keys(raw, family_keys):

@@ -1,11 +1,12 @@
-"""Rows of the families with Gated DeltaNet, and words that they share with other mixtures of experts."""
+"""Rows of the families with the delta rule, and words that they share with other mixtures of experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, NormSpan
-from checkpoint.family_rules import Architecture, ExpertRule, NormRule, SparseLayers
+from checkpoint.family_rules import Architecture, ExpertRule, LatentRule, NormRule, SparseLayers
+from checkpoint.latent_architectures import GROUPED_EXPERTS, LATENT_KEYS, LATENT_SIZES
 from checkpoint.names import LLAMA_NAMES, STACKED_EXPERTS, Pack, TensorRole, renamed
 from checkpoint.recurrent import DeltaLayout
 from checkpoint.rope_config import RopeRule
@@ -37,6 +38,45 @@ _GROUPED_DELTA = (
     Pack(module="linear_attn.in_proj_ba", roles=(TensorRole.DELTA_B, TensorRole.DELTA_A)),
 )
 _DELTA_NORMS = NormRule(kind=NormKind.RMS_OFFSET, qk_span=NormSpan.HEAD)
+
+_KIMI_MODULES = {
+    TensorRole.STATE_DECAY: "self_attn",
+    TensorRole.STATE_DT: "self_attn",
+    TensorRole.STATE_NORM: "self_attn.o_norm",
+    TensorRole.STATE_OUT: "self_attn.o_proj",
+    TensorRole.ROUTER: "block_sparse_moe.gate",
+    TensorRole.CHOICE_BIAS: "block_sparse_moe.gate",
+    TensorRole.EXPERT_GATE: "block_sparse_moe.experts.{expert}.w1",
+    TensorRole.EXPERT_UP: "block_sparse_moe.experts.{expert}.w3",
+    TensorRole.EXPERT_DOWN: "block_sparse_moe.experts.{expert}.w2",
+    TensorRole.SHARED_GATE: "block_sparse_moe.shared_experts.gate_proj",
+    TensorRole.SHARED_UP: "block_sparse_moe.shared_experts.up_proj",
+    TensorRole.SHARED_DOWN: "block_sparse_moe.shared_experts.down_proj",
+}
+_SAVED_MLP = tuple(
+    Pack(module=f"block_sparse_moe.{role.value}_proj", roles=(role,))
+    for role in (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
+)
+"""transformers writes all feed-forwards so; published checkpoints have `mlp` in layers without experts."""
+_KIMI_OTHER_KEYS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "linear_attn_config.head_dim": "linear_head_dim",
+    "linear_attn_config.num_heads": "linear_num_heads",
+    "linear_attn_config.short_conv_kernel_size": "linear_conv_kernel_dim",
+    "linear_attn_config.kda_layers": "kda_layers",
+    "linear_attn_config.full_attn_layers": "full_attn_layers",
+}
+_KIMI_KEYS = (
+    f"{LATENT_KEYS} {EXPERT_KEYS} moe_intermediate_size n_shared_experts n_group topk_group norm_topk_prob"
+    " routed_scaling_factor first_k_dense_replace mlp_layer_types num_nextn_predict_layers linear_head_dim"
+    " linear_num_heads linear_conv_kernel_dim linear_attn_config model_max_length moe_renormalize"
+    " num_expert_group num_experts_per_token num_shared_experts mla_use_nope moe_router_activation_func"
+    " moe_layer_freq use_grouped_topk auto_map"
+)
 
 DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
@@ -97,5 +137,27 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         ),
         fixed=_DELTA_FIXED,
         reasons=_DELTA_REASONS,
+    ),
+    Architecture(
+        model_type="kimi_linear",
+        class_name="KimiLinearForCausalLM",
+        title="Kimi Linear",
+        keys=_keys(_KIMI_KEYS),
+        names=replace(renamed(_KIMI_MODULES), other_packs=_SAVED_MLP),
+        latent=LatentRule(is_rotated=False),
+        has_kimi_delta=True,
+        experts=replace(
+            GROUPED_EXPERTS,
+            layers=SparseLayers.LISTED_OR_AFTER_FIRST,
+            count_keys=("num_experts", "num_local_experts"),
+        ),
+        defaults=LATENT_SIZES | {"q_lora_rank": None, "routed_scaling_factor": 2.446},
+        fixed={
+            "mla_use_nope": True,
+            "moe_router_activation_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "use_grouped_topk": True,
+        },
+        other_keys=_KIMI_OTHER_KEYS,
     ),
 )

@@ -17,7 +17,6 @@ from checkpoint.other_families import has_row, parse_other, refuse_other
 from checkpoint.quantization import Quantization
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
-from checkpoint.tensors import packed_as_in
 from checkpoint.wrappers import is_wrapper, named_as_in, text_config
 
 CONFIG_FILE = "config.json"
@@ -79,7 +78,7 @@ def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -
     config = parse_config(raw, stored_dtype=DType.F32)
     if is_wrapper(raw):
         config = named_as_in(config, tensors)
-    config = packed_as_in(config, tensors)
+    config = replace(config, names=config.names.as_in(tensors, config.num_layers))
     embeddings = tensors.get(config.names.embeddings)
     # A quantised dtype is refused later.
     dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None

@@ -163,10 +163,12 @@ class IndexRule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRule:
     """How a family reads its latent attention. `is_head_whole`: head_dim is the width of a whole query, of
-    which partial_rotary_factor is rotated, and not the width of the rotated part. `indexer`: layers choose
-    the tokens of a query. `is_split`: see `Latent`.
+    which partial_rotary_factor is rotated, and not the width of the rotated part. Without `is_rotated`,
+    nothing is, and head_dim is not read. `indexer`: layers choose the tokens of a query. `is_split`: see
+    `Latent`.
     """
 
+    is_rotated: bool = True
     is_head_whole: bool = False
     is_split: bool = False
     indexer: IndexRule | None = None
@@ -178,6 +180,7 @@ class RecurrentLayers(Enum):
     INTERVAL = "by layer_types, or all but every full_attention_interval-th"
     LISTED = "by layer_types"
     INDICES = "all but attn_layer_indices"
+    NUMBERED = "by layer_types, or by kda_layers and full_attn_layers, which count from 1"
     BLOCKS = "by layers_block_type or hybrid_override_pattern, which list mixers and feed-forwards"
 
 
@@ -214,7 +217,8 @@ class Architecture:
     `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
-    `latent`: the mixer is latent attention. `delta`: most layers are Gated DeltaNet, `mamba`: Mamba2.
+    `latent`: the mixer is latent attention. Most layers are Gated DeltaNet with `delta`, Mamba2 with `mamba`,
+    and Kimi Delta Attention with `has_kimi_delta`. `other_keys`: see `config_fields.with_usual_keys`.
     `has_output_gate`: see `Attention`. `aliases` are further model types of the same computation. `width_key`
     is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
@@ -249,7 +253,16 @@ class Architecture:
     latent: LatentRule | None = None
     delta: DeltaLayout | None = None
     mamba: MambaRule | None = None
+    has_kimi_delta: bool = False
     has_output_gate: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    other_keys: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def recurrent_layers(self) -> RecurrentLayers:
+        """Which layers are recurrent, of a family that has such layers."""
+        if self.has_kimi_delta:
+            return RecurrentLayers.NUMBERED
+        return RecurrentLayers.INTERVAL if self.mamba is None else self.mamba.layers

@@ -108,7 +108,11 @@ HeldPlan = HeldNibbles | HeldBytes
 
 
 STACKED = (
-    (TensorRole.Q, TensorRole.K, TensorRole.V),
+    (
+        *(TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.KDA_B),
+        *(TensorRole.KDA_DECAY_DOWN, TensorRole.KDA_GATE_DOWN),
+    ),
+    (TensorRole.CONV_Q, TensorRole.CONV_K, TensorRole.CONV_V),
     (TensorRole.GATE, TensorRole.UP),
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),

@@ -18,7 +18,7 @@ _MISTRAL_4_YARN = {
     "llama_4_scaling_beta": 0.1,
 }
 """Default of transformers' config class."""
-_LATENT_KEYS = (
+LATENT_KEYS = (
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim attention_bias"
 )
 ROUTED_KEYS = (
@@ -30,14 +30,14 @@ _DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq ep_size seq_aux aux_lo
 training, and the names of code beside the checkpoint, which is not run.
 """
 _INDEX_KEYS = "index_topk index_n_heads index_head_dim"
-_LATENT_SIZES: dict[str, object] = {
+LATENT_SIZES: dict[str, object] = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-_DEEPSEEK_V3_SIZES = _LATENT_SIZES | {
+_DEEPSEEK_V3_SIZES = LATENT_SIZES | {
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
@@ -81,7 +81,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="deepseek_v2",
         class_name="DeepseekV2ForCausalLM",
         title="DeepSeek V2, V2.5",
-        keys=_keys(f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS}"),
+        keys=_keys(f"{LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS}"),
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(),
         experts=replace(
@@ -94,7 +94,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             group_score=GroupScore.BEST,
             shared_count=2,
         ),
-        defaults=_LATENT_SIZES
+        defaults=LATENT_SIZES
         | {"n_routed_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0},
         fixed={"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False},
         reasons={"norm_topk_prob": ", as in transformers"},
@@ -104,7 +104,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="DeepseekV3ForCausalLM",
         title="DeepSeek V3, V3.1, R1; Kimi K2",
         aliases=frozenset({"kimi_k2"}),
-        keys=_keys(f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} rope_interleave"),
+        keys=_keys(f"{LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} rope_interleave"),
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(),
         experts=GROUPED_EXPERTS,
@@ -116,7 +116,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="DeepseekV32ForCausalLM",
         title="DeepSeek V3.2",
         keys=_keys(
-            f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
+            f"{LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
         ),
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(indexer=IndexRule()),
@@ -128,7 +128,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
         title="GLM-4.7-Flash",
-        keys=_keys(f"{_LATENT_KEYS} {ROUTED_KEYS} topk_method rope_interleave mlp_layer_types"),
+        keys=_keys(f"{LATENT_KEYS} {ROUTED_KEYS} topk_method rope_interleave mlp_layer_types"),
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(),
         experts=replace(GROUPED_EXPERTS, layers=SparseLayers.LISTED),
@@ -151,7 +151,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="GlmMoeDsaForCausalLM",
         title="GLM-5, GLM-5.2",
         keys=_keys(
-            f"{_LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
+            f"{LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
             " indexer_types index_topk_freq index_skip_topk_offset index_topk_pattern indexer_rope_interleave"
         ),
         rope=RopeRule(is_interleaved=True),
@@ -172,7 +172,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="mistral4",
         class_name="Mistral4ForCausalLM",
         title="Mistral Small 4",
-        keys=_keys(f"{_LATENT_KEYS} {ROUTED_KEYS} rope_interleave"),
+        keys=_keys(f"{LATENT_KEYS} {ROUTED_KEYS} rope_interleave"),
         names=renamed({}, *STACKED_EXPERTS),
         rope=RopeRule(is_interleaved=True, has_query_growth=True, default=_MISTRAL_4_YARN),
         latent=LatentRule(is_head_whole=True),

@@ -112,7 +112,7 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
     _check_widths(raw, latent, rule)
     if rule.indexer is not None:
         latent = _parse_indexer(raw, latent, rule.indexer)
-    rope = _parse_rope(raw, row, latent, rule)
+    rope = _parse_rope(raw, row, latent, rule) if rule.is_rotated else None
     return replace(latent, rope=rope, scale=_scale(latent, rope))
 
 
@@ -121,7 +121,8 @@ def _check_widths(raw: RawConfig, latent: Latent, rule: LatentRule) -> None:
     if latent.rope_dim % 2:
         raise BadConfig(f"qk_rope_head_dim {latent.rope_dim} is odd; rotary embeddings rotate pairs")
     head_dim = latent.query_dim if rule.is_head_whole else latent.rope_dim
-    for key, width in (("qk_head_dim", latent.query_dim), ("head_dim", head_dim)):
+    widths = {"qk_head_dim": latent.query_dim} | ({"head_dim": head_dim} if rule.is_rotated else {})
+    for key, width in widths.items():
         if raw.get(key) is not None and raw[key] != width:
             raise BadConfig(
                 f"config field {key!r} = {raw[key]!r} contradicts qk_nope_head_dim {latent.nope_dim} and"
@@ -145,12 +146,12 @@ def _parse_rope(raw: RawConfig, row: Architecture, latent: Latent, rule: LatentR
     return replace(rope, width=None, is_interleaved=is_interleaved)
 
 
-def _scale(latent: Latent, rope: RopeConfig) -> float:
+def _scale(latent: Latent, rope: RopeConfig | None) -> float:
     """Scale of scores, with yarn's temperature.
 
     Source: transformers' yarn_apply_mscale, and DeepSeek-V2's modeling_deepseek.py.
     """
     scale = float(latent.query_dim**-0.5)
-    if rope.kind is RopeKind.DEFAULT or rope.mscale_all_dim is None:
+    if rope is None or rope.kind is RopeKind.DEFAULT or rope.mscale_all_dim is None:
         return scale
     return scale * yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2

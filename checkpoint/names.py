@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -32,6 +33,14 @@ class TensorRole(Enum):
     DELTA_Z = "gates of the delta rule's output"
     DELTA_B = "strengths of the delta rule's updates"
     DELTA_A = "decays of the delta rule's state"
+    KDA_B = "strengths of updates of Kimi Delta Attention"
+    KDA_DECAY_DOWN = "latents of decays per channel"
+    KDA_DECAY_UP = "decays per channel of latents"
+    KDA_GATE_DOWN = "latents of output gates"
+    KDA_GATE_UP = "output gates of latents"
+    CONV_Q = "convolution of queries"
+    CONV_K = "convolution of keys"
+    CONV_V = "convolution of values"
     MAMBA_IN = "gates, inputs, B, C and time steps of a state space model"
     MAMBA_SKIP = "weights of inputs in the output of a state space model"
     STATE_CONV = "convolution before a state"
@@ -89,6 +98,14 @@ _USUAL_MODULES = {
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",
     TensorRole.DELTA_B: "linear_attn.in_proj_b",
     TensorRole.DELTA_A: "linear_attn.in_proj_a",
+    TensorRole.KDA_B: "self_attn.b_proj",
+    TensorRole.KDA_DECAY_DOWN: "self_attn.f_a_proj",
+    TensorRole.KDA_DECAY_UP: "self_attn.f_b_proj",
+    TensorRole.KDA_GATE_DOWN: "self_attn.g_a_proj",
+    TensorRole.KDA_GATE_UP: "self_attn.g_b_proj",
+    TensorRole.CONV_Q: "self_attn.q_conv1d",
+    TensorRole.CONV_K: "self_attn.k_conv1d",
+    TensorRole.CONV_V: "self_attn.v_conv1d",
     TensorRole.MAMBA_IN: "mamba.in_proj",
     TensorRole.MAMBA_SKIP: "mamba",
     TensorRole.STATE_CONV: "linear_attn.conv1d",
@@ -175,11 +192,11 @@ STACKED_EXPERTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameTable:
-    """Disk names of one family. `packs` are the modules that are not named as usual; `other_packs` replace
-    them in files that have these modules.
+    """Disk names of one family. `packs` are the modules that are not named as usual.
 
     All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
-    that begin with one of `ignored` belong to other modalities.
+    that begin with one of `ignored` belong to other modalities. Files may have all `other_packs` instead of
+    the modules of their roles, see `as_in`.
     """
 
     prefix: str = "model."
@@ -188,8 +205,15 @@ class NameTable:
     final_norm_module: str = "norm"
     layers_module: str = "layers"
     packs: tuple[Pack, ...] = ()
-    other_packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
+    other_packs: tuple[Pack, ...] = ()
+
+    def as_in(self, tensors: Container[str], num_layers: int) -> NameTable:
+        """The names that files with `tensors` have."""
+        names = (pack.tensor("weight", None) for pack in self.other_packs)
+        if not any(self.in_layer(layer, name) in tensors for name in names for layer in range(num_layers)):
+            return self
+        return replace(self, packs=(*self.other_packs, *self.packs))
 
     @property
     def embeddings(self) -> str:

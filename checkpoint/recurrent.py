@@ -4,6 +4,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -101,6 +102,54 @@ class GatedDelta(_Pageless):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDelta(_Pageless):
+    """Kimi Delta Attention: the gated delta rule with a decay for each channel of a key.
+
+    Queries, keys and values of `num_heads` heads of `head_dim` pass a causal convolution each, of
+    `kernel_size` tokens per channel, and SiLU. Queries and keys are scaled to unit length. For each head, row
+    c of the state S [head_dim, head_dim] is multiplied by exp(g_c), with
+    g = -exp(A_log) * softplus(a + dt_bias), and then S += k (beta (v - S^T k))^T with beta = sigmoid(b). The
+    output is S^T q / sqrt(head_dim), after an RMS norm per head with `norm_eps`, times the sigmoid of a gate.
+    a and the gate, as wide as the keys, are projections of latents of `rank` elements each. `has_rates`:
+    files have -exp(A_log) instead of A_log.
+
+    The state has the last `kernel_size` - 1 inputs of the convolutions, and S in float32, as in `GatedDelta`.
+
+    Source: Kimi Team 2025, arXiv:2510.26692, section 3; transformers' KimiLinearDeltaAttention.
+    """
+
+    num_heads: int
+    head_dim: int
+    rank: int
+    kernel_size: int
+    norm_eps: float
+    has_rates: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries, of the keys, and of the values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def o_size(self) -> int:
+        """Width of the values, of their gates, and of the output."""
+        return self.q_size
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolutions: queries, keys and values."""
+        return 3 * self.q_size
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """What a layer keeps of a sequence."""
+        return (
+            StatePart((self.conv_size, self.kernel_size - 1)),
+            StatePart((self.num_heads, self.head_dim, self.head_dim), is_wide=True),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2(_Pageless):
     """State space model with a scalar decay per head, over a state per sequence instead of keys and values.
 
@@ -175,7 +224,12 @@ class NoMixer(_Pageless):
         return 0
 
 
-Recurrent = GatedDelta | Mamba2
+def only_on_cpus(mixers: Iterable[object]) -> str | None:
+    """The mixer that GPUs do not compute; None if they compute all `mixers`."""
+    return "Kimi Delta Attention" if any(isinstance(mixer, KimiDelta) for mixer in mixers) else None
+
+
+Recurrent = GatedDelta | KimiDelta | Mamba2
 """Mixers with a state per sequence, and without pages."""
 Pageless = Recurrent | NoMixer
 """Mixers without pages."""

@@ -9,7 +9,7 @@ from checkpoint.blueprint import Mixer
 from checkpoint.config_fields import RawConfig, flag, positive_int, text
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture, MambaRule, RecurrentLayers
-from checkpoint.recurrent import DeltaLayout, GatedDelta, Mamba2, NoMixer, Recurrent
+from checkpoint.recurrent import DeltaLayout, GatedDelta, KimiDelta, Mamba2, NoMixer, Recurrent
 from checkpoint.rope_config import FULL
 
 
@@ -20,6 +20,8 @@ def parse_recurrent(raw: RawConfig, row: Architecture, eps: float) -> Recurrent 
     """
     if row.delta is not None:
         return _parse_delta(raw, row.delta, eps)
+    if row.has_kimi_delta:
+        return _parse_kimi_delta(raw, eps)
     return None if row.mamba is None else _parse_mamba(raw, row.mamba, eps)
 
 
@@ -33,6 +35,8 @@ def parse_recurrent_layers(raw: RawConfig, rule: RecurrentLayers, num_layers: in
         are_recurrent = _besides(raw, "attn_layer_indices", num_layers)
         if listed is not None and listed != are_recurrent:
             raise BadConfig("config fields 'attn_layer_indices' and 'layer_types' contradict each other")
+    elif rule is RecurrentLayers.NUMBERED:
+        are_recurrent = _numbered(raw, num_layers, listed)
     elif listed is not None:
         are_recurrent = listed
     elif rule is RecurrentLayers.INTERVAL:
@@ -83,6 +87,25 @@ def _besides(raw: RawConfig, key: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer not in listed for layer in range(num_layers))
 
 
+def _numbered(raw: RawConfig, num_layers: int, listed: tuple[bool, ...] | None) -> tuple[bool, ...]:
+    """By two lists of layers from 1 on, `listed`, or transformers' default."""
+    keys = ("kda_layers", "full_attn_layers")
+    if all(raw.get(key) is None for key in keys):
+        return listed or tuple(layer % 4 != 0 or layer == 0 for layer in range(num_layers))
+    recurrent, full = (raw.get(key) for key in keys)
+    both = [*recurrent, *full] if isinstance(recurrent, list) and isinstance(full, list) else []
+    if any(type(number) is not int for number in both) or sorted(both) != list(range(1, num_layers + 1)):
+        raise BadConfig(
+            f"config fields 'kda_layers' and 'full_attn_layers' must list layers 1 to {num_layers} once, are"
+            f" {recurrent!r} and {full!r}"
+        )
+    assert isinstance(recurrent, list), "checked above"
+    are_recurrent = tuple(layer + 1 in recurrent for layer in range(num_layers))
+    if listed is not None and listed != are_recurrent:
+        raise BadConfig("config fields 'kda_layers' and 'layer_types' contradict each other")
+    return are_recurrent
+
+
 def _check_activation(raw: RawConfig, key: str) -> None:
     activation = text(raw, key) or "silu"
     if activation not in ("silu", "swish"):
@@ -124,6 +147,19 @@ def _parse_delta(raw: RawConfig, layout: DeltaLayout, eps: float) -> GatedDelta:
         kernel_size=_kernel_size(raw, "linear_conv_kernel_dim"),
         norm_eps=eps,
         layout=layout,
+    )
+
+
+def _parse_kimi_delta(raw: RawConfig, eps: float) -> KimiDelta:
+    """Latents of decays and gates are as wide as a head."""
+    _check_activation(raw, "hidden_act")
+    head_dim = positive_int(raw, "linear_head_dim", 128)
+    return KimiDelta(
+        num_heads=positive_int(raw, "linear_num_heads", 32),
+        head_dim=head_dim,
+        rank=head_dim,
+        kernel_size=_kernel_size(raw, "linear_conv_kernel_dim"),
+        norm_eps=eps,
     )
 
 

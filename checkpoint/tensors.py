@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 
 from checkpoint.blueprint import (
@@ -27,7 +27,7 @@ from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, 
 from checkpoint.headers import TensorEntry
 from checkpoint.names import STACK_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
-from checkpoint.recurrent import GatedDelta, Mamba2, NoMixer, Pageless, Recurrent
+from checkpoint.recurrent import GatedDelta, KimiDelta, Mamba2, NoMixer, Pageless, Recurrent
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -39,10 +39,12 @@ _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_D
 _LATENT = (TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP)
 _INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
+_KDA_DOWN = (TensorRole.KDA_DECAY_DOWN, TensorRole.KDA_GATE_DOWN)
+_KDA_UP = (TensorRole.KDA_DECAY_UP, TensorRole.KDA_GATE_UP)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
     | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT, TensorRole.EXPERTS_IN, TensorRole.EXPERTS_OUT}
-).union(_DELTA, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
+).union(_DELTA, {TensorRole.KDA_B}, _KDA_DOWN, _KDA_UP, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
 CHOICE_BIAS_KIND = "e_score_correction_bias"
@@ -72,6 +74,8 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes |= _latent(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, GatedDelta):
         shapes |= _delta(plan.mixer, hidden_size)
+    elif isinstance(plan.mixer, KimiDelta):
+        shapes |= _kimi_delta(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, Mamba2):
         shapes |= _mamba(plan.mixer, hidden_size)
     elif not isinstance(plan.mixer, NoMixer):
@@ -136,7 +140,24 @@ def _delta(delta: GatedDelta, hidden_size: int) -> RoleShapes:
     return shapes | _projection(TensorRole.STATE_OUT, hidden_size, delta.o_size, bias=False)
 
 
-def _around_state(mixer: Recurrent) -> RoleShapes:
+def _kimi_delta(mixer: KimiDelta, hidden_size: int) -> RoleShapes:
+    shapes: RoleShapes = {}
+    width, heads = mixer.q_size, mixer.num_heads
+    inputs = dict.fromkeys((TensorRole.Q, TensorRole.K, TensorRole.V), width)
+    inputs |= {TensorRole.KDA_B: heads} | dict.fromkeys(_KDA_DOWN, mixer.rank)
+    for role, rows in inputs.items():
+        shapes |= _projection(role, rows, hidden_size, bias=False)
+    for role in _KDA_UP:
+        shapes |= _projection(role, width, mixer.rank, bias=False)
+    for role in (TensorRole.CONV_Q, TensorRole.CONV_K, TensorRole.CONV_V):
+        shapes[role, "weight"] = (width, 1, mixer.kernel_size)
+    shapes[TensorRole.STATE_DECAY, DECAY_KIND] = (1, 1, heads, 1)
+    shapes[TensorRole.STATE_DT, DT_KIND] = (width,)
+    shapes[TensorRole.STATE_NORM, "weight"] = (mixer.head_dim,)
+    return shapes | _projection(TensorRole.STATE_OUT, hidden_size, width, bias=False)
+
+
+def _around_state(mixer: GatedDelta | Mamba2) -> RoleShapes:
     """The convolution, decays and time steps."""
     return {
         (TensorRole.STATE_CONV, "weight"): (mixer.conv_size, 1, mixer.kernel_size),
@@ -275,19 +296,6 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
 
 def _is_quantised(config: Blueprint, matrix: str) -> bool:
     return config.quantization is not None and config.quantization.scheme_of(matrix) is not None
-
-
-def packed_as_in(config: Blueprint, tensors: Collection[str]) -> Blueprint:
-    """`config` with the other modules of its names, if `tensors` have one of them."""
-    others = config.names.other_packs
-    found = (
-        config.names.in_layer(layer, pack.tensor("weight", None)) in tensors
-        for pack in others
-        for layer in range(config.num_layers)
-    )
-    if not any(found):
-        return config
-    return replace(config, names=replace(config.names, packs=(*others, *config.names.packs)))
 
 
 def row_axis(role: TensorRole) -> int:

@@ -125,5 +125,7 @@ def _perturb(model: PreTrainedModel) -> None:
             buffer.copy_(torch.empty_like(buffer).normal_(std=0.3))
         elif name.endswith(("mamba.D", "mixer.D")):
             buffer.copy_(torch.empty_like(buffer).normal_(std=1.0))
+        elif name.endswith("forget_gate.A_log"):  # states outlast a few tokens
+            buffer.copy_(torch.empty_like(buffer).uniform_(-3.0, 0.0))
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             buffer.copy_(torch.empty_like(buffer).uniform_(0.6, 1.4))

@@ -108,6 +108,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_5_text": _DELTA | {"attention_bias": True},
     "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
+    "kimi_linear": _LATENT
+    | {
+        "linear_head_dim": 12,
+        "linear_num_heads": 6,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": _DELTA["layer_types"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        "num_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "granitemoehybrid": _MAMBA
     | {
         "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
@@ -361,7 +372,7 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
-    *("glm_moe_dsa", "granitemoehybrid", "nemotron_h+latent", "qwen3_5_moe_text"),
+    *("glm_moe_dsa", "kimi_linear", "granitemoehybrid", "nemotron_h+latent", "qwen3_5_moe_text"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -445,7 +456,7 @@ _SHAPES = {
     *("o_bias", "has_bias", "width", "is_gated", "placement", "span", "count", "has_choice_bias"),
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
-    *("num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
+    *("rank", "num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
     *("num_head_groups", "state_size", "has_conv_bias", "latent_width"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
@@ -460,6 +471,11 @@ _ALIKE = (
     (TensorRole.Q_NORM, TensorRole.K_NORM),
     (TensorRole.GATE, TensorRole.UP),
     (TensorRole.DELTA_B, TensorRole.DELTA_A),
+    (TensorRole.Q, TensorRole.V),
+    (TensorRole.KDA_DECAY_DOWN, TensorRole.KDA_GATE_DOWN),
+    (TensorRole.KDA_DECAY_UP, TensorRole.KDA_GATE_UP),
+    (TensorRole.CONV_Q, TensorRole.CONV_K),
+    (TensorRole.CONV_K, TensorRole.CONV_V),
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
     (TensorRole.SHARED_OUT_NORM, TensorRole.EXPERTS_OUT_NORM),

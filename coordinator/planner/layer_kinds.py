@@ -6,8 +6,10 @@ from checkpoint import (
     Blueprint,
     Experts,
     GatedDelta,
+    KimiDelta,
     Latent,
     LayerPlan,
+    Mamba2,
     Mixer,
     NoFeedForward,
     NoMixer,
@@ -77,9 +79,16 @@ def _name(layer: LayerPlan) -> str:
     return " + ".join(words)
 
 
+_RECURRENT_NAMES: dict[type[Recurrent], str] = {
+    GatedDelta: "Gated DeltaNet",
+    KimiDelta: "Kimi Delta Attention",
+    Mamba2: "Mamba2",
+}
+
+
 def _mixer_name(mixer: Mixer) -> str:
     if isinstance(mixer, Recurrent):
-        return "Gated DeltaNet" if isinstance(mixer, GatedDelta) else "Mamba2"
+        return _RECURRENT_NAMES[type(mixer)]
     name = "latent attention" if isinstance(mixer, Latent) else "attention"
     if mixer.window is not None:
         name += f" window {mixer.window}"

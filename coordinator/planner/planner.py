@@ -18,6 +18,7 @@ from checkpoint import Blueprint, DType, ScaledDType
 from checkpoint.blueprint import Implementation
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held
+from checkpoint.recurrent import only_on_cpus
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planner.plan import (
@@ -226,13 +227,13 @@ def make_plan(
     which have the embeddings and the head.
 
     All stages get the same number of blocks: the most that every stage holds, at most `max_kv_tokens`, and at
-    most enough for the sequences of all steps in flight at full length. Few sequences are that long, which
-    leaves room for prefix reuse, and a small model does not take all memory.
+    most enough for the sequences of all steps in flight at full length, and few sequences are that long.
 
     `layers` fixes the number of layers per worker, in order. `limits.max_sequence_tokens` is lowered to the
     model's limit. Raises PlanImpossible with the numbers, ValueError for arguments invalid for every model.
     """
     limits = limits.capped(config.max_position_embeddings)
+    _refuse_gpus(config, workers)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(
         config=config,
@@ -246,6 +247,17 @@ def make_plan(
     if config.is_recurrent:
         return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
     return _plan_of(memory, workers, layers, _split_problem(memory, workers, max_kv_tokens))
+
+
+def _refuse_gpus(config: Blueprint, workers: Sequence[WorkerCapacity]) -> None:
+    """Raise PlanImpossible for a worker with a GPU, if the model has layers that only CPUs compute."""
+    on_gpu = [worker.name for worker in workers if worker.device is not DeviceKind.HOST]
+    on_cpus = only_on_cpus(layer.mixer for layer in config.kinds)
+    if on_cpus is not None and on_gpu:
+        raise PlanImpossible(
+            f"{on_cpus} of {config.model_type!r} is computed on CPUs only, but worker"
+            f" {on_gpu[0]} has a GPU: start it with --device cpu"
+        )
 
 
 MIN_STATES = 2

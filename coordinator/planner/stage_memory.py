@@ -64,6 +64,7 @@ from checkpoint import (
     Blueprint,
     DType,
     Experts,
+    KimiDelta,
     Latent,
     LayerPlan,
     Mamba2,
@@ -457,22 +458,29 @@ def _attends_in_place(layer: LayerPlan) -> bool:
 def _recurrent_elements(mixer: Recurrent) -> int:
     """Elements of one token: inputs, before and after the convolution, and what is computed in float32.
 
-    Of Gated DeltaNet these are queries, keys, values and output for every value head; of Mamba2 gates,
-    channels of the convolution, inputs times time steps, and output before and after its norm.
+    Of Gated DeltaNet these are queries, keys, values and output for every value head; of Kimi Delta Attention
+    decays, too, four times while they are computed; of Mamba2 gates, channels of the convolution, inputs
+    times time steps, and output before and after its norm.
     """
     inputs = 2 * mixer.conv_size + mixer.o_size
     if isinstance(mixer, Mamba2):
         return inputs + mixer.num_heads + 2 * (mixer.conv_size + 4 * mixer.o_size + 2 * mixer.num_heads)
+    if isinstance(mixer, KimiDelta):
+        return inputs + mixer.num_heads + 2 * mixer.rank + mixer.q_size + 2 * 9 * mixer.q_size
     return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
 
 
 def _chunk_bytes(mixer: Mixer, num_tokens: int) -> int:
     """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
-    weights of all heads.
+    weights of all heads. With decays per channel, keys and queries are copied with their factors, too.
     """
     if not isinstance(mixer, Recurrent):
         return 0
-    return 3 * 4 * mixer.num_heads * min(num_tokens, CHUNK_TOKENS) ** 2
+    chunk = min(num_tokens, CHUNK_TOKENS)
+    of_channels = 0
+    if isinstance(mixer, KimiDelta):
+        of_channels = 8 * mixer.q_size * chunk
+    return 4 * (3 * mixer.num_heads * chunk**2 + of_channels)
 
 
 def _rotated_width(mixer: Attention | Latent) -> int:

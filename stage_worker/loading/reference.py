@@ -22,6 +22,7 @@ from checkpoint import (
     CheckpointError,
     DType,
     GatedDelta,
+    KimiDelta,
     Latent,
     LayerPlan,
     Mamba2,
@@ -58,7 +59,7 @@ from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, pr
 from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, relative_rounding
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
-from stage_worker.loading.streamed_delta import delta_inputs
+from stage_worker.loading.streamed_delta import KimiDeltaInputs, delta_inputs
 from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
 from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
 from stage_worker.model.layer_weights import TORCH_DTYPES
@@ -70,6 +71,7 @@ from wire.reference import LayerReference, Reference, TextReference
 from wire.tensors import WireDType
 
 _Masks = list[Tensor | None]
+_QKV = (TensorRole.Q, TensorRole.K, TensorRole.V)
 
 
 class StreamedModel:
@@ -158,8 +160,10 @@ class StreamedModel:
         return self._load(rows.name, 0, torch.empty(shape, dtype=self._dtype)).float()[:, None]
 
     def exact(self, rows: RoleRows) -> Tensor:
-        """A whole vector that stages keep in float32."""
-        return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name))).flatten()
+        """A whole vector that stages keep in float32, whatever the number of its dimensions."""
+        shape = self._checkpoint.shape_of(rows.name)
+        stored = torch.empty(shape) if len(shape) == 1 else torch.empty(shape).view(-1, shape[-1])
+        return self._load(rows.name, 0, stored).flatten()
 
     def exact_products(self, x: Tensor, matrix: RoleRows) -> Tensor:
         """Products with a matrix that stages keep in float32, or multiply by in float32."""
@@ -270,6 +274,8 @@ class StreamedLayer:
             return self._latent_attention(x, lengths, mixer)
         if isinstance(mixer, GatedDelta):
             return self._delta(x, lengths, mixer)
+        if isinstance(mixer, KimiDelta):
+            return self._kimi_delta(x, lengths, mixer)
         if isinstance(mixer, Mamba2):
             return self._mamba(x, lengths, mixer)
         assert not isinstance(mixer, NoMixer), "a layer without a mixer"
@@ -287,6 +293,25 @@ class StreamedLayer:
         mixed = inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded)
         output = self.normed(model.rounded(mixed), TensorRole.STATE_NORM, Norm(eps=mixer.norm_eps))
         return self.projected(model.rounded(output.flatten(2) * silu(inputs.gate)), TensorRole.STATE_OUT)
+
+    def _kimi_delta(self, x: Tensor, lengths: Sequence[int], mixer: KimiDelta) -> Tensor:
+        """The gated delta rule with a decay per channel, token by token."""
+        model, places = self.model, self.places
+        decays = (TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND)
+        decay, dt_bias = (model.exact(places[role, kind, None]) for role, kind in decays)
+        kernels = (TensorRole.CONV_Q, TensorRole.CONV_K, TensorRole.CONV_V)
+        kernel = torch.cat([model.kernel(places[role, "weight", None]) for role in kernels])
+        inputs = KimiDeltaInputs(
+            fresh=torch.cat([self.projected(x, role) for role in _QKV], -1),
+            strength=self.projected(x, TensorRole.KDA_B),
+            decay=self.projected(self.projected(x, TensorRole.KDA_DECAY_DOWN), TensorRole.KDA_DECAY_UP),
+        )
+        mixed = model.rounded(inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded))
+        scaled = mixed * torch.rsqrt(mixed.square().mean(dim=-1, keepdim=True) + mixer.norm_eps)
+        weight = model.vector(places[TensorRole.STATE_NORM, "weight", None])
+        gate = self.projected(self.projected(x, TensorRole.KDA_GATE_DOWN), TensorRole.KDA_GATE_UP)
+        gated = (scaled * weight).flatten(2) * gate.sigmoid()
+        return self.projected(model.rounded(gated), TensorRole.STATE_OUT)
 
     def _mamba(self, x: Tensor, lengths: Sequence[int], mixer: Mamba2) -> Tensor:
         """The state space model, token by token."""

@@ -1,4 +1,4 @@
-"""The gated delta rule of the self-check's reference: token by token, and shared with no stage."""
+"""The gated delta rules of the self-check's reference: token by token, and shared with no stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
 
-from checkpoint import GatedDelta
+from checkpoint import GatedDelta, KimiDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +37,41 @@ class DeltaInputs:
         """
         rates = decays[0] if mixer.layout.has_rates else -decays[0].exp()
         kept = (rates * softplus(self.decay + decays[1])).exp()
-        of_tokens = (self.fresh, rounded(self.strength.sigmoid()), kept)
+        of_tokens = (self.fresh, rounded(self.strength.sigmoid()), kept[..., None])
         found = []
         for rows, b, g in zip(*(x.split_with_sizes(list(lengths), dim=1) for x in of_tokens), strict=True):
-            padded = pad(rows.transpose(1, 2), (mixer.kernel_size - 1, 0))
-            convolved = rounded(conv1d(padded, kernel, groups=mixer.conv_size))
-            found.append(_delta_rule(rounded(silu(convolved)).transpose(1, 2), b, g, mixer))
+            heads = _heads(_convolved(rows, kernel, rounded), mixer)
+            found.append(_delta_rule(*heads, b, g))
+        return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KimiDeltaInputs:
+    """Projections of n tokens for Kimi Delta Attention, exact and rounded: `fresh` [2, n, channels] before
+    the convolutions, `strength` (b) [2, n, heads] and `decay` (a) [2, n, heads * head_dim].
+    """
+
+    fresh: Tensor
+    strength: Tensor
+    decay: Tensor
+
+    def mixed_by(
+        self,
+        mixer: KimiDelta,
+        kernel: Tensor,
+        decays: tuple[Tensor, Tensor],
+        lengths: Sequence[int],
+        rounded: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `DeltaInputs.mixed_by`; dt_bias is [heads * head_dim]."""
+        rates = decays[0] if mixer.has_rates else -decays[0].exp()
+        steps = torch.unflatten(softplus(self.decay + decays[1]), -1, (mixer.num_heads, -1))
+        of_tokens = (self.fresh, rounded(self.strength.sigmoid()), (rates[:, None] * steps).exp())
+        found = []
+        for rows, b, g in zip(*(x.split_with_sizes(list(lengths), dim=1) for x in of_tokens), strict=True):
+            convolved = _convolved(rows, kernel, rounded)
+            query, key, value = torch.unflatten(convolved, -1, (3, mixer.num_heads, -1)).unbind(2)
+            found.append(_delta_rule(_unit(query), _unit(key), value, b, g))
         return torch.cat(found, dim=1)
 
 
@@ -66,23 +95,36 @@ def _parts(joined: Tensor, sizes: tuple[int, ...], num_key_heads: int, *, is_gro
     return [part.flatten(-2) for part in groups.split_with_sizes(sizes, dim=-1)]
 
 
-def _delta_rule(mixed: Tensor, strength: Tensor, kept: Tensor, mixer: GatedDelta) -> Tensor:
-    """Output [2, n, heads, value_dim] for queries, keys and values `mixed` [2, n, channels]."""
+def _convolved(rows: Tensor, kernel: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """SiLU of the causal convolution of `rows` [2, n, channels]."""
+    padded = pad(rows.transpose(1, 2), (kernel.shape[2] - 1, 0))
+    return rounded(silu(rounded(conv1d(padded, kernel, groups=len(kernel))))).transpose(1, 2)
+
+
+def _heads(mixed: Tensor, mixer: GatedDelta) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit queries and keys [2, n, heads, key_dim], and values, of `mixed` [2, n, channels]."""
     query, key, value = mixed.split_with_sizes((mixer.q_size, mixer.q_size, mixer.o_size), dim=-1)
-    query, key = (torch.unflatten(x, -1, (mixer.num_key_heads, -1)) for x in (query, key))
     heads = torch.arange(mixer.num_heads)
     per_key = mixer.num_heads // mixer.num_key_heads
     key_heads = heads % mixer.num_key_heads if mixer.layout.is_tiled else heads // per_key
     query, key = (
-        (x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt())[:, :, key_heads] for x in (query, key)
+        _unit(torch.unflatten(x, -1, (mixer.num_key_heads, -1)))[:, :, key_heads] for x in (query, key)
     )
-    value = torch.unflatten(value, -1, (mixer.num_heads, -1))
-    state = mixed.new_zeros(2, mixer.num_heads, mixer.key_dim, mixer.value_dim)
+    return query, key, torch.unflatten(value, -1, (mixer.num_heads, -1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(dim=-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, strength: Tensor, kept: Tensor) -> Tensor:
+    """Output [2, n, heads, value_dim] of heads [2, n, heads, width]; `kept` [2, n, heads, key_dim or 1]."""
+    state = torch.zeros(*key[:, 0].shape, value.shape[-1])
     outputs = []
-    for token in range(mixed.shape[1]):
+    for token in range(key.shape[1]):
         k, v = key[:, token], value[:, token]
-        state = state * kept[:, token, :, None, None]
+        state = state * kept[:, token, ..., None]
         error = (v - torch.einsum("chkv,chk->chv", state, k)) * strength[:, token, :, None]
         state = state + torch.einsum("chk,chv->chkv", k, error)
-        outputs.append(torch.einsum("chkv,chk->chv", state, query[:, token]) / mixer.key_dim**0.5)
+        outputs.append(torch.einsum("chkv,chk->chv", state, query[:, token]) / query.shape[-1] ** 0.5)
     return torch.stack(outputs, dim=1)

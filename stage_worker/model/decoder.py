@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Blueprint, Checkpoint, DType, Pageless
+from checkpoint.recurrent import only_on_cpus
 from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.host_weights import HostCopies
@@ -76,6 +77,9 @@ class DecoderStage(PipelineStage):
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
+        on_cpus = only_on_cpus(layer.mixer for layer in config.kinds)
+        if on_cpus is not None and torch.device(device).type != "cpu":
+            raise ValueError(f"{on_cpus} of {config.model_type!r} is not computed on {device}")
         run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
         if config.is_recurrent and device.type != "cpu":
             raise ValueError(

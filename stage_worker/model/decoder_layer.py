@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, GatedDelta, LayerPlan, Mamba2, Mixer, NoMixer
+from checkpoint import Attention, Dense, Experts, GatedDelta, KimiDelta, LayerPlan, Mamba2, Mixer, NoMixer
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
@@ -25,11 +25,13 @@ from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.gated_delta import GatedDeltaNet
 from stage_worker.model.kernels import AttentionMethod, Kernels
+from stage_worker.model.kimi_delta import KimiDeltaAttention
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import (
     AttentionWeights,
     DeltaWeights,
     DenseWeights,
+    KimiDeltaWeights,
     LatentWeights,
     LayerWeights,
     MambaWeights,
@@ -235,6 +237,9 @@ def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels:
     if isinstance(mixer, GatedDelta):
         assert isinstance(weights.mixer, DeltaWeights), "weights of another kind"
         return GatedDeltaNet(mixer, weights.mixer, kernels)
+    if isinstance(mixer, KimiDelta):
+        assert isinstance(weights.mixer, KimiDeltaWeights), "weights of another kind"
+        return KimiDeltaAttention(mixer, weights.mixer, kernels)
     if isinstance(mixer, Mamba2):
         assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
         return StateSpaceModel(mixer, weights.mixer, kernels)

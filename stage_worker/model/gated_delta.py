@@ -93,7 +93,8 @@ class GatedDeltaNet:
             (mixer.q_size, mixer.q_size, mixer.o_size), dim=1
         )
         units = [
-            self._of_values(_unit(torch.unflatten(x, 1, (mixer.num_key_heads, -1)))) for x in (query, key)
+            self._of_values(unit_length(torch.unflatten(x, 1, (mixer.num_key_heads, -1))))
+            for x in (query, key)
         ]
         return units[0] * mixer.key_dim**-0.5, units[1], torch.unflatten(value, 1, (mixer.num_heads, -1))
 
@@ -108,7 +109,8 @@ class GatedDeltaNet:
         return (normed.float() * silu(gate.float())).to(output.dtype)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit_length(x: Tensor) -> Tensor:
+    """Queries or keys `x` [..., width], scaled."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _UNIT_EPS)
 
 

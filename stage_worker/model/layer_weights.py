@@ -15,6 +15,7 @@ from checkpoint import (
     DType,
     Experts,
     GatedDelta,
+    KimiDelta,
     Latent,
     Mamba2,
     Mixer,
@@ -149,6 +150,23 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KimiDeltaWeights:
+    """Kimi Delta Attention. `input` has the rows of queries, keys, values, strengths, and latents of decays
+    and gates; `decay_up` and `gate_up` are [heads * head_dim, rank]; `conv` is [channels, 1, kernel_size],
+    `norm` [head_dim]; `decay` (A_log, or rates, see `KimiDelta`) [1, 1, heads, 1] and `dt_bias`
+    [heads * head_dim] are float32.
+    """
+
+    input: Weight
+    decay_up: Weight
+    gate_up: Weight
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MambaWeights:
     """Mamba2. `input` has the rows of gates, inputs, B, C and time steps, `input_bias` [in_size]; `conv` is
     [channels, 1, kernel_size], `conv_bias` [channels], `norm` [heads * head_dim]; `decay`, `dt_bias` and
@@ -165,7 +183,7 @@ class MambaWeights:
     norm: Tensor
 
 
-MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | MambaWeights
+MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | KimiDeltaWeights | MambaWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -222,6 +240,8 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
             dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
             norm=tensors.found(TensorRole.STATE_NORM, "weight"),
         )
+    if isinstance(mixer, KimiDelta):
+        return _kimi_delta(tensors)
     if isinstance(mixer, Mamba2):
         return _mamba(tensors)
     if isinstance(mixer, Attention):
@@ -240,6 +260,18 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
         keys=keys,
         values=values,
         indexer=None if mixer.indexer is None else _indexer(tensors),
+    )
+
+
+def _kimi_delta(tensors: _Allocation) -> KimiDeltaWeights:
+    return KimiDeltaWeights(
+        input=tensors.matrix(TensorRole.Q),
+        decay_up=tensors.matrix(TensorRole.KDA_DECAY_UP),
+        gate_up=tensors.matrix(TensorRole.KDA_GATE_UP),
+        conv=tensors.found(TensorRole.CONV_Q, "weight"),
+        decay=tensors.found(TensorRole.STATE_DECAY, DECAY_KIND),
+        dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
+        norm=tensors.found(TensorRole.STATE_NORM, "weight"),
     )
 
 

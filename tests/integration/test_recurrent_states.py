@@ -17,14 +17,19 @@ from tests.integration.test_cluster_recovery import until_tokens
 from tests.integration.test_self_check import is_decided
 
 LAYERS = (2, 1, 2)
-"""FIRST has recurrent layers and others; MIDDLE has no recurrent layer in Nemotron-H, and no attention."""
+"""FIRST has recurrent layers and others, in Kimi Linear with pages of latents; MIDDLE has no recurrent layer
+in Nemotron-H, and no attention.
+"""
 
 
 @pytest.fixture(
     scope="module",
     params=[
         "qwen3_next",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("granitemoehybrid", "nemotron_h")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("granitemoehybrid", "nemotron_h", "kimi_linear")
+        ),
     ],
 )
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,7 +25,7 @@ QUICK = ("gemma2", "gpt_oss", "granite", "cohere2")
 """Caps, sinks and experts, multipliers of both ends, layers without rotation."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 RECURRENT = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
     *("granitemoehybrid", "granitemoehybrid+dense", "bamba", "nemotron_h", "nemotron_h+latent"),
 )
 CUTS = (1, 2, 3, 4)

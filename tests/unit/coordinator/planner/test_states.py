@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import Blueprint, DType, GatedDelta, Mamba2, NoFeedForward, NoMixer, state_bytes
+from checkpoint import Blueprint, DType, GatedDelta, KimiDelta, Mamba2, NoFeedForward, NoMixer, state_bytes
+from checkpoint.blueprint import Latent
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import MIN_STATES, make_plan
@@ -14,6 +15,7 @@ from tests.unit.coordinator.planner.small_models import GIB, llama, workers
 
 DELTA = GatedDelta(num_heads=8, num_key_heads=4, key_dim=64, value_dim=64, kernel_size=4, norm_eps=1e-6)
 MAMBA = Mamba2(num_heads=8, head_dim=64, num_head_groups=2, state_size=128, kernel_size=4, norm_eps=1e-6)
+KIMI = KimiDelta(num_heads=8, head_dim=64, rank=64, kernel_size=4, norm_eps=1e-6)
 LIMITS = StepLimits(max_step_tokens=32, max_step_sequences=4, max_sequence_tokens=512)
 
 
@@ -33,6 +35,10 @@ def test_a_state_has_its_convolution_in_the_run_dtype_and_its_sum_in_float32() -
 
 def test_a_state_space_model_keeps_a_matrix_of_each_head() -> None:
     assert state_bytes(MAMBA, DType.BF16) == (512 + 2 * 256) * 3 * 2 + 8 * 64 * 128 * 4
+
+
+def test_kimi_delta_attention_keeps_three_convolutions_and_a_matrix_of_each_head() -> None:
+    assert state_bytes(KIMI, DType.BF16) == 3 * 512 * 3 * 2 + 8 * 64 * 64 * 4
 
 
 def test_a_plan_has_states_for_all_sequences_in_flight_and_as_many_snapshots(config: Blueprint) -> None:
@@ -145,12 +151,50 @@ def test_layers_of_a_mixer_or_a_feed_forward_alone_are_kinds_without_the_other(c
     assert plan.stages[0].kv_bytes == of_states + of_pages
 
 
-def test_mamba2_is_a_kind_of_its_own(config: Blueprint) -> None:
+def with_mixer(config: Blueprint, mixer: KimiDelta | Mamba2) -> Blueprint:
+    """`config` with other recurrent layers."""
     layers = tuple(
-        replace(layer, mixer=MAMBA) if isinstance(layer.mixer, GatedDelta) else layer
+        replace(layer, mixer=mixer) if isinstance(layer.mixer, GatedDelta) else layer
         for layer in config.layers
     )
-    config = replace(config, layers=layers)
+    return replace(config, layers=layers)
+
+
+def test_kimi_delta_attention_is_planned_beside_latent_attention(config: Blueprint) -> None:
+    """Two kinds of caches: states, and pages of latents."""
+    latent = Latent(
+        num_heads=4,
+        query_rank=None,
+        kv_rank=96,
+        nope_dim=16,
+        rope_dim=32,
+        value_dim=16,
+        rope=None,
+        scale=0.1,
+        norm=config.final_norm,
+    )
+    config = with_mixer(config, KIMI)
+    layers = [replace(layer, mixer=latent) if layer.mixer != KIMI else layer for layer in config.layers]
+    config = replace(config, layers=tuple(layers))
+    plan = make_plan(config, DType.BF16, workers(GIB, GIB), limits=LIMITS, block_size=16)
+    kimi, mla = layer_kinds(config, plan).kinds
+    assert (kimi.name, kimi.kv_bytes_per_token) == ("Kimi Delta Attention + dense", 0)
+    assert (mla.name, mla.kv_bytes_per_token) == ("latent attention without rotation + dense", 2 * 128)
+    for stage in plan.stages:
+        kinds = [layer.mixer for layer in config.layers[stage.layer_begin : stage.layer_end]]
+        of_states = plan.num_states * kinds.count(KIMI) * state_bytes(KIMI, DType.BF16)
+        assert stage.kv_bytes == of_states + plan.num_blocks * 16 * kinds.count(latent) * 2 * 128
+
+
+def test_kimi_delta_attention_is_refused_on_gpus_by_name(config: Blueprint) -> None:
+    host, gpu = workers(GIB, GIB)
+    on_gpu = replace(gpu, device=DeviceKind.GPU)
+    with pytest.raises(PlanImpossible, match="Kimi Delta Attention of 'llama' is computed on CPUs only"):
+        make_plan(with_mixer(config, KIMI), DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
+
+
+def test_mamba2_is_a_kind_of_its_own(config: Blueprint) -> None:
+    config = with_mixer(config, MAMBA)
     plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
     mamba, _ = layer_kinds(config, plan).kinds
     assert (mamba.name, mamba.kv_bytes_per_token) == ("Mamba2 + dense", 0)
