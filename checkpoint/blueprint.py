@@ -11,9 +11,10 @@ from enum import Enum
 
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.errors import UnsupportedModel
+from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
-from checkpoint.recurrent import NoMixer, Pageless, Recurrent
+from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, recurrent_of
 from checkpoint.rope_config import RopeConfig, RopeKind
 
 
@@ -372,15 +373,17 @@ class Placement(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
     """One layer: `mixer`, then `feed_forward`, or one of them; each is added to its input after
-    `residual_scale`.
+    `residual_scale`. `beside`, if any, reads the input of `mixer`, and their outputs are added.
 
-    `weights` is the format of its matrices in memory, None for the run dtype. With `has_scale`, the layer's
-    output is multiplied by a number among its weights.
+    `row_scales` are factors of rows of its matrices. `weights` is their format in memory, None for the run
+    dtype. With `has_scale`, the layer's output is multiplied by a number among its weights.
     """
 
     mixer: Mixer
+    beside: Mamba2 | None = None
     feed_forward: FeedForwardPlan | Opaque
     norm: Norm
+    row_scales: tuple[RowScale, ...] = ()
     placement: Placement = Placement.BEFORE
     residual_scale: float = 1.0
     has_scale: bool = False
@@ -573,16 +576,14 @@ class Blueprint:
         }
         if len(shapes) != 1:
             sizes = sorted((shape.heads, shape.width) for shape in shapes)
-            found = " and ".join(f"{heads} heads of {width}" for heads, width in sizes)
-            raise ValueError(
-                f"layers with window {window} have keys of {found or 'no shape'}, need one shape"
-            )
+            found = " and ".join(f"{heads} heads of {width}" for heads, width in sizes) or "no shape"
+            raise ValueError(f"layers with window {window} have keys of {found}, need one shape")
         return shapes.pop()
 
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer has recurrent states."""
-        return any(isinstance(layer.mixer, Recurrent) for layer in self.kinds)
+        return any(recurrent_of(layer) is not None for layer in self.kinds)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -155,6 +155,7 @@ def _scales(row: Architecture) -> list[str]:
         f"attention scale {rule.attention}": rule.attention is not None,
         "attention scale from query_pre_attn_scalar": rule.query_scalar is not None,
         "residual, attention and logit multipliers": rule.has_multipliers,
+        "multipliers of inputs and outputs of products": rule.has_row_scales,
         "logits times logit_scale": rule.logit_scale is not None,
         "soft caps of scores and logits": rule.has_caps,
     }
@@ -203,6 +204,8 @@ def _latent(row: Architecture) -> list[str]:
 def _mamba(row: Architecture) -> list[str]:
     if row.mamba is not None and row.mamba.layers is RecurrentLayers.BLOCKS:
         return ["layers have Mamba2, attention, an MLP or experts alone"]
+    if row.mamba is not None and row.mamba.layers is RecurrentLayers.BESIDE:
+        return ["Mamba2 beside attention in each layer"]
     return ["Mamba2 in most layers"]
 
 

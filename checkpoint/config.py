@@ -49,7 +49,10 @@ from checkpoint.family_rules import (
 )
 from checkpoint.latent_config import parse_latent, parse_latent_layers
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
+from checkpoint.multipliers import RowScale, parse_row_scales
+from checkpoint.names import TensorRole
 from checkpoint.quantization_config import parse_quantization
+from checkpoint.recurrent import Mamba2
 from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
 from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
 from checkpoint.wrappers import text_config
@@ -155,8 +158,11 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
     num_layers = positive_int(raw, "num_hidden_layers")
     mixers = _parse_mixers(raw, row, num_layers)
     feed_forwards = _parse_feed_forwards(raw, row, num_layers)
+    beside = _parse_beside(raw, row)
     plan = LayerPlan(
         mixer=mixers[0],
+        beside=beside,
+        row_scales=_parse_scales(raw, mixers[0], beside) if row.scales.has_row_scales else (),
         feed_forward=feed_forwards[0],
         norm=_parse_norm(raw, row),
         placement=row.norms.placement,
@@ -169,11 +175,27 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
     )
 
 
+def _parse_beside(raw: RawConfig, row: Architecture) -> Mamba2 | None:
+    if row.mamba is None or row.mamba.layers is not RecurrentLayers.BESIDE:
+        return None
+    recurrent = parse_recurrent(raw, row, _parse_norm(raw, row).eps)
+    assert isinstance(recurrent, Mamba2), "a row with Mamba2"
+    return recurrent
+
+
+def _parse_scales(raw: RawConfig, mixer: Mixer, beside: Mamba2 | None) -> tuple[RowScale, ...]:
+    assert isinstance(mixer, Attention) and beside is not None, "a family with both"
+    hidden_size = positive_int(raw, "hidden_size")
+    sizes = {TensorRole.Q: mixer.q_size} | dict.fromkeys((TensorRole.K, TensorRole.V), mixer.kv_size)
+    sizes |= dict.fromkeys((TensorRole.O, TensorRole.STATE_OUT, TensorRole.DOWN), hidden_size)
+    return parse_row_scales(raw, beside, sizes | {TensorRole.GATE: positive_int(raw, "intermediate_size")})
+
+
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
     if row.latent is not None and row.latent.indexer is not None:
         return [*parse_latent_layers(raw, row, row.latent, num_layers)]
     recurrent = parse_recurrent(raw, row, _parse_norm(raw, row).eps)
-    if recurrent is None:
+    if recurrent is None or row.recurrent_layers is RecurrentLayers.BESIDE:
         return _parse_attentions(raw, row, num_layers)
     if row.recurrent_layers is RecurrentLayers.BLOCKS:
         attention = _parse_attentions({**raw, "layer_types": None}, row, 1)[0]
@@ -324,6 +346,8 @@ def _parse_logit_scale(raw: RawConfig, row: Architecture) -> float:
     scales = row.scales
     if scales.logit_scale is not None:
         return positive_float(raw, "logit_scale", scales.logit_scale)
+    if scales.has_row_scales:
+        return positive_float(raw, "lm_head_multiplier", 1.0)
     return 1.0 / positive_float(raw, "logits_scaling", 1.0) if scales.has_multipliers else 1.0
 
 

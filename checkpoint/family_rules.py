@@ -83,7 +83,8 @@ class ScaleRule:
 
     `attention` is the scale of scores. `query_scalar` is the default of query_pre_attn_scalar, whose inverse
     root scales them instead; None for both: the inverse root of a head's width.
-    `has_multipliers`: Granite's four. `logit_scale` is the default of the field of this name, `logit_cap` and
+    `has_multipliers`: Granite's four. `has_row_scales`: those of `multipliers.parse_row_scales`, and
+    `lm_head_multiplier`. `logit_scale` is the default of the field of this name, `logit_cap` and
     `score_cap` are the defaults of final_logit_softcapping and attn_logit_softcapping; None: no such field.
     """
 
@@ -91,6 +92,7 @@ class ScaleRule:
     attention: float | None = None
     query_scalar: float | None = None
     has_multipliers: bool = False
+    has_row_scales: bool = False
     logit_scale: float | None = None
     has_caps: bool = False
     score_cap: float | None = None
@@ -182,13 +184,16 @@ class RecurrentLayers(Enum):
     INDICES = "all but attn_layer_indices"
     NUMBERED = "by layer_types, or by kda_layers and full_attn_layers, which count from 1"
     BLOCKS = "by layers_block_type or hybrid_override_pattern, which list mixers and feed-forwards"
+    BESIDE = "all, beside attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaRule:
     """How a family reads its Mamba2 layers: the fields of `Mamba2`.
 
-    Without `expand_key`, the width of a head must be given.
+    Without `expand_key`, the width of a head must be given; with `width_key`, this field may replace
+    `expand_key`. Without `out_bias_key`, the projection of the output has a bias if the one of the input has.
+    `has_norm_keys`: mamba_rms_norm and mamba_norm_before_gate are read.
     """
 
     layers: RecurrentLayers
@@ -199,8 +204,11 @@ class MambaRule:
     state_key: str = "mamba_d_state"
     kernel_key: str = "mamba_d_conv"
     expand_key: str | None = "mamba_expand"
+    width_key: str | None = None
     conv_bias_key: str = "mamba_conv_bias"
     bias_key: str = "mamba_proj_bias"
+    out_bias_key: str | None = None
+    has_norm_keys: bool = False
 
 
 _USUAL_ROPE = RopeRule()

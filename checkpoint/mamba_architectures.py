@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoint.blueprint import NormKind, RouterScore
+from checkpoint.blueprint import NormKind
 from checkpoint.family_rules import (
     Architecture,
     BiasKeys,
@@ -17,6 +17,7 @@ from checkpoint.family_rules import (
     ScaleRule,
     SparseLayers,
 )
+from checkpoint.latent_architectures import GROUPED_EXPERTS
 from checkpoint.names import Pack, TensorRole, renamed
 from checkpoint.rope_config import RopeRule
 
@@ -51,6 +52,20 @@ _GRANITE_NAMES = renamed(
     Pack(module="block_sparse_moe.input_linear", roles=(TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP)),
 )
 """The MLP of layers without experts is the shared one of layers with them."""
+
+_FALCON_NAMES = replace(
+    renamed(
+        _STATE_MODULES
+        | {
+            TensorRole.FFN_NORM: "pre_ff_layernorm",
+            TensorRole.GATE: "feed_forward.gate_proj",
+            TensorRole.UP: "feed_forward.up_proj",
+            TensorRole.DOWN: "feed_forward.down_proj",
+        }
+    ),
+    final_norm_module="final_layernorm",
+)
+"""Of Bamba and of Falcon H1."""
 
 _NEMOTRON_MODULES = {
     TensorRole.MIXER_NORM: "norm",
@@ -117,22 +132,34 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
             f"{_MAMBA_KEYS} attn_layer_indices attention_bias mlp_bias attn_rotary_emb partial_rotary_factor"
             " num_logits_to_keep z_loss_coefficient"
         ),
-        names=replace(
-            renamed(
-                _STATE_MODULES
-                | {
-                    TensorRole.FFN_NORM: "pre_ff_layernorm",
-                    TensorRole.GATE: "feed_forward.gate_proj",
-                    TensorRole.UP: "feed_forward.up_proj",
-                    TensorRole.DOWN: "feed_forward.down_proj",
-                }
-            ),
-            final_norm_module="final_layernorm",
-        ),
+        names=_FALCON_NAMES,
         rope=RopeRule(partial=0.5, rotary_dim_key="attn_rotary_emb"),
         mamba=MambaRule(layers=RecurrentLayers.INDICES),
         has_kv_heads_default=False,
         biases=BiasKeys(feed_forward="mlp_bias"),
+    ),
+    Architecture(
+        model_type="falcon_h1",
+        class_name="FalconH1ForCausalLM",
+        title="Falcon H1",
+        keys=_keys(
+            f"{_MAMBA_KEYS} mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias attention_bias"
+            " mlp_bias lm_head_multiplier embedding_multiplier mlp_multipliers key_multiplier"
+            " attention_in_multiplier attention_out_multiplier ssm_multipliers ssm_in_multiplier"
+            " ssm_out_multiplier num_logits_to_keep layers_block_type mamba_use_mlp mlp_expansion_factor"
+        ),
+        names=_FALCON_NAMES,
+        has_kv_heads_default=False,
+        biases=BiasKeys(feed_forward="mlp_bias"),
+        mamba=MambaRule(
+            layers=RecurrentLayers.BESIDE,
+            width_key="mamba_d_ssm",
+            out_bias_key="projectors_bias",
+            has_norm_keys=True,
+        ),
+        scales=ScaleRule(embedding=EmbeddingScale.MULTIPLIER, has_row_scales=True),
+        defaults={"mamba_d_ssm": 1024},
+        fixed={"mamba_use_mlp": True},
     ),
     Architecture(
         model_type="nemotron_h",
@@ -174,15 +201,11 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
             conv_bias_key="use_conv_bias",
             bias_key="use_bias",
         ),
-        experts=ExpertRule(
+        experts=replace(
+            GROUPED_EXPERTS,
             layers=SparseLayers.BLOCKS,
-            count_keys=("n_routed_experts",),
-            score=RouterScore.SIGMOID,
-            norm_key="norm_topk_prob",
-            has_choice_bias=True,
-            has_groups=True,
-            has_scaling=True,
-            is_wide=True,
+            shared_count_key=None,
+            shared_count=0,
             shared_width_key="moe_shared_expert_intermediate_size",
             is_gated=False,
             latent_key="moe_latent_size",

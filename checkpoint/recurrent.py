@@ -6,6 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpoint.blueprint import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,14 @@ class KimiDelta(_Pageless):
         )
 
 
+class GateNorm(Enum):
+    """Where the output of `Mamba2` is normed."""
+
+    AFTER = "after its gates"
+    BEFORE = "before its gates"
+    NONE = "not at all"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2(_Pageless):
     """State space model with a scalar decay per head, over a state per sequence instead of keys and values.
@@ -158,7 +171,8 @@ class Mamba2(_Pageless):
     of `head_dim`; the heads of each of `num_head_groups` groups share B and C of `state_size`. For each head,
     with dt = softplus(dt + dt_bias), the state S [state_size, head_dim] is multiplied by exp(-exp(A_log) dt),
     and then S += B (dt x)^T. The output is S^T C + D x, times SiLU of the gates, after which each group has
-    an RMS norm with `norm_eps`. `has_bias`: both projections have biases.
+    an RMS norm with `norm_eps`: see `gate_norm`. `has_bias` and `has_out_bias`: the projections of the input
+    and of the output have biases.
 
     The state has the last `kernel_size` - 1 inputs of the convolution, and S in float32, the heads of a group
     side by side: S sums over all tokens, which would lose small terms in fewer bits.
@@ -172,8 +186,10 @@ class Mamba2(_Pageless):
     state_size: int
     kernel_size: int
     norm_eps: float
+    gate_norm: GateNorm = GateNorm.AFTER
     has_conv_bias: bool = True
     has_bias: bool = False
+    has_out_bias: bool = False
 
     @property
     def q_size(self) -> int:
@@ -224,9 +240,19 @@ class NoMixer(_Pageless):
         return 0
 
 
-def only_on_cpus(mixers: Iterable[object]) -> str | None:
-    """The mixer that GPUs do not compute; None if they compute all `mixers`."""
-    return "Kimi Delta Attention" if any(isinstance(mixer, KimiDelta) for mixer in mixers) else None
+def only_on_cpus(layers: Iterable[LayerPlan]) -> str | None:
+    """What GPUs do not compute; None if they compute all `layers`."""
+    names = (
+        "Mamba2 beside attention" if layer.beside is not None else "Kimi Delta Attention"
+        for layer in layers
+        if layer.beside is not None or isinstance(layer.mixer, KimiDelta)
+    )
+    return next(names, None)
+
+
+def recurrent_of(layer: LayerPlan) -> Recurrent | None:
+    """The mixer with a state of a layer that has one: alone, or beside attention."""
+    return layer.mixer if isinstance(layer.mixer, Recurrent) else layer.beside
 
 
 Recurrent = GatedDelta | KimiDelta | Mamba2

@@ -9,7 +9,7 @@ from checkpoint.blueprint import Mixer
 from checkpoint.config_fields import RawConfig, flag, positive_int, text
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture, MambaRule, RecurrentLayers
-from checkpoint.recurrent import DeltaLayout, GatedDelta, KimiDelta, Mamba2, NoMixer, Recurrent
+from checkpoint.recurrent import DeltaLayout, GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer, Recurrent
 from checkpoint.rope_config import FULL
 
 
@@ -167,6 +167,7 @@ def _parse_mamba(raw: RawConfig, rule: MambaRule, eps: float) -> Mamba2:
     _check_activation(raw, rule.activation_key)
     _check_no_limit(raw)
     num_heads = positive_int(raw, rule.heads_key, 128)
+    gate_norm = _gate_norm(raw) if rule.has_norm_keys else GateNorm.AFTER
     num_groups = positive_int(raw, rule.groups_key, 1)
     if num_heads % num_groups:
         raise BadConfig(f"{rule.heads_key} {num_heads} is not a multiple of {rule.groups_key} {num_groups}")
@@ -176,22 +177,35 @@ def _parse_mamba(raw: RawConfig, rule: MambaRule, eps: float) -> Mamba2:
         num_head_groups=num_groups,
         state_size=positive_int(raw, rule.state_key, 256),
         kernel_size=_kernel_size(raw, rule.kernel_key),
-        norm_eps=eps,
+        norm_eps=0.0 if gate_norm is GateNorm.NONE else eps,
+        gate_norm=gate_norm,
         has_conv_bias=flag(raw, rule.conv_bias_key, default=True),
         has_bias=flag(raw, rule.bias_key, default=False),
+        has_out_bias=flag(raw, rule.out_bias_key or rule.bias_key, default=False),
     )
+
+
+def _gate_norm(raw: RawConfig) -> GateNorm:
+    if not flag(raw, "mamba_rms_norm", default=False):
+        return GateNorm.NONE
+    is_before = flag(raw, "mamba_norm_before_gate", default=True)
+    return GateNorm.BEFORE if is_before else GateNorm.AFTER
 
 
 def _mamba_head_dim(raw: RawConfig, rule: MambaRule, num_heads: int) -> int:
     """Without `expand_key`, it is given; with it, all heads are `expand_key` times hidden_size wide."""
     if rule.expand_key is None:
         return positive_int(raw, rule.head_dim_key)
-    width = positive_int(raw, rule.expand_key, 2) * positive_int(raw, "hidden_size")
+    is_given = rule.width_key is not None and raw.get(rule.width_key) is not None
+    if is_given:
+        width = positive_int(raw, str(rule.width_key))
+    else:
+        width = positive_int(raw, rule.expand_key, 2) * positive_int(raw, "hidden_size")
     is_automatic = raw.get(rule.head_dim_key) in (None, "auto")
     head_dim = width // num_heads if is_automatic else positive_int(raw, rule.head_dim_key)
     if head_dim * num_heads != width:
         raise BadConfig(
-            f"{rule.heads_key} {num_heads} times {rule.head_dim_key} {head_dim} is not {rule.expand_key}"
-            f" times hidden_size, {width}"
+            f"{rule.heads_key} {num_heads} times {rule.head_dim_key} {head_dim} is not"
+            f" {rule.width_key if is_given else f'{rule.expand_key} times hidden_size,'} {width}"
         )
     return head_dim

@@ -27,7 +27,7 @@ from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, 
 from checkpoint.headers import TensorEntry
 from checkpoint.names import STACK_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
-from checkpoint.recurrent import GatedDelta, KimiDelta, Mamba2, NoMixer, Pageless, Recurrent
+from checkpoint.recurrent import GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer, Pageless, Recurrent
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -80,6 +80,8 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes |= _mamba(plan.mixer, hidden_size)
     elif not isinstance(plan.mixer, NoMixer):
         shapes |= _attention(plan.mixer, hidden_size)
+    if plan.beside is not None:
+        shapes |= _mamba(plan.beside, hidden_size)
     if isinstance(plan.feed_forward, NoFeedForward):
         return shapes
     if isinstance(plan.feed_forward, Experts):
@@ -172,8 +174,9 @@ def _mamba(mamba: Mamba2, hidden_size: int) -> RoleShapes:
     if mamba.has_conv_bias:
         shapes[TensorRole.STATE_CONV, "bias"] = (mamba.conv_size,)
     shapes[TensorRole.MAMBA_SKIP, SKIP_KIND] = (mamba.num_heads,)
-    shapes[TensorRole.STATE_NORM, "weight"] = (mamba.o_size,)
-    return shapes | _projection(TensorRole.STATE_OUT, hidden_size, mamba.o_size, bias=mamba.has_bias)
+    if mamba.gate_norm is not GateNorm.NONE:
+        shapes[TensorRole.STATE_NORM, "weight"] = (mamba.o_size,)
+    return shapes | _projection(TensorRole.STATE_OUT, hidden_size, mamba.o_size, bias=mamba.has_out_bias)
 
 
 def _indexer(indexer: Indexer, query_rank: int, hidden_size: int) -> RoleShapes:

@@ -292,8 +292,8 @@ class KvPages:
 class PageGroups:
     """Pages of a stage whose layers are in several block groups.
 
-    `layer_groups` has, for each layer of the stage that has a mixer, the index of its pages in `groups`, or
-    None for a recurrent layer, which has its part of `states`.
+    `layer_groups` has, for each mixer of the stage's layers, the index of its pages in `groups`, or None for
+    a recurrent one, which has its part of `states`.
     """
 
     def __init__(

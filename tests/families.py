@@ -14,7 +14,9 @@ from typing import Any
 from checkpoint import Blueprint, Experts, NoMixer, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, Attention, GroupScore, NormKind, RouterScore
+from checkpoint.multipliers import RowScale
 from checkpoint.names import NameTable, Pack, TensorRole
+from checkpoint.recurrent import GateNorm
 from checkpoint.tensors import role_shapes
 from tests.checkpoints import make_checkpoint, make_config
 
@@ -132,6 +134,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_conv_bias": False,
     },
     "bamba": _MAMBA | {"attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True} | _THETA,
+    "falcon_h1": {key: value for key, value in _MAMBA.items() if key not in ("mamba_expand", "head_dim")}
+    | {
+        "hidden_size": 96,
+        "head_dim": 24,
+        "mamba_d_ssm": 144,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 0.7,
+        "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 1.4,
+        "ssm_out_multiplier": 0.3,
+        "ssm_multipliers": [0.5, 0.7, 0.9, 1.3, 0.8],
+        "mlp_multipliers": [0.9, 0.6],
+    }
+    | _THETA,
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "mlp", "full_attention", "linear_attention"],
         "hidden_size": 48,
@@ -347,6 +371,7 @@ FAMILIES["gemma4_text+experts"] = FAMILIES["gemma4_text"] | {
     "moe_intermediate_size": 48,
 }
 FAMILIES["nemotron_h+latent"] = FAMILIES["nemotron_h"] | {"moe_latent_size": 40}
+FAMILIES["falcon_h1+plain"] = FAMILIES["falcon_h1"] | {"mamba_rms_norm": False}
 FAMILIES["granitemoehybrid+dense"] = FAMILIES["granitemoehybrid"] | {
     "num_local_experts": 0,
     "position_embedding_type": "rope",
@@ -373,6 +398,7 @@ BLOCK_KINDS = (
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
     *("glm_moe_dsa", "kimi_linear", "granitemoehybrid", "nemotron_h+latent", "qwen3_5_moe_text"),
+    *("falcon_h1", "falcon_h1+plain"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
 FAMILIES_A_DAY = 4
@@ -457,7 +483,7 @@ _SHAPES = {
     *("has_shared_gate", "has_expert_scale", "value_is_key", "has_scale", "has_sinks"),
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
     *("rank", "num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
-    *("num_head_groups", "state_size", "has_conv_bias", "latent_width"),
+    *("num_head_groups", "state_size", "has_conv_bias", "has_out_bias", "latent_width"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
@@ -574,14 +600,27 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
 
 _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "eps": lambda eps: [("", 1e6 * eps)],
-    "norm_eps": lambda eps: [("", 1e6 * eps)],
+    "norm_eps": lambda eps: [("", 1e6 * eps)] if eps else [],
     "value_norm_eps": lambda eps: [("", 1e6 * eps), ("none", None)] if eps is not None else [],
     # All experts are one group: there are no others to keep.
     "num_groups": lambda groups: [("", groups // 2)] if groups > 1 else [],
     "top_k": lambda count: [("", count + 1), ("none", None)] if count is not None else [],
+    "gate_norm": lambda norm: [("", _OTHER_NORMS[norm])] if norm in _OTHER_NORMS else [],
+    "row_scales": lambda scales: _each_scale(scales),
     "num_kept_groups": lambda kept: [("", kept - 1)] if kept > 1 else [],
 }
 """Changes of fields for which `_other` is no possible value."""
+
+
+_OTHER_NORMS = {GateNorm.BEFORE: GateNorm.AFTER, GateNorm.AFTER: GateNorm.BEFORE}
+
+
+def _each_scale(scales: tuple[RowScale, ...]) -> Iterator[tuple[str, tuple[RowScale, ...]]]:
+    for index, scale in enumerate(scales):
+        for name in ("weight", "bias"):
+            changed = replace(scale, **{name: 1.25 * getattr(scale, name)})
+            path = f"{scale.role.name} from {scale.begin}: {name}"
+            yield path, (*scales[:index], changed, *scales[index + 1 :])
 
 
 def _layers(

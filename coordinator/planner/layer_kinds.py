@@ -69,6 +69,8 @@ def _name(layer: LayerPlan) -> str:
         return f"{words[0]} by transformers"
     if mixer.rope is None and not isinstance(mixer, Pageless):
         words[0] += " without rotation"
+    if layer.beside is not None:
+        words[0] += f" beside {_RECURRENT_NAMES[type(layer.beside)]}"
     if isinstance(inner, NoFeedForward):
         return words[0]
     if isinstance(inner, Experts):

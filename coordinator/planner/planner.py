@@ -252,7 +252,7 @@ def make_plan(
 def _refuse_gpus(config: Blueprint, workers: Sequence[WorkerCapacity]) -> None:
     """Raise PlanImpossible for a worker with a GPU, if the model has layers that only CPUs compute."""
     on_gpu = [worker.name for worker in workers if worker.device is not DeviceKind.HOST]
-    on_cpus = only_on_cpus(layer.mixer for layer in config.kinds)
+    on_cpus = only_on_cpus(config.kinds)
     if on_cpus is not None and on_gpu:
         raise PlanImpossible(
             f"{on_cpus} of {config.model_type!r} is computed on CPUs only, but worker"

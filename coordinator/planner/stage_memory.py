@@ -84,6 +84,7 @@ from checkpoint import (
     stage_weight_bytes,
     state_bytes,
 )
+from checkpoint.recurrent import recurrent_of
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
     BLOCK_SCORES,
@@ -195,7 +196,7 @@ class StageMemory:
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of one recurrent state in each layer, 0 in layers without."""
         return tuple(
-            state_bytes(layer.mixer, self.dtype) if isinstance(layer.mixer, Recurrent) else 0
+            0 if (mixer := recurrent_of(layer)) is None else state_bytes(mixer, self.dtype)
             for layer in self.config.layers
         )
 
@@ -293,7 +294,7 @@ class StageMemory:
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
         size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
-        size += max(_chunk_bytes(mixer, self.limits.max_step_tokens) for mixer in mixers)
+        size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
 
@@ -420,7 +421,8 @@ class StageMemory:
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
         residual = hidden_size * (2 * size + 2 * 4)
-        attention = _mixer_elements(layer.mixer) * size
+        beside = 0 if layer.beside is None else _recurrent_elements(layer.beside) + hidden_size
+        attention = (_mixer_elements(layer.mixer) + beside) * size
         return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size
 
     def _inner_bytes(self, layer: LayerPlan) -> int:
@@ -470,11 +472,11 @@ def _recurrent_elements(mixer: Recurrent) -> int:
     return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
 
 
-def _chunk_bytes(mixer: Mixer, num_tokens: int) -> int:
+def _chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
     """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
     weights of all heads. With decays per channel, keys and queries are copied with their factors, too.
     """
-    if not isinstance(mixer, Recurrent):
+    if (mixer := recurrent_of(layer)) is None:
         return 0
     chunk = min(num_tokens, CHUNK_TOKENS)
     of_channels = 0

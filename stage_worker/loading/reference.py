@@ -26,6 +26,7 @@ from checkpoint import (
     Latent,
     LayerPlan,
     Mamba2,
+    Mixer,
     NoFeedForward,
     NoMixer,
     Norm,
@@ -41,6 +42,7 @@ from checkpoint.blueprint import (
     QkNorm,
 )
 from checkpoint.names import TensorRole
+from checkpoint.recurrent import GateNorm
 from checkpoint.tensors import (
     DECAY_KIND,
     DT_KIND,
@@ -265,11 +267,27 @@ class StreamedLayer:
 
     def projected(self, x: Tensor, role: TensorRole, expert: int | None = None) -> Tensor:
         """[2, n, out] for `x` [2, n, in]."""
-        places = self.places
-        return self.model.projected(x, places[role, "weight", expert], places.get((role, "bias", expert)))
+        weight, bias = self.places[role, "weight", expert], self.places.get((role, "bias", expert))
+        scales = [scale for scale in self.plan.row_scales if scale.role is role]
+        if not scales:
+            return self.model.projected(x, weight, bias)
+        product = self.model.projected(x, weight, None)
+        for scale in scales:
+            product[..., scale.begin : scale.end] *= scale.weight
+        if bias is not None:
+            vector = self.model.vector(bias)
+            for scale in scales:
+                vector[scale.begin : scale.end] *= scale.bias
+            product = product + vector
+        return self.model.rounded(product)
 
     def _mixed(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        mixer = self.plan.mixer
+        mixed = self._by(self.plan.mixer, x, lengths)
+        if self.plan.beside is None:
+            return mixed
+        return self.model.rounded(mixed + self._by(self.plan.beside, x, lengths))
+
+    def _by(self, mixer: Mixer, x: Tensor, lengths: Sequence[int]) -> Tensor:
         if isinstance(mixer, Latent):
             return self._latent_attention(x, lengths, mixer)
         if isinstance(mixer, GatedDelta):
@@ -322,11 +340,17 @@ class StreamedLayer:
             kernel_bias=None if bias is None else model.vector(bias),
             exact=[model.exact(places[role, kind, None]) for role, kind in EXACT_VECTORS],
         )
-        mixed = vectors.mixed(self.projected(x, TensorRole.MAMBA_IN), mixer, lengths, model.rounded)
-        groups = torch.unflatten(mixed, -1, (mixer.num_head_groups, -1))
-        weight = model.vector(places[TensorRole.STATE_NORM, "weight", None]).view(groups.shape[2:])
-        norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)
-        return self.projected(model.normed(groups, norm, weight).flatten(2), TensorRole.STATE_OUT)
+        mixed, gates = vectors.mixed(self.projected(x, TensorRole.MAMBA_IN), mixer, lengths, model.rounded)
+        if mixer.gate_norm is not GateNorm.BEFORE:
+            mixed = mixed * gates
+        if mixer.gate_norm is not GateNorm.NONE:
+            groups = torch.unflatten(mixed, -1, (mixer.num_head_groups, -1))
+            mean_square = groups.square().mean(dim=-1, keepdim=True)
+            weight = model.vector(places[TensorRole.STATE_NORM, "weight", None])
+            mixed = (groups * torch.rsqrt(mean_square + mixer.norm_eps)).flatten(2) * weight
+        if mixer.gate_norm is GateNorm.BEFORE:
+            mixed = mixed * gates
+        return self.projected(model.rounded(mixed), TensorRole.STATE_OUT)
 
     def _latent_attention(self, x: Tensor, lengths: Sequence[int], mixer: Latent) -> Tensor:
         """Expanded: each head has keys and values."""

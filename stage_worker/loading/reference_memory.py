@@ -27,7 +27,8 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
     largest = max(math.prod(shape) for shape in shapes)
     block = min(largest, max(BLOCK_ELEMENTS, width))
     of_a_layer = 6 * config.hidden_size + 3 * max(
-        kind.mixer.q_size + _expanded_size(kind.mixer) + _inner_size(kind) for kind in kinds
+        kind.mixer.q_size + _expanded_size(kind.mixer) + _beside_size(kind) + _inner_size(kind)
+        for kind in kinds
     )
     of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, rows_per_block(config.hidden_size))
     of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
@@ -46,6 +47,10 @@ def _inner_size(plan: LayerPlan) -> int:
         return inner.width
     shared = 0 if inner.shared is None else inner.shared.width
     return max(inner.width, shared) + 3 * inner.count
+
+
+def _beside_size(plan: LayerPlan) -> int:
+    return 0 if plan.beside is None else _expanded_size(plan.beside)
 
 
 def _expanded_size(mixer: Mixer) -> int:

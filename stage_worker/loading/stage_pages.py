@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from checkpoint import Blueprint, NoMixer, Pageless, Recurrent, cached_bytes_per_token, state_bytes
+from checkpoint import Blueprint, LayerPlan, Pageless, Recurrent, cached_bytes_per_token, state_bytes
+from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
 from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
@@ -42,7 +43,7 @@ def _states_of(assignment: Assignment, config: Blueprint, device: torch.device) 
 def _recurrent_mixers(assignment: Assignment, config: Blueprint) -> list[Recurrent]:
     """Those of the stage's layers, which have states of one shape."""
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
-    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)]
+    mixers = [mixer for layer in layers if (mixer := recurrent_of(layer)) is not None]
     if len({mixer.state_parts for mixer in mixers}) > 1:
         raise StageLoadError("recurrent layers with states of several shapes are not supported")
     return mixers
@@ -71,9 +72,9 @@ def new_pages(
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     # A layer without keys and values counts with a group for the step's layout, and has no pages in it.
     paged = [
-        None if isinstance(layer.mixer, Recurrent) else number
+        place
         for number, layer in zip(layer_groups, layers, strict=True)
-        if not isinstance(layer.mixer, NoMixer)
+        for place in memory_places(layer, number)
     ]
     new: Callable[..., KvPages] = KvPages
     if assignment.kv_dtype is not None:
@@ -99,6 +100,12 @@ def new_pages(
         return groups[0]
     indexes = [None if number is None else numbers.index(number) for number in paged]
     return PageGroups(groups, indexes, states)
+
+
+def memory_places(layer: LayerPlan, group: int) -> list[int | None]:
+    """`group` if a layer has pages, and then None if it has a state, see `PageGroups`."""
+    pages = [] if isinstance(layer.mixer, Pageless) else [group]
+    return [*pages, *([] if recurrent_of(layer) is None else [None])]
 
 
 def _new_index(

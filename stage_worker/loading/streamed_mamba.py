@@ -35,8 +35,8 @@ class MambaVectors:
         mixer: Mamba2,
         lengths: Sequence[int],
         rounded: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Gated output [2, n, heads * head_dim] before its norm, of texts of `lengths`.
+    ) -> tuple[Tensor, Tensor]:
+        """Output and its gates, [2, n, heads * head_dim] each, of texts of `lengths`.
 
         `joined` [2, n, in_size] are projections of the tokens, exact and rounded.
         """
@@ -49,7 +49,7 @@ class MambaVectors:
             padded = pad(rows.transpose(1, 2), (mixer.kernel_size - 1, 0))
             convolved = rounded(conv1d(padded, self.kernel, self.kernel_bias, groups=mixer.conv_size))
             found.append(self._scanned(rounded(silu(convolved)).transpose(1, 2), step, mixer))
-        return torch.cat(found, dim=1) * silu(gate)
+        return torch.cat(found, dim=1), silu(gate)
 
     def _scanned(self, mixed: Tensor, steps: Tensor, mixer: Mamba2) -> Tensor:
         """Output [2, n, heads * head_dim] for inputs, B and C `mixed` [2, n, channels]."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class DecoderStage(PipelineStage):
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
-        on_cpus = only_on_cpus(layer.mixer for layer in config.kinds)
+        on_cpus = only_on_cpus(config.kinds)
         if on_cpus is not None and torch.device(device).type != "cpu":
             raise ValueError(f"{on_cpus} of {config.model_type!r} is not computed on {device}")
         run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
@@ -214,8 +215,8 @@ class DecoderStage(PipelineStage):
         hidden = _with_fewest_rows(hidden, self.kernels.layer_products)
         memories = _memories(step, pages)
         for layer in self._loaded().layers:
-            memory = next(memories) if layer.has_mixer else NoMemory(step)
-            hidden = layer.forward(hidden, memory)
+            own = list(islice(memories, layer.num_memories))
+            hidden = layer.forward(hidden, *(own or [NoMemory(step)]))
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()
@@ -253,7 +254,7 @@ class DecoderStage(PipelineStage):
 
 
 def _memories(step: StepLayout, pages: PagedLayers) -> Iterator[LayerMemory]:
-    """Memory of each layer that has a mixer."""
+    """Memory of each layer's mixer, and then of the one beside it, if there are any."""
     selection = Selection()
     for group, index in pages.places:
         if group is not None:

@@ -262,6 +262,20 @@ def _feed_forward(
     return ExpertMixture(layer_plan, given, operations, kernels)
 
 
+class Beside:
+    """A state space model that reads the same input as attention, with its output projection."""
+
+    def __init__(self, plan: Mamba2, weights: LayerWeights, kernels: Kernels) -> None:
+        """Packed weights replace the given ones."""
+        assert weights.beside is not None and weights.beside_o is not None, "weights of another kind"
+        self._mix = StateSpaceModel(plan, weights.beside, kernels)
+        self._o = project(weights.beside_o, weights.beside_o_bias, kernels.layer_products)
+
+    def added_to(self, output: Tensor, normed: Tensor, memory: LayerMemory) -> Tensor:
+        """`output` [m, hidden_size], which may be modified, plus that of `normed` [m, hidden_size]."""
+        return self._o.added_to(output, self._mix(normed, memory))
+
+
 class DecoderLayer:
     """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
 
@@ -287,6 +301,10 @@ class DecoderLayer:
         self._mix = _mixer(plan.mixer, weights, self._operations, kernels)
         self._scale = weights.scale
         self._o = None if weights.o is None else project(weights.o, weights.o_bias, kernels.layer_products)
+        self._beside = None
+        if plan.beside is not None:
+            self._beside = Beside(plan.beside, weights, kernels)
+            self._adds_mixed = False
         self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
         if isinstance(self._feed_forward, Branches):
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
@@ -294,19 +312,20 @@ class DecoderLayer:
         self._norm_of_sum = self._ffn_norm if has_norm else None
 
     @property
-    def has_mixer(self) -> bool:
-        """Whether it mixes tokens, and needs memory for that."""
-        return self._mix is not None
+    def num_memories(self) -> int:
+        """How many parts of it mix tokens, and need memory for that."""
+        return (self._mix is not None) + (self._beside is not None)
 
-    def forward(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
+    def forward(self, hidden: Tensor, *memories: LayerMemory) -> Tensor:
         """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
 
-        `m` is at least the step's number of tokens: further rows are computed without attention.
+        `m` is at least the step's number of tokens: further rows are computed without attention. A mixer
+        beside attention has the second of the `memories`.
         """
-        output = self._output(hidden, memory)
+        output = self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
 
-    def _output(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
+    def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""
         step, feed_forward = memory.step, self._feed_forward
         if self._mix is None or self._o is None:
@@ -319,7 +338,10 @@ class DecoderLayer:
             hidden = self._o.added_to(hidden, mixed)
             of_sum = hidden if self._norm_of_sum is None else self._norm_of_sum(hidden)
         else:
-            hidden, of_sum = self._added(hidden, self._o(mixed), self._mixer_out_norm, self._norm_of_sum)
+            output = self._o(mixed)
+            if self._beside is not None:
+                output = self._beside.added_to(output, normed, *beside)
+            hidden, of_sum = self._added(hidden, output, self._mixer_out_norm, self._norm_of_sum)
         if not self._is_shared:
             normed = of_sum
         if feed_forward is None:

@@ -74,7 +74,7 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
     attention, dense = layer.mixer, layer.known_feed_forward
     if isinstance(attention, Latent):
         return "latent attention is not supported by the kernels"
-    if isinstance(attention, Recurrent):
+    if isinstance(attention, Recurrent) or layer.beside is not None:
         return "recurrent layers are not supported by the kernels"
     if isinstance(attention, NoMixer) or isinstance(dense, NoFeedForward):
         return "layers of a mixer or a feed-forward alone are not supported by the kernels"

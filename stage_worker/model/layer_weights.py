@@ -169,8 +169,8 @@ class KimiDeltaWeights:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MambaWeights:
     """Mamba2. `input` has the rows of gates, inputs, B, C and time steps, `input_bias` [in_size]; `conv` is
-    [channels, 1, kernel_size], `conv_bias` [channels], `norm` [heads * head_dim]; `decay`, `dt_bias` and
-    `skip` [heads] are float32.
+    [channels, 1, kernel_size], `conv_bias` [channels], `norm` [heads * head_dim], None without a norm;
+    `decay`, `dt_bias` and `skip` [heads] are float32.
     """
 
     input: Weight
@@ -180,7 +180,7 @@ class MambaWeights:
     decay: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
 
 MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | KimiDeltaWeights | MambaWeights
@@ -190,7 +190,8 @@ MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | KimiDeltaWeight
 class LayerWeights:
     """One decoder layer. Matrices are [out, in]; `scale` is [1].
 
-    `mixer` and its output `o` are None without a mixer, `feed_forward` without a feed-forward.
+    `mixer` and its output `o` are None without a mixer, `feed_forward` without a feed-forward. `beside` has
+    an output `beside_o`.
     """
 
     norms: Mapping[TensorRole, NormWeights]
@@ -199,6 +200,9 @@ class LayerWeights:
     o_bias: Tensor | None
     feed_forward: DenseWeights | ExpertsWeights | None
     scale: Tensor | None = None
+    beside: MambaWeights | None = None
+    beside_o: Weight | None = None
+    beside_o_bias: Tensor | None = None
 
 
 _NORMS = (
@@ -212,7 +216,7 @@ _NORMS = (
 def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
     """Allocate uninitialised weights of layer number `layer`, and their destinations."""
     tensors = _Allocation(config, layer, new)
-    mixer = config.layers[layer].mixer
+    mixer, has_beside = config.layers[layer].mixer, config.layers[layer].beside is not None
     out_role = TensorRole.STATE_OUT if isinstance(mixer, Recurrent) else TensorRole.O
     weights = LayerWeights(
         norms={
@@ -225,6 +229,9 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         o_bias=tensors.get(out_role, "bias"),
         feed_forward=_feed_forward(config.layers[layer].known_feed_forward, tensors),
         scale=tensors.get(TensorRole.LAYER_SCALE, LAYER_SCALE_KIND),
+        beside=_mamba(tensors) if has_beside else None,
+        beside_o=tensors.matrix(TensorRole.STATE_OUT) if has_beside else None,
+        beside_o_bias=tensors.get(TensorRole.STATE_OUT, "bias") if has_beside else None,
     )
     return weights, tensors.destinations()
 
@@ -284,7 +291,7 @@ def _mamba(tensors: _Allocation) -> MambaWeights:
         decay=tensors.found(TensorRole.STATE_DECAY, DECAY_KIND),
         dt_bias=tensors.found(TensorRole.STATE_DT, DT_KIND),
         skip=tensors.found(TensorRole.MAMBA_SKIP, SKIP_KIND),
-        norm=tensors.found(TensorRole.STATE_NORM, "weight"),
+        norm=tensors.get(TensorRole.STATE_NORM, "weight"),
     )
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from checkpoint import Mamba2
+from checkpoint.recurrent import GateNorm
 from checkpoint.step_sizes import CHUNK_TOKENS
 from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
@@ -46,7 +47,7 @@ class StateSpaceModel:
         self._dt_bias = weights.dt_bias
         self._skip = weights.skip.repeat_interleave(mixer.head_dim)
         self._unit_norm = unit_norm(mixer.norm_eps)
-        self._norm_weight = weights.norm.float()
+        self._norm_weight = None if weights.norm is None else weights.norm.float()
 
     def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
         """Gated output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
@@ -109,9 +110,16 @@ class StateSpaceModel:
         return of_elements.view(-1, mixer.num_head_groups, mixer.group_width)
 
     def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        """`output` times SiLU of `gate`, both [n, heads * head_dim], normed by group."""
-        gated = output * silu(gate.float())
-        groups = gated.view(-1, self._mixer.num_head_groups, self._mixer.group_width)
+        """`output` times SiLU of `gate`, both [n, heads * head_dim], normed by group, see `GateNorm`."""
+        gates = silu(gate.float())
+        if self._mixer.gate_norm is GateNorm.BEFORE:
+            return self._normed(output).mul_(gates)
+        return self._normed(output * gates)
+
+    def _normed(self, output: Tensor) -> Tensor:
+        if self._norm_weight is None:
+            return output
+        groups = output.view(-1, self._mixer.num_head_groups, self._mixer.group_width)
         return self._unit_norm(groups).flatten(1).mul_(self._norm_weight)
 
 

@@ -28,7 +28,7 @@ from stage_worker.model.layer_weights import (
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import operations
 from stage_worker.model.projections import ROUNDED, PlainProjection, Projection, Weight, project
-from stage_worker.model.row_orders import arrange_stacks, reorder_heads
+from stage_worker.model.row_orders import arrange_stacks, reorder_heads, scale_rows
 from stage_worker.model.weight_reads import WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors
 
@@ -242,6 +242,7 @@ class PartReader:
         weights, destinations = allocate_layer(self._config, layer, self._new)
         load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
         arrange_stacks(self._config, layer, destinations)
+        scale_rows(self._config, layer, destinations)
         reorder_heads(self._config.layers[layer].mixer, weights)
         return weights
 

@@ -18,10 +18,10 @@ from checkpoint import (
     DType,
     Latent,
     Pageless,
-    Recurrent,
     stage_weight_bytes,
 )
 from checkpoint.blueprint import HIDDEN_STATES, Implementation
+from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
 from stage_worker.model.attention_views import Place, ViewRules
 from stage_worker.model.attention_work import queries_per_item
@@ -84,7 +84,7 @@ class PipelineStage(ABC):
         self._windows = frozenset(self.windows)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
-        self.is_recurrent = any(isinstance(mixer, Recurrent) for mixer in mixers)
+        self.is_recurrent = any(recurrent_of(layer) for layer in config.layers[layer_begin:layer_end])
         self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
 
     @property

@@ -1,4 +1,4 @@
-"""Orders of the rows of loaded projections that differ from those on disk."""
+"""Orders and factors of the rows of loaded projections that differ from those on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpoint import Attention, Blueprint, GatedDelta, KimiDelta, Latent, Mamba2, Mixer, NoMixer
 from checkpoint.names import TensorRole
-from checkpoint.tensors import layer_tensors
+from checkpoint.tensors import layer_tensors, rows_of_roles
 from stage_worker.model.layer_weights import (
     AttentionWeights,
     DeltaWeights,
@@ -36,6 +36,18 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
             if tensor.is_alternating:
                 ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
             stored.view(-1).copy_(ordered.reshape(-1))
+
+
+def scale_rows(config: Blueprint, layer: int, destinations: Destinations) -> None:
+    """Multiply loaded rows and biases by `LayerPlan.row_scales`, rounded to the run dtype."""
+    places = rows_of_roles(config, layer)
+    for scale in config.layers[layer].row_scales:
+        for kind, factor in (("weight", scale.weight), ("bias", scale.bias)):
+            if (rows := places.get((scale.role, kind, None))) is None:
+                continue
+            loaded = destinations[rows.name]
+            assert isinstance(loaded, Tensor) and not rows.is_across, "rows that are held as they are stored"
+            loaded[rows.begin + scale.begin : rows.begin + scale.end].mul_(factor)
 
 
 def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:

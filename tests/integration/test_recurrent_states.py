@@ -28,7 +28,7 @@ in Nemotron-H, and no attention.
         "qwen3_next",
         *(
             pytest.param(name, marks=pytest.mark.full)
-            for name in ("granitemoehybrid", "nemotron_h", "kimi_linear")
+            for name in ("granitemoehybrid", "nemotron_h", "kimi_linear", "falcon_h1")
         ),
     ],
 )

@@ -26,7 +26,15 @@ QUICK = ("gemma2", "gpt_oss", "granite", "cohere2")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
-    *("granitemoehybrid", "granitemoehybrid+dense", "bamba", "nemotron_h", "nemotron_h+latent"),
+    *(
+        "granitemoehybrid",
+        "granitemoehybrid+dense",
+        "bamba",
+        "falcon_h1",
+        "falcon_h1+plain",
+        "nemotron_h",
+        "nemotron_h+latent",
+    ),
 )
 CUTS = (1, 2, 3, 4)
 

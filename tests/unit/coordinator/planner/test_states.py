@@ -186,6 +186,31 @@ def test_kimi_delta_attention_is_planned_beside_latent_attention(config: Bluepri
         assert stage.kv_bytes == of_states + plan.num_blocks * 16 * kinds.count(latent) * 2 * 128
 
 
+def test_a_mixer_beside_attention_has_pages_and_states_of_one_layer(config: Blueprint) -> None:
+    full = config.layers[-1]
+    config = replace(config, layers=(replace(full, beside=MAMBA),) * 8)
+    plan = make_plan(config, DType.BF16, workers(GIB, GIB), limits=LIMITS, block_size=16)
+    (kind,) = layer_kinds(config, plan).kinds
+    of_pages = 2 * 2 * getattr(full.mixer, "kv_size", 0)
+    assert (kind.name, kind.kv_bytes_per_token) == ("attention beside Mamba2 + dense", of_pages)
+    assert plan.num_states == 2 * 3 * 4
+    for stage in plan.stages:
+        of_states = plan.num_states * state_bytes(MAMBA, DType.BF16)
+        each = of_states + plan.num_blocks * 16 * of_pages
+        assert stage.kv_bytes == each * (stage.layer_end - stage.layer_begin)
+    alone = make_plan(
+        replace(config, layers=(full,) * 8), DType.BF16, workers(GIB, GIB), limits=LIMITS, block_size=16
+    )
+    more = plan.stages[0].activation_bytes - alone.stages[0].activation_bytes
+    of_chunk, num_tokens = 3 * 4 * 8 * 32 * 32, 32
+    of_tokens = more - LIMITS.max_step_sequences * 3 * state_bytes(MAMBA, DType.BF16) - of_chunk
+    assert of_tokens > num_tokens * 2 * MAMBA.conv_size * DType.BF16.size_bytes
+    host, gpu = workers(GIB, GIB)
+    on_gpu = replace(gpu, device=DeviceKind.GPU)
+    with pytest.raises(PlanImpossible, match="Mamba2 beside attention of 'llama' is computed on CPUs only"):
+        make_plan(config, DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
+
+
 def test_kimi_delta_attention_is_refused_on_gpus_by_name(config: Blueprint) -> None:
     host, gpu = workers(GIB, GIB)
     on_gpu = replace(gpu, device=DeviceKind.GPU)

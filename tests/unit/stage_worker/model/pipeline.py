@@ -163,8 +163,9 @@ class Pipeline:
     def _new_pages(self, stage: PipelineStage, block_size: int) -> PageGroups:
         """One set for each shape; blocks of all sets have the same numbers."""
         shapes = _shapes(stage)
-        of_stage = [stage.config.layers[layer].mixer for layer in stage.layers]
-        mixers = [mixer for mixer in of_stage if not isinstance(mixer, NoMixer)]
+        layers = [stage.config.layers[layer] for layer in stage.layers]
+        both = [mixer for layer in layers for mixer in (layer.mixer, layer.beside)]
+        mixers = [mixer for mixer in both if mixer is not None and not isinstance(mixer, NoMixer)]
         recurrent = [mixer for mixer in mixers if isinstance(mixer, Recurrent)]
         of_layers = [
             None if isinstance(mixer, Recurrent) else shapes.index(stage.config.page_shape(mixer.window))

@@ -18,6 +18,8 @@ from checkpoint import (
     parse_config,
 )
 from checkpoint.blueprint import Attention
+from checkpoint.names import TensorRole
+from checkpoint.recurrent import GateNorm
 from stage_worker.model.mamba2 import scan_chunk
 from tests.families import config_of
 
@@ -210,6 +212,76 @@ def test_a_pattern_lists_mixers_and_feed_forwards() -> None:
     assert parse_config(NEMOTRON_NANO | others) == config
 
 
+FALCON_H1: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "bos_token_id": 1,
+    "embedding_multiplier": 5.656854249492381,
+    "eos_token_id": 11,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.39062499999999994,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "max_position_embeddings": 16384,
+    "mlp_bias": False,
+    "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "model_type": "falcon_h1",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "projectors_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32784,
+}
+"""The fields and sizes of Falcon H1 0.5B."""
+
+
+def test_a_mixer_beside_attention_has_factors_of_its_rows() -> None:
+    config = parse_config(FALCON_H1)
+    (layer,) = config.kinds
+    mamba = layer.beside
+    assert mamba is not None and isinstance(layer.mixer, Attention)
+    assert (mamba.o_size, mamba.in_size, mamba.gate_norm) == (1536, 2 * 1536 + 2 * 128 + 24, GateNorm.NONE)
+    assert [part.shape for part in mamba.state_parts] == [(1792, 3), (1, 128, 1536)]
+    assert config.embedding_scale == 5.656854249492381 and config.logit_scale == 0.0390625
+    scales = {(scale.role, scale.begin, scale.end): scale.weight for scale in layer.row_scales}
+    assert TensorRole.Q not in {role for role, _, _ in scales}, "a factor of 1"
+    assert scales[TensorRole.K, 0, 128] == 0.39062499999999994
+    assert scales[TensorRole.MAMBA_IN, 1536, 3072] == 1.25 * 0.25
+    assert scales[TensorRole.MAMBA_IN, 3328, 3352] == 1.25 * 0.3535533905932738
+    of_expand = parse_config(FALCON_H1 | {"mamba_d_ssm": None, "mamba_n_heads": 32})
+    assert of_expand.layers[0].beside is not None and of_expand.layers[0].beside.o_size == 2048
+
+
 def test_layers_without_experts_have_the_shared_mlp() -> None:
     (dense,) = {layer.feed_forward for layer in parse_config(config_of("granitemoehybrid+dense")).layers}
     assert getattr(dense, "width", None) == 80
@@ -228,6 +300,12 @@ def test_layers_without_experts_have_the_shared_mlp() -> None:
         ("granitemoehybrid", {"time_step_limit": [0.001, 0.1]}, r"only \[0.0, Infinity\] is"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi' is not supported"),
         ("granitemoehybrid", {"normalization_function": "layernorm"}, "only 'rmsnorm' is"),
+        ("falcon_h1", {"mamba_n_heads": 8}, "8 times mamba_d_head 24 is not mamba_d_ssm 144"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "'ssm_multipliers' must list 5 numbers, has 4"),
+        ("falcon_h1", {"mlp_multipliers": 2.0}, "'mlp_multipliers' must be a list"),
+        ("falcon_h1", {"ssm_out_multiplier": 0.0}, "'ssm_out_multiplier' must be a positive number"),
+        ("falcon_h1", {"mamba_use_mlp": False}, "only True is"),
+        ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, r"only \[0.0, Infinity\] is"),
         ("bamba", {"attn_layer_indices": None}, "all 5 layers are recurrent"),
         ("bamba", {"attn_layer_indices": [5]}, "must list layers from 0 to 4"),
         ("bamba", {"layer_types": ["mamba"] * 4 + ["attention"]}, "contradict each other"),

@@ -23,9 +23,9 @@ from wire.steps import Prefill, Step
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid", "kimi_linear"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each recurrent mixer."""
+    """A model of each recurrent mixer, and one with a recurrent mixer beside attention."""
     return make_family(tmp_path_factory.mktemp("recurrent") / "model", request.param)
 
 
