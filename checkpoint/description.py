@@ -10,7 +10,7 @@ from checkpoint.blueprint import Blueprint
 from checkpoint.config import parse_config, parse_dtype
 from checkpoint.dtypes import DType
 from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import is_named, read_json_object
+from checkpoint.files import CONFIG_FILE, is_named, read_json_object
 from checkpoint.generation_config import read_generation_config
 from checkpoint.headers import Headers, TensorEntry, read_headers
 from checkpoint.other_families import has_row, parse_other, refuse_other
@@ -19,7 +19,6 @@ from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
 from checkpoint.wrappers import is_wrapper, named_as_in, text_config
 
-CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 """Has the quantisation of checkpoints by TensorRT Model Optimizer whose config.json has none."""
 

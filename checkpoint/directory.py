@@ -14,11 +14,12 @@ from checkpoint.blueprint import Blueprint
 from checkpoint.description import Description, describe_directory
 from checkpoint.dtypes import WeightFormat
 from checkpoint.errors import BadHeader, CheckpointNotFound
-from checkpoint.files import FileIdentity, open_regular, stat_files
+from checkpoint.files import FileIdentity, has_params, open_regular, stat_files
 from checkpoint.generation_config import bos_token_id, eos_token_ids
 from checkpoint.gguf.files import is_gguf, model_name
 from checkpoint.gguf.model import describe_gguf, gguf_headers
 from checkpoint.headers import Headers, ShardHeader, TensorEntry, read_headers
+from checkpoint.mistral.model import describe_mistral
 from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
 from checkpoint.tensors import (
@@ -131,7 +132,7 @@ class IgnoredTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A Hugging Face safetensors directory, or a GGUF model, with validated config and headers.
+    """A directory with safetensors, or a GGUF model, with validated config and headers.
 
     `path` opens it again: the directory, or the first GGUF file. `directory` has the files of tensors.
     `tensors` maps names to file locations. `fingerprint` identifies config, layout and sampled values.
@@ -251,7 +252,9 @@ def describe(path: Path, *, is_sparse: bool = False) -> Description:
 
     With `is_sparse`, files have holes in the place of weights.
     """
-    return describe_gguf(path, is_sparse=is_sparse) if is_gguf(path) else describe_directory(path)
+    if is_gguf(path):
+        return describe_gguf(path, is_sparse=is_sparse)
+    return describe_mistral(path) if has_params(path) else describe_directory(path)
 
 
 def headers_of(path: Path) -> Headers:

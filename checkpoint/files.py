@@ -20,7 +20,12 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+CONFIG_FILE = "config.json"
+PARAMS_FILE = "params.json"
+"""Describes a checkpoint in Mistral's own format, which has no config.json."""
 TOKENIZER_FILE = "tokenizer.json"
+TEKKEN_FILE = "tekken.json"
+"""The tokenizer in Mistral's own format."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -28,15 +33,20 @@ TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "spiece.model",
-    "tekken.json",
+    TEKKEN_FILE,
     "tiktoken.model",
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
 )
 """Names of files beside config.json that a tokenizer may consist of."""
 _READ_WHOLE = frozenset({".json", ".jinja", ".model", ".txt"})
+
+
+def has_params(directory: Path) -> bool:
+    """Whether a directory is in Mistral's own format, as config.json would take precedence."""
+    return is_named(directory / PARAMS_FILE) and not is_named(directory / CONFIG_FILE)
 
 
 def is_named(path: Path) -> bool:

@@ -14,9 +14,10 @@ import xxhash
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from checkpoint.errors import UnusableTokenizer
-from checkpoint.files import TOKENIZER_FILE, is_named, read_regular
+from checkpoint.files import TEKKEN_FILE, TOKENIZER_FILE, is_named, read_regular
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
+from checkpoint.mistral.tokenizer import is_tekken, read_tekken
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 """Limit for each tokenizer file; tokenizer.json with 262,000 ids has 33 MB."""
@@ -50,7 +51,7 @@ class GrammarTokenizer:
 
     @classmethod
     def open(cls, path: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTokenizer:
-        """Read tokenizer.json of a directory, or what stands for it in a GGUF file.
+        """Read tokenizer.json of a directory, or make it of tekken.json or of a GGUF file.
 
         `vocab_size` is the width of the model's logits.
 
@@ -126,13 +127,15 @@ def one_line(reason: str) -> str:
 
 def tokenizer_source(path: Path) -> Path:
     """The file that has the tokenizer of a checkpoint directory, or the GGUF file `path` itself."""
-    return path if is_gguf(path) else path / TOKENIZER_FILE
+    return path if is_gguf(path) else path / (TEKKEN_FILE if is_tekken(path) else TOKENIZER_FILE)
 
 
 def _tokenizer_json(path: Path) -> bytes:
     content = None
     if is_gguf(path):
         content = gguf_tokenizer_files(path).get(TOKENIZER_FILE)
+    elif is_tekken(path):
+        content = read_tekken(path, max_bytes=MAX_TOKENIZER_BYTES)[TOKENIZER_FILE]
     elif is_named(source := tokenizer_source(path)):
         content = read_regular(source, max_bytes=MAX_TOKENIZER_BYTES)
     if content is None:

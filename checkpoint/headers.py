@@ -24,7 +24,7 @@ from checkpoint.errors import (
     UnsupportedFormat,
     UnsupportedModel,
 )
-from checkpoint.files import is_named, open_regular, parse_json_object, read_regular
+from checkpoint.files import has_params, is_named, open_regular, parse_json_object, read_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's limit."""
@@ -127,8 +127,20 @@ def _check_no_gaps(path: Path, tensors: Mapping[str, TensorEntry], data_begin: i
         raise BadHeader(f"{path} has {size_bytes} bytes, its header accounts for {position}")
 
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Names of the one file with all weights, or else of the index of several."""
+
+    single: str
+    index: str
+
+    def __str__(self) -> str:
+        return f"{self.single} or {self.index}"
+
+
+USUAL_FILES = WeightFiles("model.safetensors", "model.safetensors.index.json")
+CONSOLIDATED_FILES = WeightFiles("consolidated.safetensors", "consolidated.safetensors.index.json")
+"""In Mistral's own format."""
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 """The index of a model with 90,000 tensors has 9 MB."""
 
@@ -144,22 +156,28 @@ class Headers:
 
 
 def read_headers(directory: Path) -> Headers:
-    """Read headers of `model.safetensors`, or else of the shards in `model.safetensors.index.json`.
+    """Read headers of the one file with weights, or else of the shards in the index, see `files_in`.
 
     Raises UnsupportedFormat if there are only other kinds of weights (which are never opened),
     CheckpointNotFound for missing weights or shards, BadHeader for an invalid header or index, MissingTensor
     for a shard without a tensor that the index places there.
     """
-    if is_named(directory / SINGLE_FILE):
-        shard = read_shard_header(directory, SINGLE_FILE)
+    files = files_in(directory)
+    if is_named(directory / files.single):
+        shard = read_shard_header(directory, files.single)
         return Headers(tensors=shard.tensors, shards=(shard,))
-    if is_named(directory / INDEX_FILE):
-        return _read_sharded(directory)
-    raise _nothing_to_read(directory)
+    if is_named(directory / files.index):
+        return _read_sharded(directory, files.index)
+    raise _nothing_to_read(directory, files)
 
 
-def _read_sharded(directory: Path) -> Headers:
-    path = directory / INDEX_FILE
+def files_in(directory: Path) -> WeightFiles:
+    """The names that the files of a directory in its format have."""
+    return CONSOLIDATED_FILES if has_params(directory) else USUAL_FILES
+
+
+def _read_sharded(directory: Path, index: str) -> Headers:
+    path = directory / index
     weight_map = parse_weight_map(read_regular(path, max_bytes=MAX_INDEX_BYTES), str(path))
     files = sorted(set(weight_map.values()))
     shards = tuple(read_shard_header(directory, file) for file in files)
@@ -167,13 +185,11 @@ def _read_sharded(directory: Path) -> Headers:
     for shard in shards:
         for name, entry in shard.tensors.items():
             if weight_map.get(name) != shard.file:
-                raise BadHeader(
-                    f"{INDEX_FILE} places tensor {name} in {weight_map.get(name)}, not {shard.file}"
-                )
+                raise BadHeader(f"{index} places tensor {name} in {weight_map.get(name)}, not {shard.file}")
             tensors[name] = entry
     for name, file in weight_map.items():
         if name not in tensors:
-            raise MissingTensor(f"{INDEX_FILE} places tensor {name} in {file}, which does not contain it")
+            raise MissingTensor(f"{index} places tensor {name} in {file}, which does not contain it")
     return Headers(tensors=tensors, shards=shards)
 
 
@@ -195,11 +211,11 @@ def is_beside(file: str) -> bool:
     return Path(file).name == file and file != ".." and "\0" not in file
 
 
-def _nothing_to_read(directory: Path) -> CheckpointNotFound | UnsupportedFormat:
+def _nothing_to_read(directory: Path, files: WeightFiles) -> CheckpointNotFound | UnsupportedFormat:
     others = sorted(entry.name for entry in directory.iterdir() if entry.suffix in _OTHER_SUFFIXES)
     if others:
         return UnsupportedFormat(
-            f"{directory} has weights as {', '.join(others[:5])}; only {SINGLE_FILE} or {INDEX_FILE}"
+            f"{directory} has weights as {', '.join(others[:5])}; only {files}"
             " with its shards is supported: convert the weights to safetensors"
         )
-    return CheckpointNotFound(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return CheckpointNotFound(f"{directory} has neither {files.single} nor {files.index}")

@@ -9,12 +9,11 @@ from typing import TypeVar
 
 from checkpoint.config import config_errors
 from checkpoint.description import parse_named, read_config, refuse_gguf
-from checkpoint.directory import Checkpoint
+from checkpoint.directory import Checkpoint, describe
 from checkpoint.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import is_named
+from checkpoint.files import has_params, is_named
 from checkpoint.generation_config import read_generation_config
 from checkpoint.gguf.files import is_gguf
-from checkpoint.gguf.model import describe_gguf
 from checkpoint.headers import Headers, read_headers
 from checkpoint.other_families import has_row, refuse_other
 from checkpoint.tensors import tensor_errors
@@ -53,8 +52,8 @@ def inspect(directory: Path) -> Inspection:
     Raises nothing that a file causes.
     """
     found = Inspection()
-    if is_gguf(directory):
-        return _inspect_gguf(found, directory)
+    if is_gguf(directory) or has_params(directory):
+        return _inspect_described(found, directory)
     if not found.attempt(lambda: _is_directory(directory)):
         return found
     found.attempt(lambda: refuse_gguf(directory))
@@ -72,8 +71,9 @@ def inspect(directory: Path) -> Inspection:
     return found
 
 
-def _inspect_gguf(found: Inspection, path: Path) -> Inspection:
-    described = found.attempt(lambda: describe_gguf(path))
+def _inspect_described(found: Inspection, path: Path) -> Inspection:
+    """Of the config, only the first error is found."""
+    described = found.attempt(lambda: describe(path))
     if described is not None:
         config, tensors = described.config, described.headers.tensors
         for error in found.attempt(lambda: list(tensor_errors(config, tensors))) or ():

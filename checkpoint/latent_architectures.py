@@ -171,7 +171,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         model_type="mistral4",
         class_name="Mistral4ForCausalLM",
-        title="Mistral Small 4",
+        title="Mistral Small 4, Mistral Large 3",
         keys=_keys(f"{LATENT_KEYS} {ROUTED_KEYS} rope_interleave"),
         names=renamed({}, *STACKED_EXPERTS),
         rope=RopeRule(is_interleaved=True, has_query_growth=True, default=_MISTRAL_4_YARN),

@@ -317,13 +317,15 @@ class Quantization:
 
     The first of `targets` that matches a module gives its format; modules that match `ignore` are plain. The
     output head is plain unless `includes_head`, the embeddings always, routers of experts unless
-    `includes_routers`.
+    `includes_routers`. `parts` replaces parts of a module's name, where patterns are for other names than
+    those of the files.
     """
 
     targets: tuple[PackedModules, ...]
     ignore: tuple[str, ...] = ()
     includes_head: bool = False
     includes_routers: bool = True
+    parts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def label(self) -> str:
@@ -332,7 +334,7 @@ class Quantization:
 
     def scheme_of(self, name: str) -> Scheme | None:
         """The format of matrix `name` ("X.weight") of a layer or of the head; None for a plain one."""
-        module = _module(name)
+        module = ".".join(self.parts.get(part, part) for part in _module(name).split("."))
         if any(matches(pattern, module) for pattern in self.ignore):
             return None
         return next((one.scheme for one in self.targets if matches(one.pattern, module)), None)
@@ -340,12 +342,13 @@ class Quantization:
     def matching(self, names: Iterable[str]) -> Quantization:
         """This, with the name that a checkpoint with tensors `names` has for the scales of fp8 tensors.
 
-        vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, without a mark in the config.
+        vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, Mistral `qscale_weight`,
+        without a mark in the config.
         """
-        if any(name.endswith(".weight_scale_inv") for name in names):
-            return self
+        found = {name.rpartition(".")[2] for name in names}
+        scale = next((scale for scale in _SCALES if scale in found), "weight_scale")
         targets = tuple(
-            replace(one, scheme=replace(scheme, scale="weight_scale"))
+            replace(one, scheme=replace(scheme, scale=scale))
             if isinstance(scheme := one.scheme, Scaled)
             else one
             for one in self.targets
@@ -398,6 +401,7 @@ def packed_matrices(
     return found
 
 
+_SCALES = ("weight_scale_inv", "qscale_weight")
 _UNUSED_SUFFIXES = (
     ".input_scale",
     ".input_zero_point",
@@ -405,6 +409,7 @@ _UNUSED_SUFFIXES = (
     ".output_scale",
     ".output_zero_point",
     ".activation_scale",
+    ".qscale_act",
     ".k_scale",
     ".v_scale",
     ".q_scale",

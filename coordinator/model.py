@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, UnsupportedModel, WeightFormat
 from checkpoint.blueprint import Implementation
+from checkpoint.files import has_params
 from checkpoint.gguf.files import is_gguf
 from checkpoint.pins import Pins
 from coordinator import mock_model
@@ -182,6 +183,8 @@ def _implementation(config: CoordinatorConfig, checkpoint: Checkpoint) -> Implem
             )
         if is_gguf(checkpoint.path):
             raise UnsupportedModel("GGUF files are for native layers: use --implementation auto")
+        if has_params(checkpoint.path):
+            raise UnsupportedModel("Mistral's own format is for native layers: use --implementation auto")
         log.warning("%s", transformers_note(checkpoint.config))
     return chosen
 

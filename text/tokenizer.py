@@ -5,7 +5,7 @@ PreTrainedTokenizerFast, which uses the file as it is, for two reasons. AutoToke
 AutoTokenizer of transformers 5 uses only the vocabulary for some classes (such as LlamaTokenizer) and applies
 the class's own rules, which gives other ids around leading spaces and special tokens for tokenizers in Llama
 2's format. Without tokenizer.json (a SentencePiece model, or vocab.json and merges.txt), AutoTokenizer
-converts the files.
+converts the files, but for tekken.json, see checkpoint/mistral/tokenizer.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from checkpoint.files import check_directory, is_named
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
+from checkpoint.mistral.tokenizer import is_tekken, read_tekken
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_JSON = "tokenizer.json"
 _MORE_TEMPLATES = "additional_chat_templates"
-_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "spiece.model")
+_OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tiktoken.model", "spiece.model")
+_TEMPLATE_FILE = "chat_template.jinja"
 
 MAX_CACHED_BYTES = 64 << 20
 _ENTRY_BYTES = 256
@@ -399,16 +401,26 @@ def load_text_codec(path: Path, *, model_vocab_size: int | None = None) -> TextC
     Never runs code of a checkpoint. Raises UnreadableTokenizer, also for a FIFO or device in place of a file,
     because the libraries would open it.
     """
-    if is_gguf(path):
-        return _load_gguf(path, model_vocab_size)
-    return _load_directory(path, model_vocab_size)
-
-
-def _load_gguf(path: Path, model_vocab_size: int | None) -> TextCodec | None:
+    if not is_gguf(path) and not is_tekken(path):
+        return _load_directory(path, model_vocab_size)
     try:
-        files = gguf_tokenizer_files(path)
+        files = gguf_tokenizer_files(path) if is_gguf(path) else _made_of_tekken(path)
     except CheckpointError as error:
         raise UnreadableTokenizer(str(error)) from error
+    return _load_made(files, path, model_vocab_size)
+
+
+def _made_of_tekken(directory: Path) -> dict[str, bytes]:
+    """The tokenizer's files, and the chat template beside tekken.json."""
+    _check_files(directory)
+    files = read_tekken(directory, max_bytes=MAX_TOKENIZER_BYTES)
+    if is_named(template := directory / _TEMPLATE_FILE):
+        files[_TEMPLATE_FILE] = template.read_bytes()
+    return files
+
+
+def _load_made(files: Mapping[str, bytes], path: Path, model_vocab_size: int | None) -> TextCodec | None:
+    """Load a codec of files made of `path`."""
     with tempfile.TemporaryDirectory(prefix="stageline-tokenizer-") as made:
         for name, content in files.items():
             (Path(made) / name).write_bytes(content)

@@ -17,14 +17,23 @@ from pathlib import Path
 import xxhash
 
 from checkpoint.errors import BadHeader, CheckpointNotFound, FileTooLarge
-from checkpoint.files import MAX_CONFIG_BYTES, TOKENIZER_FILES, replace_file
+from checkpoint.files import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    PARAMS_FILE,
+    TEKKEN_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    replace_file,
+)
 from checkpoint.gguf.families import ROPE_FACTORS, factors_beside
 from checkpoint.gguf.files import is_gguf, parse_gguf_file, shard_paths
 from checkpoint.headers import (
-    INDEX_FILE,
+    CONSOLIDATED_FILES,
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
-    SINGLE_FILE,
+    USUAL_FILES,
+    WeightFiles,
     parse_weight_map,
 )
 from checkpoint.pins import PinnedFile, Pins
@@ -43,7 +52,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".rope_freqs")
 """Of files with weights, and of a tensor that is kept beside one."""
 FILES_FOLDER = "files"
 """In the folder of a model: the checkpoint's directory."""
-_LIMITS = {INDEX_FILE: MAX_INDEX_BYTES, **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
+_WEIGHT_FILES = tuple(
+    name for files in (USUAL_FILES, CONSOLIDATED_FILES) for name in (files.single, files.index)
+)
+_LIMITS = {**dict.fromkeys(_WEIGHT_FILES, MAX_INDEX_BYTES), **dict.fromkeys(CONFIG_FILES, MAX_CONFIG_BYTES)}
 HASHES_FOLDER = "hashes"
 """Beside FILES_FOLDER: the record of each small file and header that was fetched."""
 _MAX_RECORD_BYTES = 64
@@ -55,18 +67,31 @@ def pin(source: WeightSource) -> Pins:
     """Find out which files the checkpoint has, and their versions. Raises SourceError, CheckpointError."""
     if isinstance(source.location, RemoteModel) and source.location.file:
         return _pin_gguf(source, [path.name for path in shard_paths(Path(source.location.file))])
-    found = _find(source, (*CONFIG_FILES, *TOKENIZER_FILES, SINGLE_FILE, INDEX_FILE))
-    if CONFIG_FILES[0] not in found:
-        hint = "" if isinstance(source.location, str) else f"; a GGUF model is {source.where('FILE.gguf')}"
-        raise CheckpointNotFound(f"{source.location} has no {CONFIG_FILES[0]}{hint}")
-    if SINGLE_FILE in found:
-        found.pop(INDEX_FILE, None)
-    elif INDEX_FILE in found:
-        found |= _shards(source, found[INDEX_FILE])
+    found = _find(source, (*CONFIG_FILES, *TOKENIZER_FILES, *_WEIGHT_FILES))
+    names = _files_of_format(source, found)
+    if names.single in found:
+        found.pop(names.index, None)
+    elif names.index in found:
+        found |= _shards(source, found[names.index])
     else:
-        raise CheckpointNotFound(f"{source.location} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise CheckpointNotFound(f"{source.location} has neither {names.single} nor {names.index}")
     files = tuple(sorted(found.values(), key=lambda file: file.name))
     return Pins(source=str(source.location), files=files)
+
+
+def _files_of_format(source: WeightSource, found: dict[str, PinnedFile]) -> WeightFiles:
+    """Names of the files with weights; removes the files of the other format from `found`."""
+    if CONFIG_FILE in found:
+        names, others = USUAL_FILES, CONSOLIDATED_FILES
+        found.pop(PARAMS_FILE, None)
+    elif PARAMS_FILE in found:
+        names, others = CONSOLIDATED_FILES, USUAL_FILES
+    else:
+        hint = "" if isinstance(source.location, str) else f"; a GGUF model is {source.where('FILE.gguf')}"
+        raise CheckpointNotFound(f"{source.location} has neither {CONFIG_FILE} nor {PARAMS_FILE}{hint}")
+    for name in (others.single, others.index):
+        found.pop(name, None)
+    return names
 
 
 def _pin_gguf(source: WeightSource, names: list[str]) -> Pins:
@@ -91,13 +116,13 @@ def _find(source: WeightSource, names: Iterable[str]) -> dict[str, PinnedFile]:
 
 
 def _shards(source: WeightSource, index: PinnedFile) -> dict[str, PinnedFile]:
-    weight_map = parse_weight_map(read_small(source, index), source.where(INDEX_FILE))
+    weight_map = parse_weight_map(read_small(source, index), source.where(index.name))
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise BadHeader(f"{source.location} has {len(names)} files with weights, the limit is {MAX_FILES}")
     shards = _find(source, names)
     if missing := [name for name in names if name not in shards]:
-        raise CheckpointNotFound(f"{source.location} lacks {', '.join(missing[:5])}, named in {INDEX_FILE}")
+        raise CheckpointNotFound(f"{source.location} lacks {', '.join(missing[:5])}, named in {index.name}")
     return shards
 
 
@@ -116,11 +141,13 @@ def fetch_metadata(
     return directory
 
 
-def fetch_file(
-    source: WeightSource, pins: Pins, name: str, directory: Path, *, check: Callable[[], None] = no_check
+def fetch_vocabulary(
+    source: WeightSource, pins: Pins, directory: Path, *, check: Callable[[], None] = no_check
 ) -> None:
-    """Fetch one more small file, if the checkpoint has it. Raises like `fetch_metadata`."""
-    _fetch_missing(source, [file for file in pins.files if file.name == name], directory, check)
+    """Fetch the file with the tokens' texts for grammars, if there is one. Raises like `fetch_metadata`."""
+    files = {file.name: file for file in pins.files}
+    found = [files[name] for name in (TOKENIZER_FILE, TEKKEN_FILE) if name in files]
+    _fetch_missing(source, found[:1], directory, check)
 
 
 def _fetch_missing(

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from checkpoint.errors import CheckpointError
 from checkpoint.files import TOKENIZER_FILES, identity_of_open, open_regular, stat_files
 from checkpoint.gguf.files import is_gguf
-from checkpoint.headers import INDEX_FILE, SINGLE_FILE, TensorEntry
+from checkpoint.headers import TensorEntry, files_in
 from weights.cached_model import CachedModel
 from weights.errors import PieceDamaged
 from weights.peers import WEIGHTS_PATH, PeerAddress, peer_entry
@@ -137,7 +137,8 @@ def _names_of(directory: Path, tensors: Mapping[str, TensorEntry]) -> list[str]:
     shards = {entry.file for entry in tensors.values()}
     if any(is_gguf(Path(name)) for name in shards):
         return sorted(shards)
-    others = [] if SINGLE_FILE in shards else [INDEX_FILE]
+    names = files_in(directory)
+    others = [] if names.single in shards else [names.index]
     small = [name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if (directory / name).is_file()]
     return sorted({*shards, *others, *small})
 

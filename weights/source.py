@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
+from checkpoint.files import CONFIG_FILE, PARAMS_FILE
 from checkpoint.headers import TensorEntry
 from checkpoint.pins import PinnedFile
 from weights.location import RemoteModel
 
 TIMEOUT_S = 30.0
 """Of a connection, and of a wait for more bytes."""
-CONFIG_FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
-"""What a worker reads beside the headers; a checkpoint has the first one at least."""
+CONFIG_FILES = (CONFIG_FILE, PARAMS_FILE, "generation_config.json", "hf_quant_config.json")
+"""What a worker reads beside the headers; a checkpoint has one of the first two at least."""
 
 
 class RangeBody(ABC):

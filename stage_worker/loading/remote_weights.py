@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint import Checkpoint, stage_tensor_names
-from checkpoint.files import TOKENIZER_FILE
 from checkpoint.gguf.files import checkpoint_in
 from checkpoint.pins import Pins
 from stage_worker.assignment import Prefetch, WantedModel
@@ -22,7 +21,7 @@ from weights.cached_model import CachedModel
 from weights.errors import CacheFull, SourceChanged, SourceError
 from weights.fetching import TensorFetcher
 from weights.location import remote_model
-from weights.metadata import fetch_file
+from weights.metadata import fetch_vocabulary
 from weights.peers import CoordinatorSource, PeerAddress, PeerConnections, SharedSource
 from weights.pieces import DEFAULT_TRANSFER
 from weights.progress import FetchProgress
@@ -146,7 +145,7 @@ class RemoteWeights:
         with closing(origin), _change_is_final():
             cached = cache.model(origin, pins, check=check)
             if has_head:
-                fetch_file(origin, pins, TOKENIZER_FILE, cached.directory, check=check)
+                fetch_vocabulary(origin, pins, cached.directory, check=check)
         checkpoint = Checkpoint.open(checkpoint_in(cached.directory), pins=pins)
         if checkpoint.fingerprint == model.fingerprint:
             held = CachedFiles(cached, model.fingerprint, has_manifest=bool(pins.manifest_sha256))

@@ -122,7 +122,7 @@ def test_wrong_credentials_are_named_without_the_secret(
 
 def test_a_bucket_or_folder_that_is_missing_is_named(server: S3Server) -> None:
     for url in ("s3://nowhere/team/llama", "s3://models/team/mistral"):
-        with pytest.raises(CheckpointNotFound, match=rf"{url} has no config.json"):
+        with pytest.raises(CheckpointNotFound, match=rf"{url} has neither config.json nor params.json"):
             pin(StoreSource(remote_model(url)))
 
 

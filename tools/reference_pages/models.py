@@ -86,6 +86,40 @@ _GGUF = f"""
 {", ".join(GGUF_TYPES[9:])}.
 
 """
+_MISTRAL = """
+## Mistral's own format
+
+A directory, or a repository of a hub, with params.json and no config.json is read as Mistral publishes it:
+Mistral Large 3, and dense models, with weights in consolidated.safetensors or in the files of
+consolidated.safetensors.index.json. With a config.json, that and its files are read instead.
+
+| params.json | computed as |
+|---|---|
+| `moe` and `qk_nope_head_dim` | `mistral4`: Mistral Large 3, Mistral Small 4 |
+| `yarn`, with or without `llama_4_scaling` | `ministral3` |
+| else | `mistral` |
+
+* A field that is not known is refused by name. So are mixtures of experts without latent attention, windows
+  that differ between layers, and audio. `vision_encoder` and its tensors are counted and not read.
+* `yarn` with `"apply_scale": false`, as published, leaves scores as they are. With it, or without the field,
+  scores are multiplied by the square of yarn's temperature. This is vLLM's rule; a config.json of Mistral
+  Small 4 always multiplies them, as transformers does.
+* `quantization` is fp8 with a scale per tensor (`qscale_weight`); it, or `quantization_config`, may also be
+  an object of compressed-tensors, whose `ignore` has vLLM's names of modules, as published.
+* Without `max_position_embeddings` and `max_seq_len`, sequences have up to 128,000 tokens. Id 1 begins and id
+  2 ends a text, unless generation_config.json says otherwise.
+* The tokenizer is made of tekken.json, without further packages, if there is no tokenizer.json; structured
+  output uses it, too. A `chat_template.jinja` beside it is the chat template. Where it is missing,
+  mistral-common writes it:
+
+```bash
+pip install mistral-common
+python -c "from mistral_common.integrations.chat_templates.chat_templates import \\
+convert_tokenizer_to_chat_template as t; print(t('tekken.json'))" > chat_template.jinja
+```
+
+A file elsewhere is given to the gateway with `--chat-template`.
+"""
 _VERIFIED = f"""
 ## Check of a checkpoint
 
@@ -133,7 +167,9 @@ test-models` all.
 
 transformers' layers are compared with native ones at every cut, family by family
 (`tests/unit/transformers_stage/test_rows.py`), and with transformers' own tokens for families without native
-layers (`test_families.py` beside it).
+layers (`test_families.py` beside it). Mistral's own format is compared with transformers on the same weights,
+renamed, at every cut (`tests/unit/stage_worker/model/test_mistral_format.py`), and tekken.json with
+transformers' conversion of it.
 
 Every weight format is compared bit by bit with an independent unpacker (`tests/quantized.py`). GGUF types
 are compared bit by bit with the `gguf` package, and each architecture with the same weights in safetensors.
@@ -194,6 +230,6 @@ def models() -> str:
     return "".join(
         (
             *(_MODELS, table(header, rows), _WINDOWS, table(("`quant_method`", "formats"), formats)),
-            *(_GGUF, table(("`general.architecture`", "`model_type`"), architectures), _VERIFIED),
+            *(_GGUF, table(("`general.architecture`", "`model_type`"), architectures), _MISTRAL, _VERIFIED),
         )
     )

@@ -21,6 +21,7 @@ from stageline.cli.plan import parse_workers, plan_view
 from tests.checkpoints import make_checkpoint
 from tests.families import make_family
 from tests.gguf_files import quantised, write_gguf
+from tests.mistral_files import write_mistral
 from tests.quantized import FORMATS, write_quantized
 from tests.range_server import range_server
 
@@ -287,3 +288,14 @@ def test_gguf_files_are_for_native_layers(tmp_path: Path, capsys: Captured) -> N
     capsys.readouterr()
     assert main([*command, "--implementation", "transformers"]) == 1
     assert "GGUF files are for native layers: use --implementation auto" in capsys.readouterr().err
+
+
+def test_checkpoints_in_mistrals_format_are_for_native_layers(tmp_path: Path, capsys: Captured) -> None:
+    source = make_checkpoint(tmp_path / "source", "mistral", num_layers=2, sliding_window=None)
+    directory = write_mistral(tmp_path / "model", source, {})
+    command = ["plan", "--model", str(directory), "--workers", "64MiB"]
+    assert main(command) == 0
+    assert main(["plan", "--check", str(directory)]) == 0
+    assert "is served: mistral" in capsys.readouterr().out
+    assert main([*command, "--implementation", "transformers"]) == 1
+    assert "Mistral's own format is for native layers" in capsys.readouterr().err
