@@ -21,7 +21,6 @@ from torch.nn import Module, ModuleList
 
 from checkpoint import Blueprint, Checkpoint, DType, UnsupportedModel
 from checkpoint.blueprint import Implementation
-from checkpoint.tensors import stage_tensor_names
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.kernels import PLAIN, PRODUCTS
 from stage_worker.model.operations import operations
@@ -34,7 +33,7 @@ from transformers_stage.attention import CurrentStep, PagedAttention, put_attent
 from transformers_stage.empty_model import DecoderModel, refusal_of
 from transformers_stage.probe import Probed, examine
 from transformers_stage.row_check import check_rows
-from transformers_stage.weights import WeightReader, stage_parts
+from transformers_stage.weights import StagePart, WeightReader, stage_parts
 
 
 class _Passing:
@@ -164,25 +163,23 @@ class TransformersStage(PipelineStage):
         prepare: Prepare = nothing_to_prepare,
         copies: DeviceCopies | None = None,
     ) -> PartsRead:
-        """Build transformers' modules of this stage and read all of its tensors. Parts are not kept.
+        """Build transformers' modules of this stage, and read the tensors that are missing in `parts`.
 
         transformers moves them to the device, without `copies`.
 
         Raises like `PipelineStage.load`, and UnsupportedModel for layers that cannot be cut or cached.
         """
         self._check_config(checkpoint)
-        if parts is not None:
-            parts.clear()
-            parts.origin = self._origin(checkpoint)
+        parts = LoadedParts() if parts is None else parts
         model, found = examine(checkpoint, self.torch_dtype)
         if any(mixer.softcap is not None or mixer.has_sinks for mixer in found.mixers):
             self.kernels = PRODUCTS
         self._cut(model, found)
-        num_bytes = self._read(model, checkpoint, progress, prepare)
+        report = self._read(model, checkpoint, parts, progress, prepare)
         self._model = model
         check_rows(self, model, self.compute)
         self._check_embeddings(model)
-        return self._report(num_bytes)
+        return report
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -256,28 +253,40 @@ class TransformersStage(PipelineStage):
         )
 
     def _read(
-        self, model: DecoderModel, checkpoint: Checkpoint, progress: ReadProgress, prepare: Prepare
-    ) -> int:
-        """Read all tensors of the stage; returns the number of bytes."""
-        ends = {"has_embeddings": self.has_embeddings, "has_head": self.has_head}
-        names = stage_tensor_names(self.config, self.layers.start, self.layers.stop, **ends)
+        self,
+        model: DecoderModel,
+        checkpoint: Checkpoint,
+        parts: LoadedParts,
+        progress: ReadProgress,
+        prepare: Prepare,
+    ) -> PartsRead:
+        """Drop parts that the stage does not need, and read those that it lacks."""
+        needed = stage_parts(
+            self.config, self.layers, has_embeddings=self.has_embeddings, has_head=self.has_head
+        )
+        parts.retain_in_modules({part.tensors for part in needed}, self._origin(checkpoint))
+        missing = [part for part in needed if part.tensors not in parts.in_modules]
+        names = [
+            name for part in missing for tensor in part.tensors for name in checkpoint.stored_names(tensor)
+        ]
         prepare(names)
         num_bytes = sum(checkpoint.tensors[name].num_bytes for name in names)
         progress.expect(num_bytes)
         reader = WeightReader(model, checkpoint, dtype=self.torch_dtype, device=self.device)
-        reader.read(stage_parts(self.config, self.layers, **ends), progress)
-        return num_bytes
+        reader.read(needed, parts.in_modules, progress)
+        return _report(needed, missing, num_bytes)
 
     def _loaded(self) -> tuple[DecoderModel, _Lists]:
         assert self._model is not None and self._lists is not None, "the stage's weights are not loaded"
         return self._model, self._lists
 
-    def _report(self, num_bytes: int) -> PartsRead:
-        others = ["embeddings"] * self.has_embeddings + ["final norm", "head"] * self.has_head
-        return PartsRead(
-            read_layers=tuple(self.layers),
-            kept_layers=(),
-            read_others=tuple(others),
-            kept_others=(),
-            num_bytes=num_bytes,
-        )
+
+def _report(needed: list[StagePart], missing: list[StagePart], num_bytes: int) -> PartsRead:
+    kept = [part for part in needed if part not in missing]
+    return PartsRead(
+        read_layers=tuple(part.layer for part in missing if part.layer is not None),
+        kept_layers=tuple(part.layer for part in kept if part.layer is not None),
+        read_others=tuple(part.tensors[0] for part in missing if part.layer is None),
+        kept_others=tuple(part.tensors[0] for part in kept if part.layer is None),
+        num_bytes=num_bytes,
+    )

@@ -1,12 +1,13 @@
 """Reads a stage's tensors into transformers' modules, through transformers' own conversions of names.
 
-One part is read at a time, a layer or what is outside the layers, in the dtype of its file. Conversion to
-the run dtype, and stacking of experts, copy it once: at most one part is in memory twice.
+One part is read at a time, a layer or a tensor outside the layers, in the dtype of its file. Conversion to
+the run dtype, and stacking of experts, copy it once: at most one part is in memory twice. Parts that an
+earlier load has read are put into the new modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from transformers_stage.empty_model import DecoderModel, compute_buffers, is_buf
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """Tensors of a layer (its number) or of what is outside the layers (None), by their names in files."""
+    """Tensors of a layer (its number), or one outside the layers (None), by their names in files."""
 
     layer: int | None
     tensors: tuple[str, ...]
@@ -45,8 +46,11 @@ def stage_parts(config: Blueprint, layers: range, *, has_embeddings: bool, has_h
     every = stage_tensor_shapes(
         config, layers.start, layers.stop, has_embeddings=has_embeddings, has_head=has_head
     )
-    outside = tuple(name for name in every if name not in known)
-    return [StagePart(None, outside), *parts] if outside else parts
+    return [*(StagePart(None, (name,)) for name in every if name not in known), *parts]
+
+
+KeptModules = dict[tuple[str, ...], Mapping[str, Tensor]]
+"""Parameters and buffers of parts that are loaded, by the part's tensors and then by transformers' names."""
 
 
 class WeightReader:
@@ -60,15 +64,19 @@ class WeightReader:
         self._dtype, self._device = dtype, device
         self._missing: set[str] = set(model.causal.state_dict())
 
-    def read(self, parts: Iterable[StagePart], progress: ReadProgress) -> None:
-        """Read all parts and compute the buffers.
+    def read(self, parts: Iterable[StagePart], kept: KeptModules, progress: ReadProgress) -> None:
+        """Fill the modules from `kept` parts, read the others, which `kept` then has, and compute buffers.
 
-        Raises MissingTensor, UnexpectedTensor and WrongShape by transformers' names, and like `load_tensors`.
+        Raises MissingTensor, UnexpectedTensor and WrongShape by transformers' names, and like `load_tensors`;
+        `kept` has the complete parts then.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with WeightReads() as reads:
             for part in parts:
-                self._read_part(part, reads, progress)
+                if (values := kept.get(part.tensors)) is None:
+                    kept[part.tensors] = self._read_part(part, reads, progress)
+                else:
+                    self._restore(values)
         self._tie()
         if self._missing:
             raise MissingTensor(f"checkpoint lacks {_listed(self._missing)} of {self._model_type}")
@@ -76,7 +84,13 @@ class WeightReader:
             if is_buffer_owner(module):
                 compute_buffers(self._model, module, self._device)
 
-    def _read_part(self, part: StagePart, reads: WeightReads, progress: ReadProgress) -> None:
+    def _restore(self, values: Mapping[str, Tensor]) -> None:
+        for name in values.keys() & self._missing:
+            _put(self._causal, name, values[name])
+        self._missing -= values.keys()
+
+    def _read_part(self, part: StagePart, reads: WeightReads, progress: ReadProgress) -> Mapping[str, Tensor]:
+        """Read a part into its modules, and return what it has filled."""
         checkpoint = self._checkpoint
         tensors = {
             name: torch.empty(checkpoint.shape_of(name), dtype=self._stored(name)) for name in part.tensors
@@ -106,7 +120,9 @@ class WeightReader:
             raise UnexpectedTensor(
                 f"checkpoint has {_listed(info.unexpected_keys)}, unknown to {self._model_type}"
             )
-        self._missing &= info.missing_keys
+        filled = self._missing - info.missing_keys
+        self._missing -= filled
+        return {name: _value(causal, name) for name in filled}
 
     def _stored(self, name: str) -> torch.dtype:
         """The dtype of the file; quantised tensors are unpacked to the run dtype."""
@@ -133,6 +149,13 @@ class WeightReader:
             if target in self._missing and source not in self._missing:
                 _put(causal, target, causal.get_parameter(source))
                 self._missing.discard(target)
+
+
+def _value(model: Module, name: str) -> Tensor:
+    """A parameter or buffer."""
+    path, _, own = name.rpartition(".")
+    value: Tensor = getattr(model.get_submodule(path), own)
+    return value
 
 
 def _put(model: Module, name: str, value: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,10 +101,12 @@ def parts_of(config: Blueprint, needed: NeededParts) -> list[ModelPart]:
 class LoadedParts:
     """Complete parts with one origin, for one thread. A tied head beside its embeddings is not packed.
 
-    `on_host` are parts in memory of the host that a device may still need, by their tensors.
+    `on_host` are parts in memory of the host that a device may still need, by their tensors. `in_modules` are
+    parts of transformers' modules, by their tensors: each with its parameters by name.
     """
 
     def __init__(self) -> None:
+        self.in_modules: dict[tuple[str, ...], Mapping[str, Tensor]] = {}
         self.on_host: dict[tuple[str, ...], HostWeights[PartWeights]] = {}
         self.origin: PartsOrigin | None = None
         self.layers: dict[int, DecoderLayer] = {}
@@ -114,6 +116,7 @@ class LoadedParts:
 
     def clear(self) -> None:
         self.on_host.clear()
+        self.in_modules.clear()
         self._clear_device()
         self.origin = None
 
@@ -130,6 +133,13 @@ class LoadedParts:
         self.origin = origin
         kept = {part.tensors for part in wanted}
         self.on_host = {tensors: one for tensors, one in self.on_host.items() if tensors in kept}
+
+    def retain_in_modules(self, wanted: Collection[tuple[str, ...]], origin: PartsOrigin) -> None:
+        """Drop all but the `wanted` parts of modules from `origin`."""
+        if origin != self.origin:
+            self.clear()
+        self.origin = origin
+        self.in_modules = {tensors: one for tensors, one in self.in_modules.items() if tensors in wanted}
 
     def _clear_device(self) -> None:
         self.embeddings = self.final_norm = self.head = None

@@ -69,7 +69,6 @@ refused by name:
 | limit | instead |
 |---|---|
 | slower: operators are not fused, and run one by one | a row for the family |
-| every new plan reads all tensors of its stages again | native layers keep theirs |
 | the self-check has no reference, as native code would compute it | compare with transformers |
 
 ## Weight formats
