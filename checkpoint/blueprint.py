@@ -16,6 +16,7 @@ from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
 from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, recurrent_of
 from checkpoint.rope_config import RopeConfig, RopeKind
+from checkpoint.streams import HyperConnection, WeightedCollapse
 
 
 class Activation(Enum):
@@ -376,7 +377,9 @@ class LayerPlan:
     `residual_scale`. `beside`, if any, reads the input of `mixer`, and their outputs are added.
 
     `row_scales` are factors of rows of its matrices. `weights` is their format in memory, None for the run
-    dtype. With `has_scale`, the layer's output is multiplied by a number among its weights.
+    dtype. With `has_scale`, the layer's output is multiplied by a number among its weights. With
+    `connection`, there are several residual streams: mixer and feed-forward each have a connection of this
+    kind instead of a residual, with norms before them only, and nothing is `beside` the mixer.
     """
 
     mixer: Mixer
@@ -388,6 +391,19 @@ class LayerPlan:
     residual_scale: float = 1.0
     has_scale: bool = False
     weights: WeightFormat | None = None
+    connection: HyperConnection | None = None
+
+    def __post_init__(self) -> None:
+        if self.connection is not None:
+            is_plain = self.placement is Placement.BEFORE and self.residual_scale == 1.0
+            assert is_plain and not self.has_scale and self.beside is None, (
+                "streams of a layer with other residuals"
+            )
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams that it reads and writes."""
+        return 1 if self.connection is None else self.connection.num_streams
 
     @property
     def known_feed_forward(self) -> FeedForwardPlan:
@@ -432,6 +448,11 @@ class Implementation(Enum):
                 f"{config.model_type!r} has recurrent states, which transformers' layers keep in caches of"
                 " their own: use --implementation native, or auto"
             )
+        if name == cls.TRANSFORMERS.value and config.num_streams > 1:
+            raise UnsupportedModel(
+                f"{config.model_type!r} has {config.num_streams} residual streams, which transformers' layers"
+                " take in another form: use --implementation native, or auto"
+            )
         is_native = name == cls.NATIVE.value or (name == AUTO and config.has_row)
         return cls.NATIVE if is_native else cls.TRANSFORMERS
 
@@ -468,7 +489,7 @@ class Blueprint:
     speculation, which are not read. `quantization` is the format of matrices in files, None if they are
     plain; with `holds_stored`, those that `held_plans` names stay in it in memory. `handed_on` crosses every
     cut beside the hidden states. `outer` replaces `names` in a family without a row, all of whose layers are
-    `Opaque`.
+    `Opaque`. `collapse` ends the streams of layers with a `LayerPlan.connection`, which all layers have then.
     """
 
     model_type: str
@@ -489,8 +510,11 @@ class Blueprint:
     handed_on: tuple[BoundaryTensor, ...] = ()
     outer: OuterTensors | None = None
     holds_stored: bool = False
+    collapse: WeightedCollapse | None = None
 
     def __post_init__(self) -> None:
+        if any(layer.num_streams != self.num_streams for layer in self.kinds):
+            raise ValueError(f"layers of other residual streams than {self.num_streams}")
         if wrong := sorted(self.legal_cuts - set(range(1, self.num_layers))):
             raise ValueError(f"a stage cannot begin with layer {wrong[0]} of {self.num_layers}")
         names = [tensor.name for tensor in self.boundary]
@@ -499,8 +523,22 @@ class Blueprint:
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """What crosses a cut, in the order of a frame; the same at every cut."""
-        return (BoundaryTensor(name=HIDDEN_STATES, width=self.hidden_size), *self.handed_on)
+        """What crosses a cut, in the order of a frame; the same at every cut.
+
+        Residual streams are one tensor: every layer reads all of them, one copy and one check move them, and
+        a stage takes and leaves them in the form that its layers have.
+        """
+        return (BoundaryTensor(name=HIDDEN_STATES, width=self.residual_width), *self.handed_on)
+
+    @property
+    def num_streams(self) -> int:
+        """Residual streams of a token, one in most models."""
+        return 1 if self.collapse is None else self.collapse.num_streams
+
+    @property
+    def residual_width(self) -> int:
+        """Elements of a token between two layers: all its residual streams."""
+        return self.num_streams * self.hidden_size
 
     @property
     def boundary_width(self) -> int:

@@ -13,7 +13,9 @@ from checkpoint.dtypes import DType, PackedDType
 from checkpoint.names import EXPERT_ROLES, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
 from checkpoint.tensors import (
+    STREAM_ROLES,
     RoleShapes,
+    collapse_shapes,
     final_norm_tensors,
     is_matrix,
     layer_tensors,
@@ -224,12 +226,14 @@ def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     if isinstance(plan.feed_forward, Opaque):
         return num_elements(shape for _, shape in plan.feed_forward.tensors) * dtype.size_bytes
     shapes = role_shapes(hidden_size, plan)
+    of_streams = num_elements(shape for (role, _), shape in shapes.items() if role in STREAM_ROLES)
+    wider = of_streams * (FLOAT_BYTES - dtype.size_bytes)
     if plan.weights is None:
-        return num_elements(shapes.values()) * dtype.size_bytes
+        return num_elements(shapes.values()) * dtype.size_bytes + wider
     vectors = num_elements(shape for key, shape in shapes.items() if not is_matrix(*key))
     matrices = (shape for key, shape in shapes.items() if is_matrix(*key))
     sizes = (plan.weights.matrix_bytes(rows, columns, dtype) for rows, columns in matrices)
-    return vectors * dtype.size_bytes + sum(sizes)
+    return vectors * dtype.size_bytes + wider + sum(sizes)
 
 
 def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
@@ -238,8 +242,13 @@ def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
 
 
+def collapse_bytes(config: Blueprint) -> int:
+    """Size of what makes one row of several residual streams."""
+    return num_elements(collapse_shapes(config).values()) * FLOAT_BYTES
+
+
 def head_bytes(config: Blueprint, dtype: DType) -> int:
-    """Size of final norm and output head on a stage without embeddings.
+    """Size of collapse, final norm and output head on a stage without embeddings.
 
     A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
     `stage_weight_bytes`.
@@ -247,7 +256,7 @@ def head_bytes(config: Blueprint, dtype: DType) -> int:
     if config.outer is not None:
         return num_elements(shape for _, shape in config.outer.after) * dtype.size_bytes
     rows = config.vocab_size + len(final_norm_tensors(config))
-    return rows * config.hidden_size * dtype.size_bytes
+    return rows * config.hidden_size * dtype.size_bytes + collapse_bytes(config)
 
 
 def stage_weight_bytes(
@@ -266,7 +275,9 @@ def stage_weight_bytes(
     if not config.has_row:
         return num_elements(shapes.values()) * dtype.size_bytes
     layers = range(layer_begin, layer_end)
-    in_layers = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
-    outside = num_elements(shape for name, shape in shapes.items() if name not in in_layers)
+    apart = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
+    apart |= collapse_shapes(config).keys()
+    outside = num_elements(shape for name, shape in shapes.items() if name not in apart) * dtype.size_bytes
+    outside += collapse_bytes(config) if has_head else 0
     sizes = layer_sizes(config, dtype)
-    return outside * dtype.size_bytes + sum(sizes[layer] for layer in layers)
+    return outside + sum(sizes[layer] for layer in layers)

@@ -53,6 +53,8 @@ class TensorRole(Enum):
     FFN_NORM = "norm of the feed-forward's input"
     FFN_OUT_NORM = "norm of the feed-forward's output"
     LAYER_SCALE = "scale of the layer's output"
+    MIXER_STREAMS = "connection of the mixer to residual streams"
+    FFN_STREAMS = "connection of the feed-forward to residual streams"
     GATE = "gate"
     UP = "up"
     DOWN = "down"
@@ -118,6 +120,8 @@ _USUAL_MODULES = {
     TensorRole.FFN_NORM: "post_attention_layernorm",
     TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
     TensorRole.LAYER_SCALE: "",  # of the layer itself
+    TensorRole.MIXER_STREAMS: "attn_hc",
+    TensorRole.FFN_STREAMS: "ffn_hc",
     TensorRole.GATE: "mlp.gate_proj",
     TensorRole.UP: "mlp.up_proj",
     TensorRole.DOWN: "mlp.down_proj",
@@ -196,7 +200,8 @@ class NameTable:
 
     All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
     that begin with one of `ignored` belong to other modalities. Files may have all `other_packs` instead of
-    the modules of their roles, see `as_in`.
+    the modules of their roles, see `as_in`. `collapse` is the name of tensor `{kind}` of the collapse of
+    residual streams.
     """
 
     prefix: str = "model."
@@ -204,6 +209,7 @@ class NameTable:
     embeddings_module: str = "embed_tokens"
     final_norm_module: str = "norm"
     layers_module: str = "layers"
+    collapse: str = "hc_head.hc_{kind}"
     packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
     other_packs: tuple[Pack, ...] = ()
@@ -223,6 +229,10 @@ class NameTable:
     def final_norm(self, kind: str) -> str:
         """Tensor `kind` ("weight" or "bias") of the norm after the last layer."""
         return f"{self.prefix}{self.final_norm_module}.{kind}"
+
+    def of_collapse(self, kind: str) -> str:
+        """Tensor `kind` of what makes one row of all residual streams."""
+        return self.prefix + self.collapse.format(kind=kind)
 
     def in_layer(self, layer: int, tensor: str) -> str:
         """A tensor of layer number `layer` by its name within the layer."""

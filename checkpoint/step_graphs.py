@@ -39,11 +39,12 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
-    """Whether layers launch the same kernels whatever the values are: not those with experts, states or
-    indexers.
+    """Whether graphs record layers: not those whose kernels depend on values, as with experts, states or
+    indexers, and not those with several residual streams, for which no graph has buffers.
     """
     return not any(
-        isinstance(layer.feed_forward, Experts | Opaque | NoFeedForward)
+        layer.num_streams > 1
+        or isinstance(layer.feed_forward, Experts | Opaque | NoFeedForward)
         or isinstance(layer.mixer, Pageless)
         or layer.mixer.index_width
         for layer in layers

@@ -59,6 +59,8 @@ DECAY_KIND, DT_KIND = "A_log", "dt_bias"
 """Kinds of tensor of `TensorRole.STATE_DECAY` and `TensorRole.STATE_DT`."""
 SKIP_KIND = "D"
 """Kind of tensor of `TensorRole.MAMBA_SKIP`."""
+STREAM_ROLES = (TensorRole.MIXER_STREAMS, TensorRole.FFN_STREAMS)
+"""Connections of sub-layers to residual streams; the kinds of their tensors are in `checkpoint.streams`."""
 BRANCH_NORMS = (TensorRole.EXPERTS_NORM, TensorRole.EXPERTS_OUT_NORM, TensorRole.SHARED_OUT_NORM)
 """Norms of `Experts.branch_norm`."""
 
@@ -70,6 +72,7 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         shapes |= _norm(role, (hidden_size,), plan.norm)
     if plan.has_scale:
         shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
+    shapes |= _connections(plan, hidden_size)
     if isinstance(plan.mixer, Latent):
         shapes |= _latent(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, GatedDelta):
@@ -88,6 +91,18 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
         return shapes | _experts(plan.feed_forward, hidden_size)
     assert isinstance(plan.feed_forward, Dense), "roles of a layer that only transformers knows"
     return shapes | _mlp(plan.feed_forward, hidden_size, _MLP)
+
+
+def _connections(plan: LayerPlan, hidden_size: int) -> RoleShapes:
+    """Of the sub-layers that the layer has."""
+    if plan.connection is None:
+        return {}
+    is_absent = {
+        TensorRole.MIXER_STREAMS: isinstance(plan.mixer, NoMixer),
+        TensorRole.FFN_STREAMS: isinstance(plan.feed_forward, NoFeedForward),
+    }
+    kinds = plan.connection.shapes(hidden_size).items()
+    return {(role, kind): shape for role in STREAM_ROLES if not is_absent[role] for kind, shape in kinds}
 
 
 def _attention(attention: Attention, hidden_size: int) -> RoleShapes:
@@ -377,6 +392,7 @@ def stage_tensor_shapes(
         shapes |= {tensor.name: tensor.shape for tensor in layer_tensors(config, layer)}
     if has_head:
         shapes |= dict.fromkeys(final_norm_tensors(config), (config.hidden_size,))
+        shapes |= collapse_shapes(config)
         shapes[head_tensor(config)] = matrix
     return shapes
 
@@ -404,6 +420,17 @@ def final_norm_tensors(config: Blueprint) -> tuple[str, ...]:
     return tuple(config.names.final_norm(kind) for kind in kinds)
 
 
+def collapse_shapes(config: Blueprint) -> Shapes:
+    """Name and shape of the tensors that make one row of several residual streams, in order of their kinds.
+
+    They are float32 in memory, like the connections of layers.
+    """
+    if config.collapse is None:
+        return {}
+    kinds = config.collapse.shapes(config.hidden_size)
+    return {config.names.of_collapse(kind): shape for kind, shape in kinds.items()}
+
+
 def stage_tensor_names(
     config: Blueprint, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
 ) -> list[str]:
@@ -425,7 +452,7 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
         for layer in range(config.num_layers)
         for one in layer_tensors(config, layer)
         if not one.is_matrix or (one.roles[0] in _USUALLY_PLAIN and not config.quantization.includes_routers)
-    }
+    }.union(collapse_shapes(config))
     matrices = {name: shape for name, shape in shapes.items() if name not in plain}
     embeddings = config.names.embeddings
     return packed_matrices(config.quantization, matrices, embeddings=embeddings, head=head_tensor(config))

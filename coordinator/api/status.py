@@ -132,7 +132,7 @@ class StatusReporter:
         plan, links, model = self._state.plan, self._state.links, self._model
         if plan is None:
             return []
-        shape = self._max_step_tokens, model.config.hidden_size
+        shape = self._max_step_tokens, model.config.boundary_width
         used = model.wire_dtype or plan.dtype
         return [
             cluster_pb2.LinkStatus(

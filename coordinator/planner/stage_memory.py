@@ -420,7 +420,9 @@ class StageMemory:
 
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
-        residual = hidden_size * (2 * size + 2 * 4)
+        # Of several streams, the old and new ones, and both and their sum in float32.
+        of_streams = hidden_size * layer.num_streams * (2 * size + 3 * 4) if layer.num_streams > 1 else 0
+        residual = hidden_size * (2 * size + 2 * 4) + of_streams
         beside = 0 if layer.beside is None else _recurrent_elements(layer.beside) + hidden_size
         attention = (_mixer_elements(layer.mixer) + beside) * size
         return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size

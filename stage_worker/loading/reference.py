@@ -43,6 +43,7 @@ from checkpoint.blueprint import (
 )
 from checkpoint.names import TensorRole
 from checkpoint.recurrent import GateNorm
+from checkpoint.streams import HyperConnection
 from checkpoint.tensors import (
     DECAY_KIND,
     DT_KIND,
@@ -64,6 +65,7 @@ from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.loading.streamed_delta import KimiDeltaInputs, delta_inputs
 from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
 from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
+from stage_worker.loading.streamed_streams import StreamedConnection, collapsed
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import rotated_pairs
@@ -111,7 +113,7 @@ class StreamedModel:
         name = config.names.embeddings
         embedded = torch.cat([self._rows(name, token, token + 1) for text in texts for token in text])
         scale = torch.tensor(config.embedding_scale, dtype=self._dtype).float()
-        hidden = self.rounded(torch.stack((embedded, embedded)) * scale)
+        hidden = self.rounded(torch.stack((embedded, embedded)) * scale).repeat(1, 1, config.num_streams)
         for index, plan in enumerate(config.layers):
             self._fraction = index / config.num_layers
             layer = StreamedLayer(self, plan, rows_of_roles(config, index))
@@ -121,12 +123,18 @@ class StreamedModel:
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (first token, logits float32 [2, n, m]) per block of m tokens."""
         config = self._config
+        if config.collapse is not None:
+            hidden = collapsed(self, config.collapse, self._of_collapse, hidden)
         rows = [self._rows(name, 0, config.hidden_size) for name in final_norm_tensors(config)]
         normed = self.normed(hidden, config.final_norm, *rows)
         head = RoleRows(head_tensor(config), 0, config.vocab_size)
         for first, block in self._blocks(head):
             logits = self.rounded(linear(normed, block)) * config.logit_scale
             yield first, logits if config.logit_softcap is None else _limited(logits, config.logit_softcap)
+
+    def _of_collapse(self, kind: str) -> RoleRows:
+        name = self._config.names.of_collapse(kind)
+        return RoleRows(name, 0, self._checkpoint.shape_of(name)[0])
 
     def _as_sent(self, hidden: Tensor) -> Tensor:
         if self._wire_dtype is not None:
@@ -241,6 +249,8 @@ class StreamedLayer:
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
         plan = self.plan
+        if plan.connection is not None:
+            return self._output_of_streams(hidden, plan.connection, lengths)
         normed = self.normed(hidden, TensorRole.MIXER_NORM)
         if not isinstance(plan.mixer, NoMixer):
             hidden = self._added(hidden, self._mixed(normed, lengths), TensorRole.MIXER_OUT_NORM)
@@ -253,6 +263,22 @@ class StreamedLayer:
             return hidden
         scale = self.model.vector(self.places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
         return self.model.rounded(hidden * scale)
+
+    def _output_of_streams(self, streams: Tensor, plan: HyperConnection, lengths: Sequence[int]) -> Tensor:
+        """Several residual streams [2, n, num_streams * width] after the layer."""
+        if not isinstance(self.plan.mixer, NoMixer):
+            connection = self._connection(TensorRole.MIXER_STREAMS, plan, streams)
+            x = self.normed(connection.row(), TensorRole.MIXER_NORM)
+            streams = connection.with_result(self._mixed(x, lengths))
+        if not isinstance(inner := self.plan.known_feed_forward, NoFeedForward):
+            connection = self._connection(TensorRole.FFN_STREAMS, plan, streams)
+            row = connection.row()
+            x = self.normed(row, TensorRole.FFN_NORM)
+            streams = connection.with_result(StreamedFeedForward(self, inner)(x, row))
+        return streams
+
+    def _connection(self, role: TensorRole, plan: HyperConnection, streams: Tensor) -> StreamedConnection:
+        return StreamedConnection(self.model, plan, lambda kind: self.places[role, kind, None], streams)
 
     def _added(self, residual: Tensor, x: Tensor, out_norm: TensorRole) -> Tensor:
         return self.model.rounded(residual + self.plan.residual_scale * self.normed(x, out_norm))

@@ -26,11 +26,15 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
     shapes += [matrix.shape for matrix in checkpoint.packed.values()]
     largest = max(math.prod(shape) for shape in shapes)
     block = min(largest, max(BLOCK_ELEMENTS, width))
-    of_a_layer = 6 * config.hidden_size + 3 * max(
+    of_streams = 6 * config.residual_width if config.num_streams > 1 else 0
+    of_mixers = 3 * max(
         kind.mixer.q_size + _expanded_size(kind.mixer) + _beside_size(kind) + _inner_size(kind)
         for kind in kinds
     )
-    of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, rows_per_block(config.hidden_size))
+    of_a_layer = 6 * config.hidden_size + of_streams + of_mixers
+    of_the_head = (
+        6 * config.hidden_size + of_streams + 10 * min(config.vocab_size, rows_per_block(config.hidden_size))
+    )
     of_scores = 3 * max(kind.mixer.num_heads for kind in kinds) * max(lengths) ** 2
     of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
     of_unpacking = UNPACKING_WINDOWS * WINDOW_BYTES if checkpoint.packed else 0

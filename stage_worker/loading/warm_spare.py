@@ -17,6 +17,7 @@ import torch
 
 from checkpoint import Blueprint, DType, layer_sizes
 from checkpoint.blueprint import Implementation
+from checkpoint.held import collapse_bytes
 from checkpoint.tensors import final_norm_tensors, head_tensor
 from stage_worker.assignment import Prefetch, PrefetchedLayers
 from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherCheckpoint, StageLoadError
@@ -95,13 +96,14 @@ def _grown(chosen: NeededParts, stage: PrefetchedLayers) -> Iterator[NeededParts
 def _num_bytes(config: Blueprint, dtype: DType, parts: NeededParts) -> int:
     """Size in memory; a tied head beside the embeddings counts once."""
     matrices = {config.names.embeddings} if parts.has_embeddings else set()
-    rows = 0
+    rows = num_bytes = 0
     if parts.has_head:
+        num_bytes = collapse_bytes(config)
         matrices.add(head_tensor(config))
         rows = len(final_norm_tensors(config))
-    outside = (len(matrices) * config.vocab_size + rows) * config.hidden_size * dtype.size_bytes
+    num_bytes += (len(matrices) * config.vocab_size + rows) * config.hidden_size * dtype.size_bytes
     sizes = layer_sizes(config, dtype)
-    return outside + sum(sizes[layer] for layer in parts.layers)
+    return num_bytes + sum(sizes[layer] for layer in parts.layers)
 
 
 def keep_warm(

@@ -27,6 +27,7 @@ from checkpoint.recurrent import only_on_cpus
 from checkpoint.step_graphs import are_recordable
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.host_weights import HostCopies
+from stage_worker.model.hyper_connections import spread
 from stage_worker.model.kernels import AttentionMethod, Kernels, ProductMethod
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.operations import limited, operations
@@ -194,7 +195,7 @@ class DecoderStage(PipelineStage):
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
+        """Hidden states [n, residual_width] of ids int64 [n]. Raises ValueError for invalid ids on a CPU."""
         self._check_ids(token_ids)
         return self.embed_valid(token_ids)
 
@@ -203,11 +204,12 @@ class DecoderStage(PipelineStage):
         weight = self._loaded().embeddings
         assert weight is not None, "embed() on a stage without embeddings"
         hidden = embedding(token_ids.to(self.device), weight)
-        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        hidden = hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        return hidden if self.config.num_streams == 1 else spread(hidden, self.config.num_streams)
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
-        """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
+        """Hidden states [n, residual_width] after the layers, which write `pages`. Raises ValueError."""
         self._check_input(hidden, step)
         for layout, part in zip(step.groups, pages.groups, strict=True):
             if layout.writes.begun is not None:
@@ -221,7 +223,7 @@ class DecoderStage(PipelineStage):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
+        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, residual_width]."""
         return self.picked_logits(hidden, None)[0]
 
     @torch.inference_mode()
@@ -229,6 +231,9 @@ class DecoderStage(PipelineStage):
         weights = self._loaded()
         assert weights.final_norm is not None, "logits of a stage without output head"
         assert weights.head is not None
+        if weights.collapse is not None:  # of the rows that need logits only
+            hidden = weights.collapse(hidden if rows is None else hidden.index_select(0, rows))
+            rows = None
         normed, flags = operations(self.kernels).final_norm(hidden, rows, weights.final_norm)
         logits = weights.head(_with_fewest_rows(normed, self.kernels.products))[: len(normed)]
         logits = logits.to(torch.float32)

@@ -24,6 +24,7 @@ from stage_worker.model.branches import Branches
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.gated_delta import GatedDeltaNet
+from stage_worker.model.hyper_connections import connection_of, written
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.kimi_delta import KimiDeltaAttention
 from stage_worker.model.latent_attention import LatentAttention
@@ -310,6 +311,11 @@ class DecoderLayer:
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
+        self._read = {
+            role: connection_of(plan.connection, tensors)
+            for role, tensors in weights.streams.items()
+            if plan.connection is not None
+        }
 
     @property
     def num_memories(self) -> int:
@@ -317,13 +323,26 @@ class DecoderLayer:
         return (self._mix is not None) + (self._beside is not None)
 
     def forward(self, hidden: Tensor, *memories: LayerMemory) -> Tensor:
-        """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
+        """Return the layer's output for `hidden` [m, residual_width], which is not modified.
 
         `m` is at least the step's number of tokens: further rows are computed without attention. A mixer
         beside attention has the second of the `memories`.
         """
+        if self._read:
+            return self._output_of_streams(hidden, *memories)
         output = self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
+
+    def _output_of_streams(self, streams: Tensor, memory: LayerMemory) -> Tensor:
+        """`forward` of several residual streams [m, num_streams * hidden_size]."""
+        if self._mix is not None and self._o is not None:
+            x, weights = self._read[TensorRole.MIXER_STREAMS](streams)
+            streams = written(streams, self._o(self._mix(self._mixer_norm(x), memory)), weights)
+        if self._feed_forward is not None:
+            x, weights = self._read[TensorRole.FFN_STREAMS](streams)
+            fed = self._feed_forward(self._ffn_norm(x), memory.step.num_tokens)
+            streams = written(streams, fed, weights)
+        return streams
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""

@@ -72,6 +72,8 @@ def unavailable_because(config: Blueprint) -> str | None:
 
 def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
     attention, dense = layer.mixer, layer.known_feed_forward
+    if layer.num_streams > 1:
+        return "several residual streams are not supported by the kernels"
     if isinstance(attention, Latent):
         return "latent attention is not supported by the kernels"
     if isinstance(attention, Recurrent) or layer.beside is not None:
@@ -257,6 +259,8 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
         yield f"activation {feed_forward.activation.value}"
     if layer.has_scale:
         yield "scale of layers"
+    if layer.num_streams > 1:
+        yield "residual streams"
 
 
 def has_head_kernel(qk_norm: QkNorm) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from checkpoint.tensors import (
     ROUTER_NORM_KIND,
     SINKS_KIND,
     SKIP_KIND,
+    STREAM_ROLES,
     LayerTensor,
     layer_tensors,
     role_shapes,
@@ -186,12 +187,17 @@ class MambaWeights:
 MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | KimiDeltaWeights | MambaWeights
 
 
+StreamTensors = Mapping[str, Tensor]
+"""Float32 tensors of one connection to residual streams, or of a collapse, by kind."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LayerWeights:
     """One decoder layer. Matrices are [out, in]; `scale` is [1].
 
     `mixer` and its output `o` are None without a mixer, `feed_forward` without a feed-forward. `beside` has
-    an output `beside_o`.
+    an output `beside_o`. `streams` are the connections of mixer and feed-forward, with
+    `LayerPlan.connection`.
     """
 
     norms: Mapping[TensorRole, NormWeights]
@@ -203,6 +209,7 @@ class LayerWeights:
     beside: MambaWeights | None = None
     beside_o: Weight | None = None
     beside_o_bias: Tensor | None = None
+    streams: Mapping[TensorRole, StreamTensors] = field(default_factory=dict)
 
 
 _NORMS = (
@@ -232,6 +239,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         beside=_mamba(tensors) if has_beside else None,
         beside_o=tensors.matrix(TensorRole.STATE_OUT) if has_beside else None,
         beside_o_bias=tensors.get(TensorRole.STATE_OUT, "bias") if has_beside else None,
+        streams={role: found for role in STREAM_ROLES if (found := tensors.kinds_of(role))},
     )
     return weights, tensors.destinations()
 
@@ -386,6 +394,11 @@ class _Allocation:
         assert isinstance(place[0], Tensor), f"{role.value} is held as it is stored"
         return place[0]
 
+    def kinds_of(self, role: TensorRole) -> dict[str, Tensor]:
+        """All tensors of a role, by kind."""
+        kinds = [kind for found, kind in self._places if found is role]
+        return {kind: self.found(role, kind) for kind in kinds}
+
     def matrix(self, role: TensorRole) -> Weight:
         """What holds a matrix, with all matrices stacked in it."""
         return self._places[role, "weight"][0]
@@ -421,4 +434,5 @@ def _wide_roles(plan: FeedForwardPlan) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
     always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT, TensorRole.MAMBA_SKIP)
-    return (*always, TensorRole.ROUTER) if is_wide else always
+    always_wide = (*always, *STREAM_ROLES)
+    return (*always_wide, TensorRole.ROUTER) if is_wide else always_wide

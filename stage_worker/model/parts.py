@@ -11,9 +11,10 @@ from torch import Tensor
 from checkpoint import Blueprint, Checkpoint
 from checkpoint.blueprint import Implementation
 from checkpoint.files import FileIdentity
-from checkpoint.tensors import final_norm_tensors, head_tensor, layer_tensors
+from checkpoint.tensors import collapse_shapes, final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.host_weights import HostCopies, HostWeights
+from stage_worker.model.hyper_connections import Collapse, collapse_of
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
     AttentionWeights,
@@ -23,6 +24,7 @@ from stage_worker.model.layer_weights import (
     LayerWeights,
     MambaWeights,
     NewTensor,
+    StreamTensors,
     allocate_layer,
 )
 from stage_worker.model.norms import NormWeights, RowNorm
@@ -58,16 +60,20 @@ class PartsOrigin:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedWeights:
-    """`embeddings` is set for FIRST only, `final_norm` and `head` for LAST only."""
+    """`embeddings` is set for FIRST only, `collapse`, `final_norm` and `head` for LAST only.
+
+    Only models of several residual streams have a `collapse`.
+    """
 
     layers: tuple[DecoderLayer, ...]
     embeddings: Tensor | None
+    collapse: Collapse | None
     final_norm: RowNorm | None
     head: Projection | None
 
 
-PartWeights = LayerWeights | NormWeights | Tensor
-"""What is read of a part: a layer, the final norm, or a matrix."""
+PartWeights = LayerWeights | NormWeights | StreamTensors | Tensor
+"""What is read of a part: a layer, the final norm, the collapse of streams, or a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class ModelPart:
 
 
 EMBEDDINGS = "embeddings"
+COLLAPSE = "collapse of streams"
 FINAL_NORM = "final norm"
 HEAD = "head"
 
@@ -92,6 +99,8 @@ def parts_of(config: Blueprint, needed: NeededParts) -> list[ModelPart]:
     for layer in needed.layers:
         found.append(ModelPart(layer, tuple(tensor.name for tensor in layer_tensors(config, layer))))
     if needed.has_head:
+        if config.collapse is not None:
+            found.append(ModelPart(COLLAPSE, tuple(collapse_shapes(config))))
         found.append(ModelPart(FINAL_NORM, final_norm_tensors(config)))
         if not (needed.is_tied and needed.has_embeddings):
             found.append(ModelPart(HEAD, (head_tensor(config),)))
@@ -111,6 +120,7 @@ class LoadedParts:
         self.origin: PartsOrigin | None = None
         self.layers: dict[int, DecoderLayer] = {}
         self.embeddings: Tensor | None = None
+        self.collapse: Collapse | None = None
         self.final_norm: RowNorm | None = None
         self.head: Projection | None = None
 
@@ -142,7 +152,7 @@ class LoadedParts:
         self.in_modules = {tensors: one for tensors, one in self.in_modules.items() if tensors in wanted}
 
     def _clear_device(self) -> None:
-        self.embeddings = self.final_norm = self.head = None
+        self.embeddings = self.collapse = self.final_norm = self.head = None
         self._drop_layers(range(0))
 
     def retain(self, needed: NeededParts, origin: PartsOrigin) -> None:
@@ -152,7 +162,7 @@ class LoadedParts:
         self.origin = origin
         self._drop_layers(needed.layers)
         if not needed.has_head:
-            self.final_norm = None
+            self.collapse = self.final_norm = None
         if needed.is_tied:
             self._retain_tied(needed, origin.kernels)
             return
@@ -166,6 +176,7 @@ class LoadedParts:
         return LoadedWeights(
             layers=tuple(self.layers[layer] for layer in needed.layers),
             embeddings=self.embeddings,
+            collapse=self.collapse,
             final_norm=self.final_norm,
             head=self.head,
         )
@@ -245,6 +256,8 @@ class PartReader:
         if part.name == FINAL_NORM:
             weight, *bias = (self._tensor(name, progress, self._config.hidden_size) for name in part.tensors)
             return NormWeights(weight, bias[0] if bias else None)
+        if part.name == COLLAPSE:
+            return self._collapse(progress)
         (name,) = part.tensors
         return self._tensor(name, progress, self._config.vocab_size, self._config.hidden_size)
 
@@ -255,6 +268,17 @@ class PartReader:
         scale_rows(self._config, layer, destinations)
         reorder_heads(self._config.layers[layer].mixer, weights)
         return weights
+
+    def _collapse(self, progress: ReadProgress) -> StreamTensors:
+        assert self._config.collapse is not None, "a model of one residual stream"
+        tensors = {
+            kind: self._new(*shape).float()
+            for kind, shape in self._config.collapse.shapes(self._config.hidden_size).items()
+        }
+        names = map(self._config.names.of_collapse, tensors)
+        destinations = dict(zip(names, tensors.values(), strict=True))
+        load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
+        return tensors
 
     def _tensor(self, name: str, progress: ReadProgress, *shape: int) -> Tensor:
         tensor = self._new(*shape)
@@ -304,7 +328,12 @@ class PartLoader:
         parts = self._parts
         if isinstance(part.name, int):
             return part.name in parts.layers
-        others = {EMBEDDINGS: parts.embeddings, FINAL_NORM: parts.final_norm, HEAD: parts.head}
+        others = {
+            EMBEDDINGS: parts.embeddings,
+            COLLAPSE: parts.collapse,
+            FINAL_NORM: parts.final_norm,
+            HEAD: parts.head,
+        }
         return others[part.name] is not None
 
     def _weights(self, part: ModelPart, progress: ReadProgress) -> PartWeights:
@@ -321,6 +350,9 @@ class PartLoader:
                 parts.layers[part.name] = DecoderLayer(config.layers[part.name], weights, self._kernels)
             case NormWeights():
                 parts.final_norm = operations(self._kernels).norm(config.final_norm, weights)
+            case Mapping():
+                assert config.collapse is not None, "a model of one residual stream"
+                parts.collapse = collapse_of(config.collapse, weights)
             case _ if part.name == EMBEDDINGS:
                 parts.embeddings = weights
             case _:

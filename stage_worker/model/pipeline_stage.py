@@ -189,12 +189,12 @@ class PipelineStage(ABC):
         return (self.forward(hidden, step, pages),)
 
     def leave(self, carried: Sequence[Tensor]) -> Tensor:
-        """The input of `logits` after the last layer, [n, hidden_size]."""
+        """The input of `logits` after the last layer, [n, residual_width]."""
         return carried[0]
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
+        """Hidden states [n, residual_width] of ids int64 [n]. Raises ValueError for invalid ids on a CPU."""
 
     def embed_valid(self, token_ids: Tensor) -> Tensor:
         """Like `embed`, for ids that are known to be valid: enqueues the same work for all of them."""
@@ -202,11 +202,11 @@ class PipelineStage(ABC):
 
     @abstractmethod
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedLayers) -> Tensor:
-        """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
+        """Hidden states [n, residual_width] after the layers, which write `pages`. Raises ValueError."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
+        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, residual_width]."""
 
     def picked_logits(self, hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Logits float32 [m, vocab_size] of `rows` int64 [m] of `hidden` (None: all), and flags int32 [m].
@@ -217,7 +217,7 @@ class PipelineStage(ABC):
 
     def _check_input(self, hidden: Tensor, step: StepLayout) -> None:
         """Raise ValueError for hidden states that are not those of `step`."""
-        expected = (step.num_tokens, self.config.hidden_size)
+        expected = (step.num_tokens, self.config.residual_width)
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"
             raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
