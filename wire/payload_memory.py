@@ -9,12 +9,9 @@ they end.
 
 import asyncio
 import contextlib
-import ctypes
 import errno
-import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -27,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -48,6 +45,7 @@ from wire.payloads import (
     ticket_of,
 )
 from wire.peer_secrets import RefusedPeers
+from wire.shared_segment import SharedSegment, bytes_of, copy_hashed, new_segment
 from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, PAGE_BYTES, hop_slot_bytes
 
 log = logging.getLogger(__name__)
@@ -58,22 +56,17 @@ MAX_UNRETURNED = NUM_HOP_SLOTS - MAX_HELD
 """Small payloads that were copied and are returned in one message, which wakes the sender once."""
 INLINE_BYTES = 128 * 1024
 """Larger payloads are moved in a thread: to wake one takes as long as to copy these."""
-PIECE_BYTES = 1024 * 1024
-"""A piece is in the processor's cache when it is hashed."""
 
 ACCEPT_RETRY_S = 0.05
 """Pause without file descriptors."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-_STAMP = struct.Struct("<QQQ")
 _RETURNED = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = PROOF_BYTES + 1
 _PEER = struct.Struct("3i")
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CLOSED = "the connection was closed"
 
-Slot: TypeAlias = ctypes.Array[ctypes.c_ubyte]
 T = TypeVar("T")
 
 
@@ -108,87 +101,6 @@ class MemoryOffer:
     socket: str
     ticket: bytes = field(repr=False)
     slot_bytes: int
-
-
-class SharedSegment:
-    """Slots that two processes have mapped.
-
-    Its size is sealed, so that no process can take away memory that the other one reads.
-    """
-
-    def __init__(self, descriptor: int, slot_bytes: int) -> None:
-        """Map it; the descriptor is the caller's to close. Raises OSError, ValueError or OverflowError."""
-        _check_sealed(descriptor, NUM_HOP_SLOTS * slot_bytes)
-        # Unmapped when nothing refers to it: a thread may still copy.
-        self._memory = mmap.mmap(descriptor, NUM_HOP_SLOTS * slot_bytes)
-        self._slot_bytes = slot_bytes
-        self._type = ctypes.c_ubyte * slot_bytes
-
-    def write(self, slot: int, epoch: int, number: int, data: Bytes) -> int:
-        """Write a payload into a slot; return its XXH3-64."""
-        target, source = self._slot(slot), memoryview(data).cast("B")
-        _STAMP.pack_into(target, 0, 0, 0, 0)
-        checksum = _copy(bytes_of(target, len(source)), source)
-        _STAMP.pack_into(target, 0, epoch, number, len(source))
-        return checksum
-
-    def find(self, epoch: int, number: int, size_bytes: int) -> Slot:
-        """The slot of a payload.
-
-        Raises StepFault: UNDECODABLE if no slot holds it, SHAPE for another size.
-        """
-        slots = [self._slot(index) for index in range(NUM_HOP_SLOTS)]
-        stamps = [_STAMP.unpack_from(slot) for slot in slots]
-        for slot, (found_epoch, found_number, found_bytes) in zip(slots, stamps, strict=True):
-            if (found_epoch, found_number) == (epoch, number):
-                if found_bytes == size_bytes:
-                    return slot
-                raise StepFault(
-                    StepFaultKind.SHAPE,
-                    f"payload {number} has {found_bytes} bytes in its slot, the frame says {size_bytes}",
-                )
-        held = ", ".join(f"{found_number} of epoch {found_epoch}" for found_epoch, found_number, _ in stamps)
-        raise StepFault(
-            StepFaultKind.UNDECODABLE, f"no slot holds payload {number} of epoch {epoch}, but payloads {held}"
-        )
-
-    def _slot(self, index: int) -> Slot:
-        return self._type.from_buffer(self._memory, index * self._slot_bytes)
-
-
-def bytes_of(slot: Slot, size_bytes: int) -> memoryview:
-    """The bytes of a payload in its slot, which stays while they are referenced."""
-    return memoryview(slot).cast("B")[HOP_DATA_OFFSET : HOP_DATA_OFFSET + size_bytes]
-
-
-def _new_segment(slot_bytes: int) -> int:
-    """Descriptor of a segment whose size is fixed. Raises OSError or OverflowError."""
-    descriptor = os.memfd_create("stageline-payloads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, NUM_HOP_SLOTS * slot_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _check_sealed(descriptor: int, size_bytes: int) -> None:
-    """Raises ValueError for a segment of another size, or with a size that may change; OSError for a file."""
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _FIXED_SIZE != _FIXED_SIZE:
-        raise ValueError("the size of the segment is not sealed")
-    if (actual := os.fstat(descriptor).st_size) != size_bytes:
-        raise ValueError(f"the segment has {actual} bytes, expected {size_bytes}")
-
-
-def _copy(target: memoryview, source: memoryview) -> int:
-    """Copy; return the XXH3-64 of the copy."""
-    digest = xxhash.xxh3_64()
-    for begin in range(0, len(source), PIECE_BYTES):
-        piece = target[begin : begin + PIECE_BYTES]
-        piece[:] = source[begin : begin + PIECE_BYTES]
-        digest.update(piece)
-    return digest.intdigest()
 
 
 class _Mover:
@@ -273,7 +185,7 @@ class MemorySender:
         connection = self._socket = _new_socket()
         connection.connect(_address(self.offer.socket))
         _check_user(connection, "the next stage")
-        descriptor = _new_segment(self.offer.slot_bytes)
+        descriptor = new_segment(self.offer.slot_bytes)
         try:
             self._segment = SharedSegment(descriptor, self.offer.slot_bytes)
             socket.send_fds(connection, [self._key.greeting()], [descriptor])
@@ -372,7 +284,7 @@ class MemoryReceiver:
         if not stays:
             data = self._buffer(notice.size_bytes)
         checksum = await self._mover.run(
-            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(data) if stays else _copy(data, written)
+            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(data) if stays else copy_hashed(data, written)
         )
         segment.find(self.key.epoch, number, notice.size_bytes)  # it was not overwritten meanwhile
         check_payload(PayloadNotice(number, notice.size_bytes, checksum), notice)
@@ -440,7 +352,7 @@ class MemoryListener:
         """Bind and accept. Raises OSError where the system has no such sockets or segments."""
         if not sys.platform.startswith("linux") or not host_id():
             raise OSError(errno.ENOSYS, "it needs Linux with /proc")
-        os.close(_new_segment(PAGE_BYTES))
+        os.close(new_segment(PAGE_BYTES))
         self._name = f"stageline-{secrets.token_hex(8)}"
         listening = _new_socket()
         try:

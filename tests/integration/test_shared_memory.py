@@ -22,7 +22,7 @@ from tests.integration.request_cases import SoloRuns, mixed_cases
 from tests.integration.test_cluster_faults import reported_faults
 from tests.ports import unused_address
 from tests.unit.wire.test_payload_memory import segments
-from wire import payload_memory
+from wire import payload_memory, shared_segment
 from wire.frames import encode_hidden_states
 from wire.payload_memory import MemoryReceiver, MemorySender
 from wire.payloads import PayloadNotice
@@ -168,7 +168,7 @@ async def test_memory_that_cannot_be_shared_is_told_before_the_epoch(
 
 
 def _overwritten(slot: Any, number: int) -> None:
-    payload_memory._STAMP.pack_into(slot, 0, 1, number + 1, 4)
+    shared_segment._STAMP.pack_into(slot, 0, 1, number + 1, 4)
 
 
 def _flipped(slot: Any, number: int) -> None:
@@ -176,7 +176,7 @@ def _flipped(slot: Any, number: int) -> None:
 
 
 def _stale(slot: Any, number: int) -> None:
-    payload_memory._STAMP.pack_into(slot, 0, 0, number, 4)
+    shared_segment._STAMP.pack_into(slot, 0, 0, number, 4)
 
 
 @pytest.mark.parametrize(

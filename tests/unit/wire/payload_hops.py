@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from wire import payload_memory, payload_sockets
 from wire.addresses import Address
-from wire.payload_memory import PIECE_BYTES, MemoryListener, MemoryReceiver, MemorySender
+from wire.payload_memory import MemoryListener, MemoryReceiver, MemorySender
 from wire.payload_sockets import (
     MAX_PER_HOST,
     MIN_PIECE_BYTES,
@@ -27,6 +27,7 @@ from wire.payload_sockets import (
 )
 from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
+from wire.shared_segment import PIECE_BYTES, new_segment
 
 SECRET = b"s" * 32
 EPOCH = 7
@@ -173,7 +174,7 @@ class MemoryHop(Hop):
         return connection
 
     def greet(self, connection: socket.socket, greeting: bytes) -> None:
-        segment = payload_memory._new_segment(self.receiver.offer.slot_bytes)
+        segment = new_segment(self.receiver.offer.slot_bytes)
         socket.send_fds(connection, [greeting], [segment])
         os.close(segment)
 

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from tests.unit.wire.payload_hops import DEADLINE_S, EPOCH, MemoryHop, closing, opening, until
-from wire import payload_memory
+from wire import payload_memory, shared_segment
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_memory import (
     MAX_HELD,
@@ -226,7 +226,7 @@ async def test_a_slot_with_another_payload_is_a_fault(
     async with hop() as to, opened(to) as sender:
         notice = await passed(sender, b"data")
         assert sender._segment is not None
-        payload_memory._STAMP.pack_into(sender._segment._slot(sender._written[1]), 0, *stamp)
+        shared_segment._STAMP.pack_into(sender._segment._slot(sender._written[1]), 0, *stamp)
         with pytest.raises(StepFault, match=message) as raised:
             await to.receiver.take(notice)
         assert raised.value.kind is kind
@@ -280,7 +280,7 @@ async def test_a_payload_that_was_taken_cannot_be_named_again() -> None:
 
 
 async def test_the_size_of_a_segment_cannot_change() -> None:
-    descriptor = payload_memory._new_segment(hop_slot_bytes(1))
+    descriptor = shared_segment.new_segment(hop_slot_bytes(1))
     try:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
@@ -303,7 +303,7 @@ _WHOLE = NUM_HOP_SLOTS * hop_slot_bytes(LIMIT)
     [
         (lambda: _memfd(_WHOLE, 0), "the size of the segment is not sealed"),
         (lambda: _memfd(_WHOLE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "is not sealed"),
-        (lambda: _memfd(4096, payload_memory._FIXED_SIZE), f"has 4096 bytes, expected {_WHOLE}"),
+        (lambda: _memfd(4096, shared_segment._FIXED_SIZE), f"has 4096 bytes, expected {_WHOLE}"),
         (lambda: os.open("/dev/null", os.O_RDONLY), "Invalid argument"),
     ],
     ids=["unsealed", "shrinkable", "truncated", "no segment"],

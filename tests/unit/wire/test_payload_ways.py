@@ -22,10 +22,11 @@ from tests.unit.wire.payload_hops import (
     until,
 )
 from wire import payloads
-from wire.payload_memory import INLINE_BYTES, PIECE_BYTES, MemoryListener, MemorySender
+from wire.payload_memory import INLINE_BYTES, MemoryListener, MemorySender
 from wire.payload_sockets import MIN_PIECE_BYTES, PayloadListener, PayloadSender
 from wire.payloads import PROOF_BYTES, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
+from wire.shared_segment import PIECE_BYTES
 from wire.staging import NUM_HOP_SLOTS
 
 WAYS = pytest.mark.parametrize("way", [SocketHop, MemoryHop], ids=["connection", "shared memory"])
