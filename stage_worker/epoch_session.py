@@ -118,8 +118,8 @@ class EpochSession:
 
     @property
     def same_host_fallback(self) -> str:
-        """Why hidden states do not travel in memory shared with the next stage, which is on this host."""
-        return self._next_stage.same_host_fallback
+        """Why hidden states do not travel the fastest way to or from a stage on this host."""
+        return self._next_stage.same_host_fallback or self._payloads.same_host_fallback
 
     @property
     def hop_transport(self) -> cluster_pb2.HopTransport.ValueType:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.handshake import Epoch
 from stageline_rpc.internal.v1 import forward_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -46,14 +47,17 @@ class PayloadConnections:
         listener: PayloadListener,
         *,
         memory: MemoryListener | None = None,
+        hop_memory: HopMemory | None = None,
         min_bytes: int = MIN_PAYLOAD_BYTES,
         clock: Callable[[], float] = _loop_time,
         transport: Transport = PLAIN,
     ) -> None:
         """Without shared memory, hidden states smaller than `min_bytes` travel over gRPC.
 
-        Memory is shared in both directions, or without `memory` in none.
+        Memory is shared in both directions, or without `memory` in none. With `hop_memory`, a GPU writes what
+        it sends into shared memory, which is page-locked.
         """
+        self.hop_memory = hop_memory
         self._listener = listener
         self._memory = memory
         self._min_bytes = min_bytes
@@ -109,12 +113,14 @@ class OutgoingPayloads:
         self._sender: PayloadSender | None = None
         self._memory: MemorySender | None = None
         self._tried: list[MemorySender | PayloadSender] = []
+        self._is_pinned = False
         self.transport = cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
         """How hidden states travel, once it is open."""
         self.fallback = ""
         """Why large hidden states travel over gRPC in this epoch, although a connection was offered."""
         self.same_host_fallback = ""
-        """Why hidden states do not travel in shared memory, although the next stage is on this host."""
+        """Why hidden states do not travel in shared memory that is page-locked for the GPU, if this stage has
+        one, although the next stage is on this host."""
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
         """Open the best way that is offered; without one, all hidden states belong into frames."""
@@ -123,7 +129,11 @@ class OutgoingPayloads:
         if self._memory is None and accepted.HasField("payloads"):
             await self._open_connection(accepted.payloads)
         if self._memory is not None:
-            self.transport = cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+            self.transport = (
+                cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY
+                if self._is_pinned
+                else cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+            )
         elif self._sender is not None:
             self.transport = cluster_pb2.HOP_TRANSPORT_TCP
         else:
@@ -147,6 +157,8 @@ class OutgoingPayloads:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._memory is not None and (hop_memory := self._connections.hop_memory) is not None:
+            hop_memory.end_lending(self._memory.lend)
         for end in self._tried:
             end.close()
 
@@ -163,6 +175,19 @@ class OutgoingPayloads:
         except ConnectionError as error:
             problem = f"could not be opened: {error}"
             self.same_host_fallback = self._connections.avoid_memory(offered.socket, problem)
+        if self._memory is not None and (hop_memory := self._connections.hop_memory) is not None:
+            await self._pin(self._memory, hop_memory)
+
+    async def _pin(self, memory: MemorySender, hop_memory: HopMemory) -> None:
+        """Let the GPU write into the slots of `memory`; otherwise the host copies hidden states there."""
+        try:
+            await memory.lock(hop_memory)
+        except OSError as error:
+            self.same_host_fallback = f"memory shared with the next stage is not page-locked: {error}"
+            log.warning("hidden states are copied once more: %s", self.same_host_fallback)
+        else:
+            hop_memory.lend_by(memory.lend)
+            self._is_pinned = True
 
     async def _open_connection(self, offered: forward_pb2.PayloadOffer) -> None:
         address = Address(offered.host or self._host, offered.port)
@@ -200,6 +225,11 @@ class IncomingPayloads:
         self._inbox: PayloadInbox | None = None
         self.fallback = ""
         """Why large hidden states arrive over gRPC in this epoch, although this worker has a payload port."""
+
+    @property
+    def same_host_fallback(self) -> str:
+        """Why the GPU does not copy from memory shared with the previous stage; empty if nothing is wrong."""
+        return "" if self._memory is None else self._memory.lock_problem
 
     def expect(self, epoch: Epoch, accepted: forward_pb2.HopAccepted, *, max_bytes: int) -> None:
         """Expect the ways, and write the offers into `accepted`; `max_bytes` is 0 where nothing arrives."""

@@ -60,7 +60,7 @@ class NextStageStream:
 
     @property
     def same_host_fallback(self) -> str:
-        """Why hidden states do not travel in memory shared with a stage on this host; empty otherwise."""
+        """Why hidden states do not travel the fastest way to a stage on this host; empty otherwise."""
         return "" if self._payloads is None else self._payloads.same_host_fallback
 
     @property

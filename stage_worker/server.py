@@ -103,7 +103,7 @@ class Worker:
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._payloads = PayloadListener(self._refused, tls=self._transport.server_context)
-        self._memory = MemoryListener(self._refused)
+        self._memory = MemoryListener(self._refused, self._backend.hop_memory)
         self._observers: list[StepObserver] = [self.metrics.stage]
         self._stage = self._new_stage()
         self._client = CoordinatorClient(
@@ -153,6 +153,7 @@ class Worker:
             payloads=PayloadConnections(
                 self._payloads,
                 memory=self._memory,
+                hop_memory=self._backend.hop_memory,
                 min_bytes=config.min_payload_bytes,
                 transport=transport,
             ),

@@ -10,12 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceError
+from stage_worker.backends.hop_memory import PageLocks
 from stage_worker.backends.transfers import DeviceQueue, Event
 from stage_worker.model.attention_views import HostArray
 
@@ -91,6 +93,7 @@ class FakeQueue(DeviceQueue):
         assert self._started.acquire(timeout=30), "no step was begun"
         download = self.running.popleft()
         download.target[:] = download.content
+        download.target = download.content  # an event that has ended holds no memory
         download.ended.set()
 
     def fail(self, failure: str) -> None:
@@ -108,3 +111,36 @@ class FakeQueue(DeviceQueue):
         for download in list(self.running):
             download.ended.wait()
         self.check()
+
+
+class FakeLocks(PageLocks):
+    """Page locks of memory that must be mapped as long as it is locked; `refusal` refuses it."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.locked: dict[int, int] = {}
+        self.threads: set[str] = set()
+        self.errors: list[str] = []
+
+    def begin(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def lock(self, address: int, size_bytes: int) -> None:
+        self._check(address)
+        if self.refusal:
+            raise OSError(self.refusal)
+        self.locked[address] = size_bytes
+
+    def unlock(self, address: int) -> None:
+        self._check(address)
+        del self.locked[address]
+
+    def holds(self, address: int) -> bool:
+        return any(begin <= address < begin + size for begin, size in self.locked.items())
+
+    def _check(self, address: int) -> None:
+        if threading.current_thread().name not in self.threads:
+            self.errors.append("a call on another thread")
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        if not any(line.startswith(f"{address:x}-") and "stageline-payloads" in line for line in maps):
+            self.errors.append(f"no segment is mapped at {address:x}")

@@ -9,6 +9,7 @@ import torch
 
 from checkpoint import Blueprint, Checkpoint
 from stage_worker.assignment import Assignment
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.step_graphs import GraphRecorder, StepGraphs
 from stage_worker.backends.transfers import DeviceQueue, StagingRing
@@ -28,10 +29,11 @@ def staged_executor(
     recorder: GraphRecorder | None = None,
     budget_bytes: int = 1 << 30,
     timeout_s: float = 60.0,
+    hops: HopMemory | None = None,
 ) -> StepExecutor:
     """The stage on `device`, where `queue` copies; it begins with epoch 0. With `recorder`, it has graphs.
 
-    A step waits up to `timeout_s` for memory.
+    A step waits up to `timeout_s` for memory. Hidden states may be in memory of `hops`.
     """
     checkpoint = Checkpoint.open(Path(assignment.model_directory)).with_weights(assignment.weights)
     checkpoint = checkpoint.with_stored(holds_stored=assignment.holds_stored)
@@ -54,6 +56,6 @@ def staged_executor(
             *(model, pages, buckets, recorder), wire_dtype=assignment.sent_dtype, budget_bytes=budget_bytes
         )
         sizes = sizes.with_input(graphs.packed_bytes)
-    ring = StagingRing(queue, sizes, timeout_s=timeout_s)
+    ring = StagingRing(queue, sizes, timeout_s=timeout_s, hops=hops)
     compute = ModelCompute(model, pages, wire_dtype=assignment.sent_dtype, transfers=ring, graphs=graphs)
     return StepExecutor(assignment, compute)

@@ -26,8 +26,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_sockets import BufferPool
 from wire.payloads import (
@@ -45,7 +43,7 @@ from wire.payloads import (
     ticket_of,
 )
 from wire.peer_secrets import RefusedPeers
-from wire.shared_segment import SharedSegment, bytes_of, copy_hashed, new_segment
+from wire.shared_segment import PageLocker, SharedSegment, bytes_of, copy_hashed, hashed, new_segment
 from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, PAGE_BYTES, hop_slot_bytes
 
 log = logging.getLogger(__name__)
@@ -136,6 +134,7 @@ class MemorySender:
         self._num_sent = 0
         self._free = list(range(NUM_HOP_SLOTS))
         self._written: dict[int, int] = {}
+        self._lent: set[int] = set()
         self._broken = ""
         self._changed = asyncio.Event()
 
@@ -152,28 +151,68 @@ class MemorySender:
             self.close()
             raise ConnectionError(_reason(error)) from None
 
+    async def lock(self, locker: PageLocker) -> None:
+        """Page-lock the segment. Raises OSError with the reason; the segment can be used all the same."""
+        if self._segment is not None:
+            await locker.lock(self._segment.memory)
+
+    def lend(self) -> memoryview | None:
+        """Room for the next payload in a free slot, None without one; called on any thread.
+
+        The slot is not used for another payload while the memory is referenced. `send` of bytes from its
+        begin on copies nothing.
+        """
+        segment = self._segment
+        if self._broken or segment is None:
+            return None
+        try:
+            index = self._free.pop()
+        except IndexError:
+            return None
+        self._lent.add(index)
+        slot = segment.open(index)
+        weakref.finalize(slot, self._end_loan_later, index).atexit = False
+        return bytes_of(slot, self.offer.slot_bytes - HOP_DATA_OFFSET)
+
     async def send(self, data: Bytes) -> PayloadNotice | None:
         """Write one payload into its slot, as soon as that is free; None if the payload is too large.
 
         Raises ConnectionError when the receiver has gone.
         """
-        size_bytes = memoryview(data).nbytes
+        payload = memoryview(data).cast("B")
+        size_bytes = payload.nbytes
         if size_bytes > self.offer.slot_bytes - HOP_DATA_OFFSET:
             return None
         self._num_sent += 1
-        number = self._num_sent
-        while not self._broken and not self._free:
-            self._changed.clear()
-            await self._changed.wait()
+        epoch, number = self._key.epoch, self._num_sent
+        segment = self._segment
+        slot = None if segment is None else segment.slot_of(payload)
+        is_there = slot in self._lent and slot not in self._written.values()
+        if slot is None or not is_there:
+            slot = await self._free_slot()
         segment = self._segment
         if self._broken or segment is None:
             raise ConnectionError(self._broken or _CLOSED)
-        # The last one that was returned is most likely in the processor's cache.
-        slot = self._written[number] = self._free.pop()
+        self._written[number] = slot
         checksum = await self._mover.run(
-            size_bytes, lambda: segment.write(slot, self._key.epoch, number, data)
+            size_bytes,
+            lambda: (
+                segment.seal(slot, epoch, number, size_bytes)
+                if is_there
+                else segment.write(slot, epoch, number, payload)
+            ),
         )
         return PayloadNotice(number, size_bytes, checksum)
+
+    async def _free_slot(self) -> int:
+        """Wait for a slot. Raises ConnectionError."""
+        while not self._broken:
+            with contextlib.suppress(IndexError):
+                # The last one that was returned is most likely in the processor's cache.
+                return self._free.pop()
+            self._changed.clear()
+            await self._changed.wait()
+        raise ConnectionError(self._broken)
 
     def close(self) -> None:
         """End the connection and fail calls of `send`. Idempotent."""
@@ -219,8 +258,22 @@ class MemorySender:
             slot = self._written.pop(number, None)
             if slot is None:
                 raise ConnectionError(f"the receiver returned payload {number}, which it does not have")
+            self._free_unless_lent(slot)
+
+    def _free_unless_lent(self, slot: int) -> None:
+        if slot not in self._lent:
             self._free.append(slot)
-        self._changed.set()
+            self._changed.set()
+
+    def _end_loan_later(self, slot: int) -> None:
+        """Nothing refers to a slot that was lent; called in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the sender with it
+            self._loop.call_soon_threadsafe(self._end_loan, slot)
+
+    def _end_loan(self, slot: int) -> None:
+        self._lent.discard(slot)
+        if slot not in self._written.values():
+            self._free_unless_lent(slot)
 
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason
@@ -237,10 +290,16 @@ class MemorySender:
 class MemoryReceiver:
     """The receiving end of one hop and epoch: expects one segment, then takes the payloads in it."""
 
-    def __init__(self, key: PayloadKey, offer: MemoryOffer, *, max_bytes: int) -> None:
+    def __init__(
+        self, key: PayloadKey, offer: MemoryOffer, *, max_bytes: int, locker: PageLocker | None = None
+    ) -> None:
+        """With `locker`, the segment is page-locked from soon after its arrival on."""
         self._loop = asyncio.get_running_loop()
         self.key = key
         self.offer = offer
+        self.lock_problem = ""
+        """Why the segment is not page-locked, although it should be."""
+        self._locker = locker
         self._max_bytes = max_bytes
         self._socket: socket.socket | None = None
         self._segment: SharedSegment | None = None
@@ -260,6 +319,13 @@ class MemoryReceiver:
         connection.send(self.key.answer())
         # Without an answer the sender takes another way, and this end must not count as open.
         self._socket, self._segment = connection, segment
+        if self._locker is not None:
+            self._locker.lock(segment.memory).add_done_callback(self._note_lock)
+
+    def _note_lock(self, locked: "asyncio.Future[None]") -> None:
+        if not locked.cancelled() and (error := locked.exception()) is not None:
+            self.lock_problem = f"memory shared with the previous stage is not page-locked: {error}"
+            log.warning("hidden states are copied once more: %s", self.lock_problem)
 
     async def take(self, notice: PayloadNotice) -> ArrivedPayload:
         """The payload that a frame names; it was written before the frame was sent.
@@ -284,7 +350,7 @@ class MemoryReceiver:
         if not stays:
             data = self._buffer(notice.size_bytes)
         checksum = await self._mover.run(
-            notice.size_bytes, lambda: xxhash.xxh3_64_intdigest(data) if stays else copy_hashed(data, written)
+            notice.size_bytes, lambda: hashed(data) if stays else copy_hashed(data, written)
         )
         segment.find(self.key.epoch, number, notice.size_bytes)  # it was not overwritten meanwhile
         check_payload(PayloadNotice(number, notice.size_bytes, checksum), notice)
@@ -335,8 +401,9 @@ class MemoryListener:
     Other connections are refused, counted and logged as `RefusedPeers` does. Used on the event loop only.
     """
 
-    def __init__(self, refused: RefusedPeers) -> None:
-        self._refused = refused
+    def __init__(self, refused: RefusedPeers, locker: PageLocker | None = None) -> None:
+        """With `locker`, segments are page-locked."""
+        self._refused, self._locker = refused, locker
         self._pause = OfferPause("hidden states do not travel in shared memory")
         self._name = ""
         self._listening: socket.socket | None = None
@@ -370,7 +437,9 @@ class MemoryListener:
             return None
         key = PayloadKey(epoch, secret, new_ticket())
         offer = MemoryOffer(host_id(), self._name, key.ticket, hop_slot_bytes(max_bytes))
-        receiver = self._expected[key.ticket] = MemoryReceiver(key, offer, max_bytes=max_bytes)
+        receiver = self._expected[key.ticket] = MemoryReceiver(
+            key, offer, max_bytes=max_bytes, locker=self._locker
+        )
         return receiver
 
     def suspend(self) -> None:

@@ -1,11 +1,14 @@
 """A segment of shared memory: slots for the payloads of one hop, which two processes have mapped."""
 
+import asyncio
 import ctypes
 import fcntl
 import mmap
 import os
 import struct
-from typing import TypeAlias
+import weakref
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import xxhash
 
@@ -22,6 +25,44 @@ _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Slot: TypeAlias = ctypes.Array[ctypes.c_ubyte]
 
 
+Release: TypeAlias = Callable[[Callable[[], None]], None]
+"""Ends a use of memory, and then calls what it is given; called on any thread, also by a finalizer."""
+
+
+class MappedMemory:
+    """Memory that is unmapped when nothing refers to `content` any longer: a thread may still copy."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        """Take over the mapping."""
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        self.content: Slot = (ctypes.c_ubyte * len(memory)).from_address(self.address)
+        self._releases: list[Release] = []
+        weakref.finalize(self.content, _unmap, memory, self._releases).atexit = False
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.content)
+
+    def release_by(self, release: Release) -> None:
+        """Let `release` unmap the memory; the caller holds `content` meanwhile. Called once."""
+        assert not self._releases, "memory with two uses"
+        self._releases.append(release)
+
+
+def _unmap(memory: mmap.mmap, releases: list[Release]) -> None:
+    if releases:
+        releases[0](memory.close)
+    else:
+        memory.close()
+
+
+class PageLocker(Protocol):
+    """Page-locks mapped memory for the copies of a GPU."""
+
+    def lock(self, memory: MappedMemory) -> "asyncio.Future[None]":
+        """Lock the memory until it is unmapped. The future raises OSError with the reason."""
+
+
 class SharedSegment:
     """Slots that two processes have mapped.
 
@@ -31,18 +72,37 @@ class SharedSegment:
     def __init__(self, descriptor: int, slot_bytes: int) -> None:
         """Map it; the descriptor is the caller's to close. Raises OSError, ValueError or OverflowError."""
         _check_sealed(descriptor, NUM_HOP_SLOTS * slot_bytes)
-        # Unmapped when nothing refers to it: a thread may still copy.
-        self._memory = mmap.mmap(descriptor, NUM_HOP_SLOTS * slot_bytes)
+        self.memory = MappedMemory(mmap.mmap(descriptor, NUM_HOP_SLOTS * slot_bytes))
         self._slot_bytes = slot_bytes
         self._type = ctypes.c_ubyte * slot_bytes
 
     def write(self, slot: int, epoch: int, number: int, data: Bytes) -> int:
         """Write a payload into a slot; return its XXH3-64."""
-        target, source = self._slot(slot), memoryview(data).cast("B")
-        _STAMP.pack_into(target, 0, 0, 0, 0)
+        target, source = self.open(slot), memoryview(data).cast("B")
         checksum = copy_hashed(bytes_of(target, len(source)), source)
         _STAMP.pack_into(target, 0, epoch, number, len(source))
         return checksum
+
+    def open(self, slot: int) -> Slot:
+        """The slot, to be written, after which it is sealed: it holds no payload meanwhile."""
+        target = self._slot(slot)
+        _STAMP.pack_into(target, 0, 0, 0, 0)
+        return target
+
+    def seal(self, slot: int, epoch: int, number: int, size_bytes: int) -> int:
+        """Let an open slot hold the payload that was written into it; return its XXH3-64."""
+        target = self._slot(slot)
+        checksum = hashed(bytes_of(target, size_bytes))
+        _STAMP.pack_into(target, 0, epoch, number, size_bytes)
+        return checksum
+
+    def slot_of(self, data: memoryview) -> int | None:
+        """The slot whose payload begins where `data` does; None for other memory."""
+        if data.readonly or not data.nbytes:
+            return None
+        offset = ctypes.addressof(ctypes.c_ubyte.from_buffer(data)) - self.memory.address - HOP_DATA_OFFSET
+        slot, rest = divmod(offset, self._slot_bytes)
+        return slot if 0 <= slot < NUM_HOP_SLOTS and not rest else None
 
     def find(self, epoch: int, number: int, size_bytes: int) -> Slot:
         """The slot of a payload.
@@ -65,7 +125,7 @@ class SharedSegment:
         )
 
     def _slot(self, index: int) -> Slot:
-        return self._type.from_buffer(self._memory, index * self._slot_bytes)
+        return self._type.from_buffer(self.memory.content, index * self._slot_bytes)
 
 
 def bytes_of(slot: Slot, size_bytes: int) -> memoryview:
@@ -101,3 +161,8 @@ def copy_hashed(target: memoryview, source: memoryview) -> int:
         piece[:] = source[begin : begin + PIECE_BYTES]
         digest.update(piece)
     return digest.intdigest()
+
+
+def hashed(data: memoryview) -> int:
+    """The XXH3-64."""
+    return xxhash.xxh3_64_intdigest(data)

@@ -81,7 +81,7 @@ class StagePlan:
     """One stage: layers [layer_begin, layer_end) on one worker.
 
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
-    has as many `pinned_bytes` outside the budget, and `overhead_bytes` are workspaces and graphs.
+    has `pinned_bytes` outside the budget for them, and `overhead_bytes` are workspaces and graphs.
     `segment_bytes` are memory of the host that the stage shares with a next one on the same host. `cost` is
     the bytes of weights that a decode step reads on this stage, proportional to its time (see
     `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the worker's among
@@ -107,8 +107,8 @@ class StagePlan:
 
     @property
     def pinned_bytes(self) -> int:
-        """Memory of the host that buffers for copies have twins in."""
-        return self.buffer_bytes
+        """Memory of the host that a GPU copies from and to: twins of its buffers, and what it shares."""
+        return self.buffer_bytes + (0 if self.device is DeviceKind.HOST else self.segment_bytes)
 
     @property
     def num_layers(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from weights.progress import FetchProgress
@@ -149,6 +150,11 @@ class StageBackend(ABC):
     @property
     def gpu(self) -> Gpu | None:
         """The GPU that computes; None on a CPU and for a mock."""
+        return None
+
+    @property
+    def hop_memory(self) -> HopMemory | None:
+        """Where memory of hops is page-locked for the GPU; None on a CPU and for a mock."""
         return None
 
     @property

@@ -14,6 +14,7 @@ from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadP
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import DeviceError, ReceivedFrame
 from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.step_pipeline import StepPipeline
 from stage_worker.backends.tensor_views import as_array, from_wire, project
 from stage_worker.backends.torch_device import (
@@ -30,6 +31,7 @@ from stage_worker.backends.torch_device import (
     prepare_process,
     prepare_thread,
 )
+from stage_worker.backends.transfers import CudaPageLocks
 from stage_worker.config import AUTO, WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.reference import compute_reference
@@ -77,10 +79,11 @@ class TorchBackend(StageBackend):
         self._remote = RemoteWeights(
             config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
-        self._meter = CudaMeter(device) if device.type == "cuda" else None
+        self._meter, self._hop_memory = _of_gpu(device)
         self._resources = WorkerResources(
             device=device,
             meter=self._meter,
+            hop_memory=self._hop_memory,
             memory_bytes=self.memory_bytes,
             model_directory=config.model_directory,
             kernels=config.kernels,
@@ -119,6 +122,10 @@ class TorchBackend(StageBackend):
         return describe_gpu(device) if device.type == "cuda" else None
 
     @property
+    def hop_memory(self) -> HopMemory | None:
+        return self._hop_memory
+
+    @property
     def rates(self) -> DeviceRates | None:
         return self._rates
 
@@ -126,7 +133,8 @@ class TorchBackend(StageBackend):
     def device_memory(self) -> DeviceMemory | None:
         if self._meter is None:
             return None
-        return replace(self._meter.read(), pinned_bytes=self._pinned_bytes)
+        hop_bytes = 0 if self._hop_memory is None else self._hop_memory.locked_bytes
+        return replace(self._meter.read(), pinned_bytes=self._pinned_bytes + hop_bytes)
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
@@ -215,6 +223,8 @@ class TorchBackend(StageBackend):
         if self._claims is not None:
             self._claims.close()
         is_stopped = self._thread.stop(timeout_s=timeout_s) and self._steps.stop(timeout_s=timeout_s)
+        if self._hop_memory is not None:
+            is_stopped = self._hop_memory.stop(timeout_s=timeout_s) and is_stopped
         if is_stopped:
             self._remote.close()
         return is_stopped
@@ -251,6 +261,13 @@ class TorchBackend(StageBackend):
         device = self._resources.device
         held_bytes = max(held_bytes, self._warm_bytes or 0)
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
+
+
+def _of_gpu(device: torch.device) -> tuple[CudaMeter | None, HopMemory | None]:
+    """What a worker on a CPU has not: a meter of the device's memory, and memory of hops for its copies."""
+    if device.type != "cuda":
+        return None, None
+    return CudaMeter(device), HopMemory(CudaPageLocks(device))
 
 
 def handed_on_states(handed_on: list[TensorView]) -> bytes:

@@ -1,17 +1,20 @@
 """Copies of a step between the host and its device: one in each direction.
 
-On a GPU they go through a ring of pinned memory. Upload, computation and download of a step follow each
+On a GPU they go through a ring of pinned memory, but for hidden states in page-locked memory of a hop: these
+are copied from there, and into it. Upload, computation and download of a step follow each
 other; those of successive steps overlap. A slot of the ring is free again when nothing holds the step's
 output: neither the step itself, nor a connection that sends it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -20,11 +23,17 @@ import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceHung
+from stage_worker.backends.hop_memory import HopMemory, PageLocks
+from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.model.attention_views import HostArray, Place
 from wire.errors import StepFault, StepFaultKind
 from wire.staging import NUM_SLOTS, StagingSizes, aligned
 
+MIN_DIRECT_BYTES = 64 * 1024
+"""Smaller arrays are packed with the others of a step, although a GPU could copy them from where they are."""
 _POLL_S = 0.001
+_FOR_ALL_CONTEXTS = 1
+"""cudaHostRegisterPortable."""
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -39,6 +48,25 @@ def torch_dtype(array: HostArray) -> torch.dtype:
     return _DTYPES[array.dtype]
 
 
+Put = Callable[[int, HostArray], None]
+"""Writes an array at an offset."""
+
+
+def _put_into(target: HostArray) -> Put:
+    """Writes into `target` uint8 [n]."""
+
+    def put(begin: int, array: HostArray) -> None:
+        target[begin : begin + array.nbytes] = _bytes_of(array)
+
+    return put
+
+
+def _bytes_of(array: HostArray) -> HostArray:
+    """All bytes, uint8 [n], without a copy of a contiguous array."""
+    found: HostArray = array.reshape(-1).view(np.uint8)
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Field:
     """`num_bytes` of a step: `parts` at their offsets, in order, and zeros elsewhere."""
@@ -50,13 +78,13 @@ class Field:
     def of(cls, array: HostArray) -> Field:
         return cls(array.nbytes, ((0, array),))
 
-    def write(self, target: HostArray) -> None:
-        """Write all bytes of `target` uint8 [num_bytes]."""
-        end = 0
+    def write(self, target: HostArray, put: Put | None = None) -> None:
+        """Write all bytes of `target` uint8 [num_bytes]; `put` writes a part, by default there."""
+        end, put = 0, put or _put_into(target)
         for begin, array in self.parts:
             target[end:begin] = 0
             end = begin + array.nbytes
-            target[begin:end] = array.reshape(-1).view(np.uint8)
+            put(begin, array)
         target[end:] = 0
 
 
@@ -229,11 +257,36 @@ class CudaQueue(DeviceQueue):
         torch.cuda.synchronize(self._device)
 
 
+class CudaPageLocks(PageLocks):
+    """Page locks of CUDA or ROCm, for all copies of this process.
+
+    A call that fails leaves its error to the next one of its thread that asks for errors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        prepare_thread(self._device)
+
+    def lock(self, address: int, size_bytes: int) -> None:
+        self._check("cudaHostRegister", address, size_bytes, _FOR_ALL_CONTEXTS)
+
+    def unlock(self, address: int) -> None:
+        self._check("cudaHostUnregister", address)
+
+    def _check(self, function: str, *arguments: int) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = getattr(runtime, function)(*arguments)
+        if error != runtime.cudaError.success:
+            raise OSError(f"{function}: {runtime.cudaGetErrorString(error)}")
+
+
 @dataclass(slots=True)
 class _Slot:
     """Memory for one step: arrays on host and device, and output on device and host.
 
-    `last` is the last copy from or to it.
+    `last` is the last copy from or to it; `held` is memory of hops that copies use until then.
     """
 
     host_arrays: HostArray
@@ -241,6 +294,12 @@ class _Slot:
     output: Tensor
     host_output: HostArray
     last: Event | None = None
+    held: list[object] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        """All copies have ended. Raises an error of the device."""
+        return self.last is None or self.last.query()
 
 
 class StagingRing(StepTransfers):
@@ -249,9 +308,11 @@ class StagingRing(StepTransfers):
     depth = NUM_SLOTS - 1
     is_host = False
 
-    def __init__(self, queue: DeviceQueue, sizes: StagingSizes, *, timeout_s: float) -> None:
-        """A step waits up to `timeout_s` for a slot."""
-        self._queue, self._timeout_s = queue, timeout_s
+    def __init__(
+        self, queue: DeviceQueue, sizes: StagingSizes, *, timeout_s: float, hops: HopMemory | None = None
+    ) -> None:
+        """A step waits up to `timeout_s` for a slot. Hidden states may be in memory of `hops`."""
+        self._queue, self._timeout_s, self._hops = queue, timeout_s, hops
         # The only queue whose `put` may be called by a finalizer at any moment.
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         self._slots = [
@@ -274,19 +335,22 @@ class StagingRing(StepTransfers):
         except Empty:
             raise self._overdue() from None
         # Nobody waited for a step that was refused.
-        while slot.last is not None and not slot.last.query():
+        while not slot.is_idle:
             if time.monotonic() > end_s:
                 self._free.put(slot)
                 raise self._overdue()
             time.sleep(_POLL_S)
-        return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot))
+        slot.held.clear()
+        return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot), self._hops)
 
     def synchronize(self) -> None:
         self._queue.synchronize()
+        for slot in self._slots:
+            slot.held.clear()
 
     def _overdue(self) -> Exception:
         """Why no slot is free: the device, or the next stage, which has not taken what was computed."""
-        num_running = sum(slot.last is not None and not slot.last.query() for slot in self._slots)
+        num_running = sum(not slot.is_idle for slot in self._slots)
         if num_running:
             return DeviceHung(f"the device has not ended {num_running} steps after {self._timeout_s:g} s")
         return StepFault(
@@ -298,29 +362,32 @@ class StagingRing(StepTransfers):
 class _StagedTransfer(StepTransfer):
     """One step in a slot."""
 
-    def __init__(self, queue: DeviceQueue, slot: _Slot, release: Callable[[], None]) -> None:
-        """`release` is called when neither this object nor a part of the output is referenced."""
-        self._queue = queue
-        self._slot = slot
+    def __init__(
+        self, queue: DeviceQueue, slot: _Slot, release: Callable[[], None], hops: HopMemory | None
+    ) -> None:
+        """`release` is called when neither this object nor a part of the output in the slot is referenced."""
+        self._queue, self._slot, self._hops = queue, slot, hops
         output = slot.host_output[:]
         weakref.finalize(output, release)
         self._output = output.data
-        self._end = 0
+        self._lent = None if hops is None else hops.lend()
+        self._end = self._lent_end = 0
+        self._direct: list[tuple[int, HostArray]] = []
 
     def upload_fields(self, fields: Sequence[Field], arrays: Iterable[HostArray]) -> tuple[Tensor, Place]:
         slot, end, places = self._slot, 0, field_places(fields)
         for field, (begin, end) in zip(fields, places, strict=True):
             _check_room(end, len(slot.host_arrays))
-            field.write(slot.host_arrays[begin:end])
+            field.write(slot.host_arrays[begin:end], partial(self._put_behind, begin))
         packed = slot.arrays.narrow(0, 0, end)
         placed: dict[int, tuple[HostArray, Tensor]] = {}
         for array in arrays:
             begin, end = aligned(end), aligned(end) + array.nbytes
             _check_room(end, len(slot.host_arrays))
-            slot.host_arrays[begin:end] = array.reshape(-1).view(np.uint8)
+            self._put_behind(begin, 0, array)
             twin = slot.arrays.narrow(0, begin, array.nbytes).view(torch_dtype(array)).view(array.shape)
             placed[id(array)] = array, twin
-        slot.last = self._queue.upload(slot.arrays.narrow(0, 0, end), slot.host_arrays[:end])
+        self._upload(end)
         return packed, lambda array: placed[id(array)][1]
 
     def fetch(self, tensor: Tensor) -> memoryview:
@@ -329,16 +396,55 @@ class _StagedTransfer(StepTransfer):
         _check_room(self._end, len(self._output))
         output = self._slot.output
         output.narrow(0, begin, num_bytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        # The next stage takes the first ones; what has no room behind them is for this stage only.
+        if self._lent is not None and self._end <= len(self._lent) and begin == self._lent_end:
+            self._lent_end = aligned(self._end)
+            return self._lent[begin : self._end]
         return self._output[begin : self._end]
 
     def download(self) -> None:
         slot, end = self._slot, self._end
-        slot.last = self._queue.download(slot.host_output[:end], slot.output.narrow(0, 0, end))
+        num_lent = min(self._lent_end, end)
+        if self._lent is not None and num_lent:
+            slot.held.append(self._lent)
+            target = np.frombuffer(self._lent, np.uint8)[:num_lent]
+            slot.last = self._queue.download(target, slot.output.narrow(0, 0, num_lent))
+        if num_lent < end or not end:
+            rest = slot.output.narrow(0, num_lent, end - num_lent)
+            slot.last = self._queue.download(slot.host_output[num_lent:end], rest)
+        self._lent = None
 
     def wait(self) -> None:
-        downloaded = self._slot.last
-        assert downloaded is not None, "wait before download"
-        downloaded.synchronize()
+        slot = self._slot
+        assert slot.last is not None, "wait before download"
+        slot.last.synchronize()
+        slot.held.clear()
+
+    def _put_behind(self, offset: int, begin: int, array: HostArray) -> None:
+        """Pack an array, or let the device copy it from where it is."""
+        place, content = offset + begin, _bytes_of(array)
+        if content.nbytes >= MIN_DIRECT_BYTES and self._hops is not None and self._hops.covers(content):
+            self._direct.append((place, content))
+        else:
+            self._slot.host_arrays[place : place + content.nbytes] = content
+
+    def _upload(self, end: int) -> None:
+        """Upload what is packed, up to `end`, and between it what is elsewhere."""
+        slot, done = self._slot, 0
+        for begin, content in self._direct:
+            self._upload_packed(done, begin)
+            done = begin + content.nbytes
+            slot.held.append(content)
+            slot.last = self._queue.upload(slot.arrays.narrow(0, begin, content.nbytes), content)
+        self._upload_packed(done, end)
+        self._direct.clear()
+
+    def _upload_packed(self, begin: int, end: int) -> None:
+        if begin < end:
+            slot = self._slot
+            slot.last = self._queue.upload(
+                slot.arrays.narrow(0, begin, end - begin), slot.host_arrays[begin:end]
+            )
 
 
 def _check_room(needed: int, available: int) -> None:

@@ -38,6 +38,7 @@ from stage_worker.backends.backend import (
     TemporaryLoadError,
 )
 from stage_worker.backends.contract import CudaGraphs, KernelChoice, KernelsUnavailable
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.backends.step_graphs import CudaRecorder, StepGraphs
 from stage_worker.backends.torch_device import DeviceMeter, fault_kind_of, free_memory
@@ -148,6 +149,7 @@ class WorkerResources:
     """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path.
 
     `remote` has the cache of remote models. `meter` reads the memory of a GPU; a host has none of its own.
+    `hop_memory` has what a GPU copies from and to without a buffer.
     Weights are copied to the device by what `new_copies` returns. A spare on a GPU keeps up to
     `pinned_limit_bytes` of its weights in pinned memory.
     """
@@ -160,6 +162,7 @@ class WorkerResources:
     step_timeout_s: float = 30.0
     remote: RemoteWeights = field(default_factory=lambda: RemoteWeights(None))
     meter: DeviceMeter | None = None
+    hop_memory: HopMemory | None = None
     new_copies: Callable[[torch.device], DeviceQueue | None] = new_queue
     pinned_limit_bytes: int = 0
 
@@ -363,7 +366,7 @@ def _new_compute(
         graphs = StepGraphs(
             *(model, pages, buckets, recorder), wire_dtype=assignment.sent_dtype, budget_bytes=budget_bytes
         )
-    transfers = _new_transfers(assignment, checkpoint.config, model.device, graphs, resources.step_timeout_s)
+    transfers = _new_transfers(assignment, checkpoint.config, resources, graphs)
     return cache.begin_stage(
         model, pages, grammars, wire_dtype=assignment.sent_dtype, transfers=transfers, graphs=graphs
     )
@@ -517,18 +520,15 @@ def _graph_bytes(
 
 
 def _new_transfers(
-    assignment: Assignment,
-    config: Blueprint,
-    device: torch.device,
-    graphs: StepGraphs | None,
-    step_timeout_s: float,
+    assignment: Assignment, config: Blueprint, resources: WorkerResources, graphs: StepGraphs | None
 ) -> StepTransfers:
-    if device.type == "cpu":
+    if resources.device.type == "cpu":
         return HostTransfers()
     sizes = assignment.staging_sizes(config.boundary)
     if graphs is not None:
         sizes = sizes.with_input(graphs.packed_bytes)
-    return StagingRing(CudaQueue(device), sizes, timeout_s=step_timeout_s)
+    queue, timeout_s = CudaQueue(resources.device), resources.step_timeout_s
+    return StagingRing(queue, sizes, timeout_s=timeout_s, hops=resources.hop_memory)
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:

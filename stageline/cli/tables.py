@@ -231,17 +231,24 @@ def _ending_certificates(status: cluster_pb2.GetStatusResponse) -> list[str]:
 
 
 def _hops(status: cluster_pb2.GetStatusResponse) -> list[str]:
-    """How hidden states travel on each hop, and reasons against shared memory."""
+    """How hidden states travel on each hop, and why not faster between workers of one host."""
     hops = [worker for worker in workers_by_stage(status) if worker.hop_transport]
     ways = [f"{hop.stage} to {hop.stage + 1} {_transport(hop.hop_transport)}" for hop in hops]
     return [
         *([f"Hidden states: stage {', '.join(ways)}"] if ways else []),
         *(
-            f"Stage {hop.stage}: hidden states do not travel in shared memory: {hop.same_host_fallback}"
-            for hop in hops
-            if hop.same_host_fallback
+            f"Stage {worker.stage}: {_slower(worker)}: {worker.same_host_fallback}"
+            for worker in workers_by_stage(status)
+            if worker.same_host_fallback
         ),
     ]
+
+
+def _slower(worker: cluster_pb2.WorkerStatus) -> str:
+    """What follows from a reason against the fastest way on one host."""
+    if worker.hop_transport in (cluster_pb2.HOP_TRANSPORT_TCP, cluster_pb2.HOP_TRANSPORT_GRPC):
+        return "hidden states do not travel in shared memory"
+    return "hidden states are copied once more"
 
 
 def _transport(number: cluster_pb2.HopTransport.ValueType) -> str:

@@ -71,7 +71,10 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
 
 
 def _shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
-    return status.workers[0].hop_transport == cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+    """A GPU copies into the shared memory itself."""
+    first = min(status.workers, key=lambda worker: worker.stage)
+    expected = "HOP_TRANSPORT_SHARED_MEMORY" if first.device == "cpu" else "HOP_TRANSPORT_PINNED_MEMORY"
+    return cluster_pb2.HopTransport.Name(first.hop_transport) == expected
 
 
 async def _fail(cluster: LocalCluster, fault: str, file: Path) -> None:

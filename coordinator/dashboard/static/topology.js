@@ -126,7 +126,7 @@ function hop(label, link, { hop_transport: transport, same_host_fallback: fallba
   if (!link && !way) return null;
   const rate = link?.bytes_per_second ? `${bytes(link.bytes_per_second)}/s` : "";
   const numbers = [link && duration(link.round_trip), rate].filter(Boolean).join(", ");
-  const title = [link && `round trip${rate ? " and rate" : "; rate not measured yet"}`, link?.advice, fallback && `not in shared memory: ${fallback}`].filter(Boolean).join("; ");
+  const title = [link && `round trip${rate ? " and rate" : "; rate not measured yet"}`, link?.advice, fallback && `${["tcp", "grpc"].includes(way) ? "not in shared memory" : "copied once more"}: ${fallback}`].filter(Boolean).join("; ");
   return element("span", { title: title || null }, label, numbers && " ", numbers && element("b", {}, numbers), way && ` ${way}`);
 }
 

@@ -341,6 +341,8 @@ class _HopTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HopTrans
     """Large ones on a payload connection, others in frames."""
     HOP_TRANSPORT_SHARED_MEMORY: _HopTransport.ValueType  # 3
     """In memory that the two workers share."""
+    HOP_TRANSPORT_PINNED_MEMORY: _HopTransport.ValueType  # 4
+    """In memory that the two workers share, and into which the GPU of the sender copies."""
 
 class HopTransport(_HopTransport, metaclass=_HopTransportEnumTypeWrapper):
     """How hidden states travel from one stage to the next."""
@@ -352,6 +354,8 @@ HOP_TRANSPORT_TCP: HopTransport.ValueType  # 2
 """Large ones on a payload connection, others in frames."""
 HOP_TRANSPORT_SHARED_MEMORY: HopTransport.ValueType  # 3
 """In memory that the two workers share."""
+HOP_TRANSPORT_PINNED_MEMORY: HopTransport.ValueType  # 4
+"""In memory that the two workers share, and into which the GPU of the sender copies."""
 Global___HopTransport: _TypeAlias = HopTransport  # noqa: Y015
 
 class _WorkerState:
@@ -1040,7 +1044,9 @@ class WorkerStatus(_message.Message):
     hop_transport: Global___HopTransport.ValueType
     """How hidden states travel from its stage to the next one; unspecified on the last stage and without an epoch."""
     same_host_fallback: _builtins.str
-    """Why they do not travel in shared memory, although the next stage is on the same host; empty otherwise."""
+    """Why they do not travel the fastest way to the next stage, or from the previous one, which is on the same host;
+    empty otherwise.
+    """
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Age of the last heartbeat."""

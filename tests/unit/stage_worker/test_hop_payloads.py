@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -10,9 +11,12 @@ import time
 import pytest
 
 from stage_worker import hop_payloads
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.handshake import Epoch
 from stage_worker.hop_payloads import OutgoingPayloads, PayloadConnections
 from stageline_rpc.internal.v1 import forward_pb2
+from stageline_rpc.v1 import cluster_pb2
+from tests.fake_device import FakeLocks
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.addresses import Address
 from wire.errors import StepFault
@@ -146,6 +150,43 @@ async def test_a_segment_that_arrives_too_late_is_not_read() -> None:
     incoming.close()
     memory.close()
     listener.close()
+
+
+@pytest.mark.parametrize("refusal", ["", "cudaHostRegister: out of memory"], ids=["pinned", "refused"])
+async def test_a_gpu_writes_into_shared_memory_that_can_be_page_locked(
+    refusal: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the reason is in status and log, and hidden states are copied there."""
+    refused, hop_memory = RefusedPeers(time.monotonic), HopMemory(FakeLocks(refusal))
+    memory = MemoryListener(refused)
+    memory.listen()
+    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    payloads = hop(made)
+    await payloads.open(accepted)
+    assert bool(hop_memory.locked_bytes) is not bool(refusal)
+    lent, reason = hop_memory.lend(), ""
+    if refusal:
+        reason = f"memory shared with the next stage is not page-locked: {refusal}"
+        assert lent is None and payloads.transport == cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+    else:
+        assert lent is not None and payloads.transport == cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY
+    assert payloads.same_host_fallback == reason and incoming.same_host_fallback == ""
+    assert [message for message in caplog.messages if "once more" in message] == [
+        f"hidden states are copied once more: {reason}" for _ in reason[:1]
+    ]
+    notice = await payloads.send(SMALL)
+    assert notice is not None
+    assert (await asyncio.wait_for(incoming.take(notice), DEADLINE_S)).data == SMALL[0].data
+    payloads.close()
+    assert hop_memory.lend() is None
+    incoming.close()
+    memory.close()
+    del lent
+    gc.collect()
+    assert await asyncio.to_thread(hop_memory.stop, timeout_s=DEADLINE_S)
+    assert hop_memory.locked_bytes == 0
 
 
 async def test_an_avoided_address_is_not_dialled(

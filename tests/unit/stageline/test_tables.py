@@ -1,3 +1,4 @@
+import pytest
 from rich.console import Console, RenderableType
 
 from stageline.cli.tables import describe_cluster, describe_start, status_view, topology_view
@@ -208,12 +209,31 @@ def test_the_status_shows_how_hidden_states_travel_on_each_hop() -> None:
         (cluster_pb2.HOP_TRANSPORT_GRPC, "grpc"),
         (cluster_pb2.HOP_TRANSPORT_TCP, "tcp"),
         (cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY, "shared-memory"),
+        (cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY, "pinned-memory"),
     ):
         first.hop_transport = number
         assert f"Hidden states: stage 0 to 1 {name}" in _render(status_view(status))
-    first.same_host_fallback = "memory shared with the next stage broke: the connection was closed"
-    lines = _render(status_view(status), width=160)
-    assert f"Stage 0: hidden states do not travel in shared memory: {first.same_host_fallback}" in lines
+
+
+@pytest.mark.parametrize(
+    ("transport", "consequence"),
+    [
+        (cluster_pb2.HOP_TRANSPORT_TCP, "hidden states do not travel in shared memory"),
+        (cluster_pb2.HOP_TRANSPORT_GRPC, "hidden states do not travel in shared memory"),
+        (cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY, "hidden states are copied once more"),
+        (cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY, "hidden states are copied once more"),
+        (cluster_pb2.HOP_TRANSPORT_UNSPECIFIED, "hidden states are copied once more"),
+    ],
+)
+def test_the_status_shows_why_hidden_states_do_not_travel_faster(
+    transport: cluster_pb2.HopTransport.ValueType, consequence: str
+) -> None:
+    """Also of the last stage, which only receives."""
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    first = next(worker for worker in status.workers if worker.HasField("stage") and worker.stage == 0)
+    first.hop_transport, first.same_host_fallback = transport, "the reason"
+    assert f"Stage 0: {consequence}: the reason" in _render(status_view(status), width=160)
 
 
 def test_the_status_shows_a_wire_dtype_that_differs() -> None:

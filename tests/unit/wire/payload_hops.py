@@ -27,7 +27,7 @@ from wire.payload_sockets import (
 )
 from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
-from wire.shared_segment import PIECE_BYTES, new_segment
+from wire.shared_segment import PIECE_BYTES, PageLocker, new_segment
 
 SECRET = b"s" * 32
 EPOCH = 7
@@ -151,9 +151,9 @@ class MemoryHop(Hop):
     listener: MemoryListener
     receiver: MemoryReceiver
 
-    def __init__(self) -> None:
+    def __init__(self, locker: PageLocker | None = None) -> None:
         super().__init__()
-        self.listener = MemoryListener(self.refused)
+        self.listener = MemoryListener(self.refused, locker)
         self.listener.listen()
         receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=self.limit)
         assert receiver is not None

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from tests.unit.wire.payload_hops import DEADLINE_S, EPOCH, MemoryHop, closing, opening, until
 from wire import payload_memory, shared_segment
@@ -29,7 +28,7 @@ from wire.payload_memory import (
     host_id,
     memory_domain,
 )
-from wire.payloads import ArrivedPayload, PayloadNotice
+from wire.payloads import ArrivedPayload, Bytes, PayloadNotice
 from wire.peer_secrets import RefusedPeers
 from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, hop_slot_bytes
 
@@ -56,7 +55,7 @@ def segments() -> list[str]:
     return [found for found in (*maps, *files) if "stageline-payloads" in found]
 
 
-async def passed(sender: MemorySender, data: bytes) -> PayloadNotice:
+async def passed(sender: MemorySender, data: Bytes) -> PayloadNotice:
     notice = await asyncio.wait_for(sender.send(data), DEADLINE_S)
     assert notice is not None
     return notice
@@ -239,14 +238,14 @@ async def test_a_slot_that_is_overwritten_meanwhile_is_a_fault(
         notice = await passed(sender, bytes(LIMIT))
         segment = sender._segment
         assert segment is not None
-        digest = xxhash.xxh3_64_intdigest
+        digest = shared_segment.hashed
 
         def overwrite(data: memoryview) -> int:
             checksum = digest(data)
             segment.write(sender._written[1], EPOCH, 2, b"later")
             return checksum
 
-        monkeypatch.setattr(payload_memory.xxhash, "xxh3_64_intdigest", overwrite)
+        monkeypatch.setattr(payload_memory, "hashed", overwrite)
         with pytest.raises(StepFault, match="no slot holds payload 1 of epoch 7"):
             await to.receiver.take(notice)
 
@@ -443,3 +442,64 @@ async def test_a_taken_payload_is_read_only(size_bytes: int) -> None:
         payload = await to.receiver.take(await passed(sender, bytes(size_bytes)))
         with pytest.raises(TypeError, match="read-only"):
             memoryview(payload.data)[:1] = b"x"  # type: ignore[index]
+
+
+async def test_a_payload_in_a_lent_slot_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hop() as to, opened(to) as sender:
+        lent = sender.lend()
+        assert lent is not None and len(lent) >= LIMIT
+        lent[:LIMIT] = os.urandom(LIMIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_segment, "copy_hashed", None)
+            notice = await passed(sender, lent[:LIMIT])
+        assert notice.checksum == shared_segment.hashed(lent[:LIMIT])
+        assert (await to.receiver.take(notice)).data == bytes(lent[:LIMIT])
+
+
+async def test_a_lent_slot_is_free_when_it_is_returned_and_not_referenced() -> None:
+    async with hop() as to, opened(to) as sender:
+        for is_referenced_longer in (True, False):
+            lent = sender.lend()
+            assert lent is not None and len(sender._free) == NUM_HOP_SLOTS - 1
+            payload = await to.receiver.take(await passed(sender, lent[:LIMIT]))
+            if is_referenced_longer:
+                del payload
+                await until(lambda: not sender._written)
+                assert len(sender._free) == NUM_HOP_SLOTS - 1
+                del lent
+            else:
+                del lent
+                await until(lambda: not sender._lent)
+                assert len(sender._free) == NUM_HOP_SLOTS - 1
+                del payload
+            await until(lambda: len(sender._free) == NUM_HOP_SLOTS)
+
+
+async def test_a_slot_that_was_lent_for_nothing_is_free_again() -> None:
+    async with hop() as to, opened(to) as sender:
+        lent = [sender.lend() for _ in range(NUM_HOP_SLOTS)]
+        assert sender.lend() is None
+        waiting = asyncio.create_task(sender.send(b"x"))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(lent.pop)
+        notice = await asyncio.wait_for(waiting, DEADLINE_S)
+        assert notice is not None
+        assert (await to.receiver.take(notice)).data == b"x"
+
+
+async def test_a_part_of_a_lent_slot_and_a_second_payload_of_it_are_copied() -> None:
+    async with hop() as to, opened(to) as sender:
+        lent = sender.lend()
+        assert lent is not None
+        lent[:8] = b"01234567"
+        notices = [await passed(sender, part) for part in (lent[1:8], lent[:4], lent[:5])]
+        for expected, notice in zip((b"1234567", b"0123", b"01234"), notices, strict=True):
+            assert (await to.receiver.take(notice)).data == expected
+
+
+async def test_a_broken_hop_lends_nothing() -> None:
+    async with hop() as to, opened(to) as sender:
+        assert sender.lend() is not None
+        to.listener.forget(to.receiver)
+        await until(lambda: sender._broken != "")
+        assert sender.lend() is None

@@ -439,7 +439,9 @@ class Heartbeat(_message.Message):
     hop_transport: _cluster_pb2.HopTransport.ValueType
     """To the next stage; unspecified on LAST and without an epoch."""
     same_host_fallback: _builtins.str
-    """Why hidden states to the next stage, which is on the same host, do not travel in shared memory; empty otherwise."""
+    """Why hidden states do not travel the fastest way to the next stage, or from the previous one, which is on the same
+    host; empty otherwise.
+    """
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property

@@ -80,6 +80,8 @@ def test_memory_of_the_host_is_no_part_of_the_budget_of_a_gpu() -> None:
     assert first.segment_bytes > 0 and last.segment_bytes == 0
     parts = first.weight_bytes + first.kv_bytes + first.activation_bytes + first.buffer_bytes
     assert first.total_bytes == parts + first.overhead_bytes
+    assert first.pinned_bytes == first.buffer_bytes + first.segment_bytes
+    assert last.pinned_bytes == last.buffer_bytes
 
 
 Ranges = Sequence[tuple[int, int]]
