@@ -9,8 +9,8 @@ from typing import Annotated
 from opentelemetry.sdk.trace.sampling import Sampler
 
 from checkpoint import DType, ScaledDType, WeightFormat
-from checkpoint.blueprint import AUTO, IMPLEMENTATIONS
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
+from checkpoint.implementation import AUTO, IMPLEMENTATIONS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, UnsupportedModel, WeightFormat
-from checkpoint.blueprint import Implementation
 from checkpoint.files import has_params
 from checkpoint.gguf.files import is_gguf
+from checkpoint.implementation import Implementation
 from checkpoint.pins import Pins
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig

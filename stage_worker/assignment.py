@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpoint import BoundaryTensor, DType, ScaledDType, WeightFormat
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from checkpoint.pins import PinnedFile, Pins
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2

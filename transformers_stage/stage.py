@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from checkpoint import Blueprint, Checkpoint, DType, UnsupportedModel
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.kernels import PLAIN, PRODUCTS
 from stage_worker.model.operations import operations

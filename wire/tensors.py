@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from checkpoint.blueprint import HIDDEN_STATES, Implementation
+from checkpoint.blueprint import HIDDEN_STATES
 from checkpoint.dtypes import SCALE_BYTES, DType, ScaledDType, WeightFormat
+from checkpoint.implementation import Implementation
 from stageline_rpc.internal.v1 import step_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import StepFault, StepFaultKind

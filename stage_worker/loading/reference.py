@@ -133,7 +133,8 @@ class StreamedModel:
             yield first, logits if config.logit_softcap is None else _limited(logits, config.logit_softcap)
 
     def _of_collapse(self, kind: str) -> RoleRows:
-        name = self._config.names.of_collapse(kind)
+        config = self._config
+        name = config.names.of_collapse(kind)
         return RoleRows(name, 0, self._checkpoint.shape_of(name)[0])
 
     def _as_sent(self, hidden: Tensor) -> Tensor:

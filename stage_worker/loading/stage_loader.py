@@ -18,11 +18,11 @@ from checkpoint import (
     differing_parts,
     stage_tensor_names,
 )
-from checkpoint.blueprint import Implementation
 from checkpoint.directory import files_directory
 from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.files import stat_files
 from checkpoint.grammar_tokenizer import tokenizer_source
+from checkpoint.implementation import Implementation
 from checkpoint.pins import Pins
 from checkpoint.step_graphs import WORKSPACE_BYTES, graph_bytes
 from kvcache import group_windows

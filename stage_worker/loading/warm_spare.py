@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from checkpoint import Blueprint, DType, layer_sizes
-from checkpoint.blueprint import Implementation
 from checkpoint.held import collapse_bytes
+from checkpoint.implementation import Implementation
 from checkpoint.tensors import final_norm_tensors, head_tensor
 from stage_worker.assignment import Prefetch, PrefetchedLayers
 from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherCheckpoint, StageLoadError

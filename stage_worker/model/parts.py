@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import Blueprint, Checkpoint
-from checkpoint.blueprint import Implementation
 from checkpoint.files import FileIdentity
+from checkpoint.implementation import Implementation
 from checkpoint.tensors import collapse_shapes, final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.host_weights import HostCopies, HostWeights
@@ -270,12 +270,11 @@ class PartReader:
         return weights
 
     def _collapse(self, progress: ReadProgress) -> StreamTensors:
-        assert self._config.collapse is not None, "a model of one residual stream"
-        tensors = {
-            kind: self._new(*shape).float()
-            for kind, shape in self._config.collapse.shapes(self._config.hidden_size).items()
-        }
-        names = map(self._config.names.of_collapse, tensors)
+        config = self._config
+        assert config.collapse is not None, "a model of one residual stream"
+        shapes = config.collapse.shapes(config.hidden_size)
+        tensors = {kind: self._new(*shape).float() for kind, shape in shapes.items()}
+        names = map(config.names.of_collapse, tensors)
         destinations = dict(zip(names, tensors.values(), strict=True))
         load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
         return tensors

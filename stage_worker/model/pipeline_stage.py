@@ -20,7 +20,8 @@ from checkpoint import (
     Pageless,
     stage_weight_bytes,
 )
-from checkpoint.blueprint import HIDDEN_STATES, Implementation
+from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.implementation import Implementation
 from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
 from stage_worker.model.attention_views import Place, ViewRules

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoint import Checkpoint, UnsupportedModel, stage_weight_bytes
-from checkpoint.blueprint import AUTO, Implementation
 from checkpoint.errors import TRANSFORMERS_ADVICE
+from checkpoint.implementation import AUTO, Implementation
 from checkpoint.inspection import Inspection, inspect
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoint import Checkpoint, CheckpointError
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import (
     DeviceKind,

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from certificates.identity import Role
-from checkpoint.blueprint import AUTO
+from checkpoint.implementation import AUTO
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy

@@ -19,9 +19,9 @@ from checkpoint import (
     stage_tensor_names,
     stage_weight_bytes,
 )
-from checkpoint.blueprint import Implementation
 from checkpoint.description import read_config
 from checkpoint.headers import TensorEntry, read_headers
+from checkpoint.implementation import Implementation
 from checkpoint.other_families import has_row, parse_other, refuse_other
 from tests.checkpoints import edit_config, make_checkpoint
 

@@ -3,8 +3,8 @@
 import pytest
 
 from checkpoint import DType, WeightFormat
-from checkpoint.blueprint import Implementation
 from checkpoint.dtypes import ScaledDType
+from checkpoint.implementation import Implementation
 from stage_worker.assignment import decode_assignment, wants
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, UnsupportedModel, WeightFormat
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from stage_worker.backends.backend import LoadedStage, StageLoadError
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.loading.stage_loader import WorkerResources, load_stage

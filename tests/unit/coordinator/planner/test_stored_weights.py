@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import WeightFormat
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from coordinator.cluster.actions import AssignStage
 from coordinator.cluster.messages import encode_assign, encode_prefetch
 from coordinator.config import CoordinatorConfig

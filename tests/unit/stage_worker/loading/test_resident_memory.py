@@ -35,7 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from checkpoint import DType, WeightFormat
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from stage_worker.loading import stage_loader
 from tests.integration.stage_bench import new_assignment
 torch.set_num_threads(1)

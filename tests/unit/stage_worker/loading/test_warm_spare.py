@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoint import Checkpoint, DType, WeightFormat, stage_weight_bytes
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from stage_worker.assignment import Prefetch, PrefetchedLayers
 from stage_worker.backends.backend import LoadCancelled, LoadProgress, OtherCheckpoint, StageLoadError
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
