@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoint import Checkpoint, UnsupportedModel
-from checkpoint.blueprint import Implementation
+from checkpoint.implementation import Implementation
 from kvcache import CopyState, SavedState, SlotChange
 from kvcache.state_store import StateStore
 from stage_worker.model.decoder import DecoderStage
