@@ -61,7 +61,7 @@ PHASES = (
     Phase(
         letter="E",
         name="wire_copies",
-        about="hidden states from the wire to the device and back, by dtype",
+        about="hidden states from the wire to the device and back, and between stages of a host",
         weight_s=25,
         needs_model=False,
     ),

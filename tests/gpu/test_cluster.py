@@ -37,7 +37,34 @@ def reference(device: str, tmp_path_factory: pytest.TempPathFactory) -> Referenc
     return make_reference(tmp_path_factory.mktemp("llama") / "model", "llama")
 
 
-@pytest.mark.parametrize("fault", ["kill", ASSERT, MEMORY])
+KILL_SENDER, KILL_RECEIVER = "kill the sender", "kill the receiver"
+
+
+@pytest.mark.parametrize("same_host", ["auto", "off"])
+async def test_tokens_are_the_same_on_each_way_of_a_hop(
+    same_host: str, device: str, reference: Reference, tmp_path: Path
+) -> None:
+    """In memory that both workers share and page-lock, and on a payload connection."""
+    config = LocalClusterConfig(
+        num_workers=2,
+        model=reference.directory,
+        devices=(device,),
+        memory_bytes=MEMORY_BYTES,
+        coordinator_arguments=(*STEP_FLAGS, "--dtype", "f32"),
+        worker_arguments=(("--same-host", same_host, "--payload-min", "1B"),) * 2,
+        environment=ENVIRONMENT,
+        log_directory=tmp_path / "logs",
+    )
+    way = _shares_memory if same_host == "auto" else _connects
+    async with LocalCluster(config) as cluster, Client(cluster.address) as client:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        status = await wait_for_status(cluster.address, way, timeout_s=DEADLINE_S)
+        assert {worker.same_host_fallback for worker in status.workers} == {""}
+        assert await _generate_all(client, reference) == reference.expected
+        assert way(await client.status())
+
+
+@pytest.mark.parametrize("fault", [KILL_SENDER, KILL_RECEIVER, ASSERT, MEMORY])
 async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
     fault: str, device: str, reference: Reference, tmp_path: Path
 ) -> None:
@@ -61,12 +88,13 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
 
         generating = asyncio.create_task(_generate_all(client, reference))
         await wait_for_status(cluster.address, lambda now: now.requests.decode > 0, timeout_s=DEADLINE_S)
-        await _fail(cluster, fault, file)
+        await _fail(cluster, fault, file, status)
         async with asyncio.timeout(DEADLINE_S):
             assert await generating == reference.expected
         whole = await wait_for_status(cluster.address, _is_whole, timeout_s=DEADLINE_S)
         assert whole.epoch > status.epoch
         assert whole.requests.failed == 0
+        await wait_for_status(cluster.address, _shares_memory, timeout_s=DEADLINE_S)
         assert await _generate_all(client, reference) == reference.expected
 
 
@@ -77,10 +105,17 @@ def _shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
     return cluster_pb2.HopTransport.Name(first.hop_transport) == expected
 
 
-async def _fail(cluster: LocalCluster, fault: str, file: Path) -> None:
+def _connects(status: cluster_pb2.GetStatusResponse) -> bool:
+    first = min(status.workers, key=lambda worker: worker.stage)
+    return first.hop_transport == cluster_pb2.HOP_TRANSPORT_TCP
+
+
+async def _fail(cluster: LocalCluster, fault: str, file: Path, status: cluster_pb2.GetStatusResponse) -> None:
     """Let one worker fail; what has ended is started again."""
-    if fault == "kill":
-        cluster.kill("worker-1")
+    is_kill = fault in (KILL_SENDER, KILL_RECEIVER)
+    if is_kill:
+        stage = 0 if fault == KILL_SENDER else 1
+        cluster.kill(next(worker.name for worker in status.workers if worker.stage == stage))
     else:
         file.write_text(fault)
     async with asyncio.timeout(DEADLINE_S):
@@ -89,7 +124,7 @@ async def _fail(cluster: LocalCluster, fault: str, file: Path) -> None:
                 await asyncio.sleep(0.01)
             return
         ended = await cluster.next_exit()
-    expected = -signal.SIGKILL if fault == "kill" else ExitCode.DEVICE_FAILED
+    expected = -signal.SIGKILL if is_kill else ExitCode.DEVICE_FAILED
     assert ended.exit_code == expected, ended.last_lines()
     await cluster.restart(ended.name)
 

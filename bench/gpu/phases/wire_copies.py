@@ -1,4 +1,6 @@
-"""Hidden states from the wire to the device and back, in each dtype of the wire: copies and messages."""
+"""Hidden states from the wire to the device and back, in each dtype of the wire: copies and messages; and
+hops between two stages on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.gpu.hops import PINNED, WAYS, hop_s
 from bench.gpu.model import config_of, dtype_of, geometry_of
-from bench.gpu.phase import Recorder
+from bench.gpu.phase import NEEDS_CUDA, Recorder
 from bench.gpu.rates import Rates
 from bench.gpu.timing import synchronize
 from bench.harness.figure import Better
@@ -20,6 +23,7 @@ from stage_worker.backends.tensor_views import RowScaling, from_frame, payload, 
 from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers
 from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame, FrameAssembler, encode_hidden_states, encode_step_frame, step_frame_checksum
 from wire.ids import RequestId, SequenceKey
 from wire.staging import StagingSizes
@@ -77,6 +81,27 @@ async def measure(recorder: Recorder) -> None:
         )
         for name, dtype in WIRE_DTYPES.items():
             _record(recorder, copies, f"{num_tokens} x {width}", name, dtype)
+        await _record_hops(recorder, hidden.to(device=device, dtype=run_dtype))
+
+
+async def _record_hops(recorder: Recorder, hidden: Tensor) -> None:
+    """Each way of `hidden` [num_tokens, width] between two stages on one host, in its own dtype."""
+    dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is hidden.dtype)
+    for way in WAYS:
+        name = f"hop of {hidden.shape[0]} x {hidden.shape[1]} on one host, {way}"
+        if way == PINNED and not recorder.order.is_cuda:
+            recorder.not_measured(
+                name, "ms", NEEDS_CUDA.format(device=recorder.order.device), better=Better.LOWER
+            )
+            continue
+        try:
+            took_s = await hop_s(way, hidden, dtype, rounds=3 if recorder.order.is_quick else 100)
+        except OSError as error:
+            recorder.not_measured(name, "ms", str(error), better=Better.LOWER)
+            continue
+        recorder.figure(
+            name, took_s * 1e3, "ms", better=Better.LOWER, details={"payload_bytes": float(hidden.nbytes)}
+        )
 
 
 def _transfers(device: torch.device, num_bytes: int) -> StepTransfers:

@@ -43,6 +43,7 @@ ON_CPU = {
 """A figure that a CPU has, of each phase."""
 CUDA_ONLY = (
     "graph launch",
+    "hop of 64 x 64 on one host, pinned memory",
     "attention of a decode step, batch 4, context 32",
     "device-side assert until the worker has ended",
     "transformers decode step, compiled, batch 4, context 16",
@@ -62,6 +63,8 @@ def test_a_quick_run_on_a_cpu_measures_every_phase_and_leaves_no_process(tmp_pat
     for phase, name in ON_CPU.items():
         assert figures[name]["phase"] == phase
         assert figures[name]["value"] is not None
+    for way in ("shared memory", "tcp"):
+        assert figures[f"hop of 64 x 64 on one host, {way}"]["value"] > 0
     for name in CUDA_ONLY:
         assert figures[name]["verdict"] == "not measured"
         assert figures[name]["reason"] == "needs a CUDA device, the run is on cpu"

@@ -16,7 +16,7 @@ import torch
 from stage_worker.backends import transfers
 from stage_worker.backends.contract import HandedOn
 from stage_worker.backends.hop_memory import HopMemory
-from stage_worker.backends.transfers import NUM_SLOTS, Event, StagingRing
+from stage_worker.backends.transfers import Event, StagingRing
 from stage_worker.executor import StepExecutor
 from stage_worker.model.attention_views import HostArray
 from tests.checkpoints import make_checkpoint
@@ -31,7 +31,7 @@ from wire import payload_memory
 from wire.frames import Frame
 from wire.payload_memory import MemorySender
 from wire.shared_segment import SharedSegment
-from wire.staging import NUM_HOP_SLOTS, StagingSizes
+from wire.staging import NUM_HOP_SLOTS, NUM_SLOTS, StagingSizes
 from wire.tensors import payload_of
 
 CPU = torch.device("cpu")
