@@ -193,7 +193,7 @@ class MambaRule:
 
     Without `expand_key`, the width of a head must be given; with `width_key`, this field may replace
     `expand_key`. Without `out_bias_key`, the projection of the output has a bias if the one of the input has.
-    `has_norm_keys`: mamba_rms_norm and mamba_norm_before_gate are read.
+    `has_norm_keys`: mamba_rms_norm and mamba_norm_before_gate are read. `has_rates`: see `Mamba2`.
     """
 
     layers: RecurrentLayers
@@ -209,6 +209,7 @@ class MambaRule:
     bias_key: str = "mamba_proj_bias"
     out_bias_key: str | None = None
     has_norm_keys: bool = False
+    has_rates: bool = False
 
 
 _USUAL_ROPE = RopeRule()

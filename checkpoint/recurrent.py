@@ -172,7 +172,7 @@ class Mamba2(_Pageless):
     with dt = softplus(dt + dt_bias), the state S [state_size, head_dim] is multiplied by exp(-exp(A_log) dt),
     and then S += B (dt x)^T. The output is S^T C + D x, times SiLU of the gates, after which each group has
     an RMS norm with `norm_eps`: see `gate_norm`. `has_bias` and `has_out_bias`: the projections of the input
-    and of the output have biases.
+    and of the output have biases. `has_rates`: files have -exp(A_log) instead of A_log.
 
     The state has the last `kernel_size` - 1 inputs of the convolution, and S in float32, the heads of a group
     side by side: S sums over all tokens, which would lose small terms in fewer bits.
@@ -190,6 +190,7 @@ class Mamba2(_Pageless):
     has_conv_bias: bool = True
     has_bias: bool = False
     has_out_bias: bool = False
+    has_rates: bool = False
 
     @property
     def q_size(self) -> int:

@@ -182,6 +182,7 @@ def _parse_mamba(raw: RawConfig, rule: MambaRule, eps: float) -> Mamba2:
         has_conv_bias=flag(raw, rule.conv_bias_key, default=True),
         has_bias=flag(raw, rule.bias_key, default=False),
         has_out_bias=flag(raw, rule.out_bias_key or rule.bias_key, default=False),
+        has_rates=rule.has_rates,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.gguf_mamba import MAMBA_TYPES, architecture_of, mamba_tensors, write_mamba_metadata
+
 Array = NDArray[Any]
 QuantType = gguf.GGMLQuantizationType
 TypeOf = Callable[[str, Array], QuantType]
@@ -144,9 +146,10 @@ def write_gguf(
     "has_one_input", Qwen3-Next has one matrix before its delta rule, as in older ones.
     """
     config = json.loads((checkpoint / "config.json").read_text()) | (settings or {})
-    architecture = ARCHITECTURES[config["model_type"]]
+    is_mamba = config["model_type"] in MAMBA_TYPES
+    architecture = architecture_of(config) if is_mamba else ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
-    _write_metadata(writer, config)
+    (write_mamba_metadata if is_mamba else _write_metadata)(writer, config)
     if pre is not None:
         add_byte_level_tokenizer(writer, checkpoint, pre)
     for key, value in (metadata or {}).items():
@@ -271,6 +274,8 @@ def checkpoint_tensors(config: Mapping[str, Any], path: Path) -> dict[str, torch
 
 def tensors_of(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[str, Array]:
     """The tensors under llama.cpp's names and in its order of rows."""
+    if config["model_type"] in MAMBA_TYPES:
+        return mamba_tensors(config, tensors)
     found: dict[str, Array] = {}
     stacks: dict[str, dict[int, Array]] = {}
     for name, array in tensors.items():

@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import xxhash
@@ -24,10 +25,13 @@ from checkpoint.gguf.metadata import (
     RawFields,
     read_deepseek2,
     read_deepseek32,
+    read_falcon_h1,
     read_gemma3,
     read_glm_dsa,
     read_gpt_oss,
+    read_granite_hybrid,
     read_llama,
+    read_nemotron_h,
     read_qwen2,
     read_qwen2_moe,
     read_qwen3,
@@ -78,6 +82,9 @@ _MODULES = {
     TensorRole.DELTA_Z: "attn_gate",
     TensorRole.DELTA_B: "ssm_beta",
     TensorRole.DELTA_A: "ssm_alpha",
+    TensorRole.MAMBA_IN: "ssm_in",
+    TensorRole.EXPERTS_IN: "ffn_latent_down",
+    TensorRole.EXPERTS_OUT: "ffn_latent_up",
     TensorRole.STATE_CONV: "ssm_conv1d",
     TensorRole.STATE_NORM: "ssm_norm",
     TensorRole.STATE_OUT: "ssm_out",
@@ -87,6 +94,10 @@ _CHOICE_BIAS = Pack(module="exp_probs_b", roles=(TensorRole.CHOICE_BIAS,), kind=
 _DELTA_PACKS = (
     Pack(module="ssm_a", roles=(TensorRole.STATE_DECAY,), has_kind=False, kind="weight"),
     Pack(module="ssm_dt", roles=(TensorRole.STATE_DT,), kind="bias"),
+)
+_MAMBA_PACKS = (
+    *_DELTA_PACKS,
+    Pack(module="ssm_d", roles=(TensorRole.MAMBA_SKIP,), has_kind=False, kind="weight"),
 )
 _GROUPED_HEADS = Pack(module="ssm_ba", roles=(TensorRole.DELTA_B, TensorRole.DELTA_A))
 _GROUPED_ROWS = Pack(module="ssm_in", roles=(TensorRole.DELTA_QKV, TensorRole.DELTA_Z))
@@ -102,6 +113,8 @@ MOST_TENSORS = 1 << 18
 """Of experts and heads of all layers; Kimi K2 has 69,120 matrices of experts."""
 _SQUEEZED = {"ffn_gate_inp_shexp.weight": (1, 0), "ssm_conv1d.weight": (2, 1)}
 """Stored without its dimension of 1: number of the others, and where it is."""
+_FLATTENED = ("ssm_a", "ssm_d", "ssm_norm.weight")
+"""Vectors that Mamba2 has with a second dimension: of 1, or the elements of a group."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of Llama 3.1 and later; the metadata does not tell its scaling."""
 
@@ -201,6 +214,17 @@ def _with_latents(row: Architecture, tensors: Tensors) -> Architecture:
     return replace(row, defaults=defaults, latent=replace(row.latent, is_split=is_split))
 
 
+def _with_mamba(row: Architecture, tensors: Tensors) -> Architecture:
+    """Rates instead of their logarithms; draft layers may be at the end."""
+    assert row.mamba is not None, "a family without Mamba2"
+    mamba = replace(row.mamba, has_rates=True)
+    return replace(row, mamba=mamba, keys=row.keys | {"num_nextn_predict_layers"})
+
+
+def _with_interleaved_mamba(row: Architecture, tensors: Tensors) -> Architecture:
+    return _interleaved(_with_mamba(row, tensors), tensors)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFamily:
     """A `general.architecture`, which may be one of several families of config.json.
@@ -215,6 +239,8 @@ class GgufFamily:
     names: NameTable = field(default_factory=lambda: _names({}))
 
 
+_BARE_NORM = Pack(module="ffn_norm", roles=(TensorRole.FFN_NORM,), has_kind=False)
+"""Falcon H1's has no "weight" in its name."""
 _DELTA_NAMES = _names({TensorRole.FFN_NORM: "post_attention_norm"}, *_DELTA_PACKS)
 
 FAMILIES: tuple[GgufFamily, ...] = (
@@ -274,6 +300,30 @@ FAMILIES: tuple[GgufFamily, ...] = (
         adapt=_with_tiled_delta,
         names=_DELTA_NAMES,
     ),
+    GgufFamily(
+        architecture="granitehybrid",
+        model_types=("granitemoehybrid",),
+        read=read_granite_hybrid,
+        adapt=_with_interleaved_mamba,
+        names=_names({}, *_MAMBA_PACKS),
+    ),
+    *(
+        GgufFamily(
+            architecture=architecture,
+            model_types=("nemotron_h",),
+            read=read_nemotron_h,
+            adapt=_with_mamba,
+            names=_names({TensorRole.FFN_NORM: "attn_norm"}, *_MAMBA_PACKS, _CHOICE_BIAS),
+        )
+        for architecture in ("nemotron_h", "nemotron_h_moe")
+    ),
+    GgufFamily(
+        architecture="falcon-h1",
+        model_types=("falcon_h1",),
+        read=read_falcon_h1,
+        adapt=_with_mamba,
+        names=_names({}, *_MAMBA_PACKS, _BARE_NORM),
+    ),
 )
 _BY_NAME = {family.architecture: family for family in FAMILIES}
 
@@ -330,6 +380,8 @@ def as_named(path: Path, tensors: Tensors, *, limit: int = MOST_TENSORS) -> dict
         if inner in _SQUEEZED and len(entry.shape) == _SQUEEZED[inner][0]:
             at = _SQUEEZED[inner][1]
             found[name] = replace(entry, shape=(*entry.shape[:at], 1, *entry.shape[at:]))
+        elif inner in _FLATTENED:
+            found[name] = replace(entry, shape=(prod(entry.shape),))
         elif (stack := _STACK.fullmatch(name)) is not None and len(entry.shape) > 1:
             if len(found) + entry.shape[0] > limit:
                 raise BadHeader(

@@ -233,6 +233,136 @@ def read_qwen35_moe(fields: Fields) -> RawFields:
     return {**_delta_experts(fields), "model_type": "qwen3_5_moe_text"}
 
 
+def _mamba(fields: Fields) -> RawFields:
+    """Mamba2: a block has attention if it has KV heads. Rotation is a flag that names the training."""
+    raw = _heads(fields)
+    fields.expect("rope.dimension_count", raw["head_dim"])
+    is_rotated = fields.find("rope.scaling.finetuned", False)
+    return {**raw, "position_embedding_type": "rope" if is_rotated else "nope"}
+
+
+def _state_sizes(fields: Fields) -> tuple[int, int]:
+    """Number of heads, and their width together. Raises BadConfig."""
+    num_heads, inner_size = fields.natural("ssm.time_step_rank"), fields.natural("ssm.inner_size")
+    if inner_size % num_heads:
+        raise BadConfig(
+            f"{fields.file.path}: metadata key {fields.prefix + 'ssm.inner_size'!r} is {inner_size},"
+            f" no multiple of {num_heads} heads (ssm.time_step_rank)"
+        )
+    return num_heads, inner_size
+
+
+def _listed(found: int | list[int], num_layers: int) -> list[int]:
+    """A number of each of the first layers; one number is that of all."""
+    return found[:num_layers] if isinstance(found, list) else [found] * num_layers
+
+
+def _has(fields: Fields, tensor: str) -> bool:
+    """Whether a block has a tensor of this name."""
+    return any(name.startswith("blk.") and name.endswith(f".{tensor}") for name in fields.tensors)
+
+
+def read_granite_hybrid(fields: Fields) -> RawFields:
+    """Granite 4.0. Without experts, the MLP is the shared one."""
+    raw, (num_heads, inner_size) = _mamba(fields), _state_sizes(fields)
+    num_experts = fields.find("expert_count", 0)
+    kv_heads = _listed(fields.get("attention.head_count_kv"), raw["num_hidden_layers"])
+    types = ["attention" if count else "mamba" for count in kv_heads]
+    return {
+        **raw,
+        "model_type": "granitemoehybrid",
+        "layer_types": types,
+        "attention_bias": _has(fields, "attn_q.bias"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": fields.find("expert_used_count", 0) or None,
+        "shared_intermediate_size": fields.find("expert_shared_feed_forward_length")
+        or raw["intermediate_size"],
+        "embedding_multiplier": fields.find("embedding_scale", 1.0),
+        "residual_multiplier": fields.find("residual_scale", 1.0),
+        "attention_multiplier": fields.find("attention.scale") or raw["head_dim"] ** -0.5,
+        "logits_scaling": fields.find("logit_scale", 1.0),
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner_size // num_heads,
+        "mamba_expand": inner_size // raw["hidden_size"],
+        "mamba_n_groups": fields.natural("ssm.group_count"),
+        "mamba_d_state": fields.natural("ssm.state_size"),
+        "mamba_d_conv": fields.natural("ssm.conv_kernel"),
+        "mamba_conv_bias": _has(fields, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(fields, "ssm_in.bias"),
+    }
+
+
+def read_nemotron_h(fields: Fields) -> RawFields:
+    """Nemotron-H, without and with experts: a block has attention if it has KV heads, a feed-forward if that
+    has a width, and else Mamba2. The last blocks may be draft layers.
+    """
+    raw, (num_heads, inner_size) = _mamba(fields), _state_sizes(fields)
+    num_drafts = fields.find("nextn_predict_layers", 0)
+    num_layers, eps = raw.pop("num_hidden_layers") - num_drafts, raw.pop("rms_norm_eps")
+    widths = _listed(raw.pop("intermediate_size"), num_layers)
+    if raw.pop("position_embedding_type") != "nope":
+        raise BadConfig(f"{fields.file.path}: {fields.prefix[:-1]!r} has no layers with rotation")
+    has_experts = fields.find("expert_count", 0) > 0
+    of_width = "moe" if has_experts else "mlp"
+    kv_heads = _listed(fields.get("attention.head_count_kv"), num_layers)
+    kinds = zip(kv_heads, widths, strict=True)
+    types = ["attention" if count else of_width if width else "mamba" for count, width in kinds]
+    return {
+        **raw,
+        **(_nemotron_experts(fields) if has_experts else {"intermediate_size": max(widths)}),
+        "model_type": "nemotron_h",
+        "num_nextn_predict_layers": num_drafts,
+        "layers_block_type": types,
+        "layer_norm_epsilon": eps,
+        "mlp_bias": _has(fields, "ffn_up.bias"),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": inner_size // num_heads,
+        "n_groups": fields.natural("ssm.group_count"),
+        "ssm_state_size": fields.natural("ssm.state_size"),
+        "conv_kernel": fields.natural("ssm.conv_kernel"),
+        "use_conv_bias": _has(fields, "ssm_conv1d.bias"),
+        "use_bias": _has(fields, "ssm_in.bias"),
+    }
+
+
+def _nemotron_experts(fields: Fields) -> RawFields:
+    """llama.cpp's gate is a sigmoid; it chooses from all experts, or within the best groups."""
+    fields.expect("expert_gating_func", 0, _SIGMOID)
+    fields.expect("expert_shared_count", 1)
+    return {
+        "n_routed_experts": fields.natural("expert_count"),
+        "num_experts_per_tok": fields.natural("expert_used_count"),
+        "moe_intermediate_size": fields.natural("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": fields.natural("expert_shared_feed_forward_length"),
+        "moe_latent_size": fields.find("moe_latent_size"),
+        "norm_topk_prob": fields.find("expert_weights_norm", False),
+        "routed_scaling_factor": fields.find("expert_weights_scale", 0.0) or 1.0,
+        **_expert_groups(fields, "sigmoid"),
+    }
+
+
+def read_falcon_h1(fields: Fields) -> RawFields:
+    """Falcon H1, whose multipliers are in the weights of the file."""
+    raw, (num_heads, inner_size) = _attention(fields), _state_sizes(fields)
+    return {
+        **raw,
+        "model_type": "falcon_h1",
+        "attention_bias": _has(fields, "attn_q.bias"),
+        "mlp_bias": _has(fields, "ffn_up.bias"),
+        "mamba_d_ssm": inner_size,
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner_size // num_heads,
+        "mamba_n_groups": fields.natural("ssm.group_count"),
+        "mamba_d_state": fields.natural("ssm.state_size"),
+        "mamba_d_conv": fields.natural("ssm.conv_kernel"),
+        "mamba_conv_bias": _has(fields, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(fields, "ssm_in.bias"),
+        "projectors_bias": _has(fields, "ssm_out.bias"),
+        "mamba_rms_norm": _has(fields, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 _GEMMA_3_27B_LAYERS = 62
 """Its scores are scaled by hidden_size / heads instead of a head's width; the metadata does not tell."""
 

@@ -77,6 +77,8 @@ _SPLITS: Mapping[str, _Split] = {
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
+    **dict.fromkeys(("pixtral", "falcon3", "falcon-h1"), _LLAMA_3),
+    "dbrx": _Split(patterns=_LLAMA_3.patterns),
     "glm4": _Split(patterns=_LLAMA_3.patterns),
     "chatglm-bpe": _Split(patterns=_LLAMA_3.patterns),
     "qwen2": _QWEN_2,

@@ -61,7 +61,7 @@ class MambaVectors:
             for part in (b, c)
         )
         decay, _, skip = self.exact
-        kept = (-decay.exp() * steps).exp()
+        kept = ((decay if mixer.has_rates else -decay.exp()) * steps).exp()
         state = mixed.new_zeros(2, mixer.num_heads, mixer.head_dim, mixer.state_size)
         outputs = []
         for token in range(mixed.shape[1]):

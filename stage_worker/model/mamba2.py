@@ -43,7 +43,7 @@ class StateSpaceModel:
         self._mixer = mixer
         self._input = project(weights.input, weights.input_bias, kernels.layer_products)
         self._convolution = CausalConvolution(weights.conv, weights.conv_bias)
-        self._decay = -weights.decay.exp()
+        self._decay = weights.decay if mixer.has_rates else -weights.decay.exp()
         self._dt_bias = weights.dt_bias
         self._skip = weights.skip.repeat_interleave(mixer.head_dim)
         self._unit_norm = unit_norm(mixer.norm_eps)

@@ -100,6 +100,9 @@ PIECES = {
 }
 
 
+PIECES |= dict.fromkeys(("dbrx", "pixtral", "falcon-h1"), PIECES["llama-bpe"])
+
+
 def write_tokenizer(path: Path, pre: str | None = "gpt-2", **keys: Any) -> Path:
     """A file without tensors."""
     writer = gguf.GGUFWriter(path, "llama")

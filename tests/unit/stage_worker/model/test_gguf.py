@@ -14,7 +14,17 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from checkpoint import Checkpoint, DType, GatedDelta, Latent, UnsupportedModel, stage_tensor_names
+from checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    DType,
+    GatedDelta,
+    Latent,
+    Mamba2,
+    NoMixer,
+    UnsupportedModel,
+    stage_tensor_names,
+)
 from checkpoint.directory import describe
 from checkpoint.dtypes import BlockDType
 from checkpoint.gguf.families import FAMILIES
@@ -35,6 +45,7 @@ from tests.gguf_files import (
     tensors_of,
     write_gguf,
 )
+from tests.gguf_mamba import MAMBA_TYPES
 from tests.local_pipeline import LocalPipeline
 from tests.unit.stage_worker.model.pipeline import Pipeline
 from tests.unit.stage_worker.model.test_families import spread_of
@@ -48,6 +59,10 @@ _NO_BIAS: dict[str, Any] = {
     "attention_bias": False,
     "rope_parameters": FAMILY_SETTINGS["deepseek_v3"]["rope_parameters"] | {"mscale": 0.5},
 }
+_NO_FACTORS: dict[str, Any] = dict.fromkeys(
+    ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False
+) | {"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0}
+"""Those of Falcon H1's ends, which would be in embeddings and head; llama.cpp knows no biases."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": False},
     "mixtral": {"sliding_window": None},
@@ -73,11 +88,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_next+one": {"mlp_only_layers": []},
     "qwen3_5_text": {"attention_bias": False},
     "qwen3_5_moe_text": {},
+    "granitemoehybrid": {"mamba_proj_bias": False},
+    "granitemoehybrid+dense": {
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h+dense": {"layers_block_type": ["linear_attention", "mlp", "mlp", "full_attention", "mlp"]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "moe", "full_attention", "linear_attention"],
+        "moe_latent_size": 40,
+    },
+    "falcon_h1": _NO_FACTORS | {"mamba_norm_before_gate": False},
+    "falcon_h1+plain": _NO_FACTORS | {"mamba_rms_norm": False},
 }
 """What llama.cpp's metadata cannot express is left at its default."""
-assert {ARCHITECTURES[family.partition("+")[0]] for family in SETTINGS} == {
-    family.architecture for family in FAMILIES
-}
+MAMBA_ARCHITECTURES = {"granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1"}
+assert {
+    ARCHITECTURES[name] for family in SETTINGS if (name := family.partition("+")[0]) not in MAMBA_TYPES
+} | MAMBA_ARCHITECTURES == {family.architecture for family in FAMILIES}
 
 
 QUICK = (
@@ -90,13 +120,15 @@ QUICK = (
     "qwen3_5_moe_text",
 )
 VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
+    **{name: {} for name in ("", "dense", "plain")},
     "split": {"has_split_heads": True},
     "one": {"has_one_input": True},
     "fused": {"has_fused_experts": True},
 }
-REORDERED = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Files have value heads in another order, so that a product sums over them in another order."""
+REORDERED = ("qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "falcon_h1")
+"""Files have heads, or their elements, in another order, so that a product sums over them in another order,
+or weights that were multiplied and rounded before.
+"""
 
 
 @pytest.fixture(
@@ -126,6 +158,10 @@ def test_logits_have_the_bits_of_the_same_weights_in_safetensors(both: tuple[Pat
             assert torch.equal(found, expected)
 
 
+def with_logarithms(mixer: Any) -> Any:
+    return replace(mixer, has_rates=False) if isinstance(mixer, Mamba2) else mixer
+
+
 def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
     """But for names, for pairs of rotated elements, and for the 1 in weights of norms."""
     plain, packed = (Checkpoint.open(path).config for path in both)
@@ -135,11 +171,15 @@ def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
     for found, expected in zip(packed.layers, plain.layers, strict=True):
         assert found.feed_forward == expected.feed_forward
         assert found.norm.eps == expected.norm.eps
+        if isinstance(expected.mixer, Mamba2 | NoMixer):
+            assert with_logarithms(found.mixer) == expected.mixer
+            continue
+        assert with_logarithms(found.beside) == expected.beside
         if isinstance(expected.mixer, GatedDelta):
             assert isinstance(found.mixer, GatedDelta)
             assert replace(found.mixer, layout=expected.mixer.layout) == expected.mixer
             continue
-        assert not isinstance(found.mixer, GatedDelta)
+        assert not isinstance(found.mixer, GatedDelta | Mamba2 | NoMixer)
         assert found.mixer.page_shape == expected.mixer.page_shape
         assert found.mixer.window == expected.mixer.window
 
@@ -206,6 +246,45 @@ def test_the_usual_interval_of_full_attention_is_a_number(tmp_path: Path) -> Non
     assert file.metadata["qwen35.full_attention_interval"] == 4
     layers = Checkpoint.open(path).config.layers
     assert [isinstance(layer.mixer, GatedDelta) for layer in layers] == [True, True, True, False] * 2
+
+
+def test_draft_layers_of_nemotron_3_are_counted_and_not_read(tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", "nemotron_h", **SETTINGS["nemotron_h"])
+    expected = Checkpoint.open(write_gguf(tmp_path / "plain.gguf", directory)).config
+
+    def add_draft(writer: GGUFWriter) -> None:
+        add_tensor(writer, "blk.5.nextn.eh_proj.weight", np.ones((4, 8), np.float32), QuantType.F32)
+
+    path = write_gguf(tmp_path / "model.gguf", directory, settings={"num_drafts": 1}, extra=add_draft)
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.config.num_layers, checkpoint.drafts.num_tensors) == (5, 1)
+    assert replace(checkpoint.config, num_draft_layers=0) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "message"),
+    [
+        ("granitemoehybrid", {"granitehybrid.rope.dimension_count": 12}, "rope.dimension_count' = 12 is not"),
+        ("granitemoehybrid", {"granitehybrid.ssm.dt_b_c_rms": True}, "'granitehybrid.ssm.dt_b_c_rms' = True"),
+        ("granitemoehybrid", {"granitehybrid.ssm.inner_size": 145}, "is 145, no multiple of 6 heads"),
+        ("granitemoehybrid", {"granitehybrid.ssm.inner_size": 150}, "mamba_n_heads 6 times mamba_d_head 25"),
+        ("nemotron_h", {"nemotron_h_moe.expert_gating_func": 1}, "expert_gating_func' = 1 is not supported"),
+        (
+            "nemotron_h",
+            {"nemotron_h_moe.expert_shared_count": 2},
+            "expert_shared_count' = 2 is not supported",
+        ),
+        ("nemotron_h", {"nemotron_h_moe.rope.scaling.finetuned": True}, "has no layers with rotation"),
+        ("falcon_h1", {"falcon-h1.ssm.group_count": 0}, "must be a positive integer, is 0"),
+    ],
+)
+def test_what_mamba2_files_cannot_have_is_refused_by_key(
+    family: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = make_family(tmp_path / "model", family, **SETTINGS.get(family, {}))
+    path = write_gguf(tmp_path / "model.gguf", directory, metadata=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(path)
 
 
 def test_glm_5_2_shares_indexers_without_a_list_of_them(tmp_path: Path) -> None:
