@@ -165,7 +165,7 @@ class TransformersStage(PipelineStage):
     ) -> PartsRead:
         """Build transformers' modules of this stage, and read the tensors that are missing in `parts`.
 
-        transformers moves them to the device, without `copies`.
+        transformers moves them to the device, but for experts that it stacks.
 
         Raises like `PipelineStage.load`, and UnsupportedModel for layers that cannot be cut or cached.
         """
@@ -175,7 +175,7 @@ class TransformersStage(PipelineStage):
         if any(mixer.softcap is not None or mixer.has_sinks for mixer in found.mixers):
             self.kernels = PRODUCTS
         self._cut(model, found)
-        report = self._read(model, checkpoint, parts, progress, prepare)
+        report = self._read(model, checkpoint, parts, progress, prepare, copies)
         self._model = model
         check_rows(self, model, self.compute)
         self._check_embeddings(model)
@@ -259,6 +259,7 @@ class TransformersStage(PipelineStage):
         parts: LoadedParts,
         progress: ReadProgress,
         prepare: Prepare,
+        copies: DeviceCopies | None,
     ) -> PartsRead:
         """Drop parts that the stage does not need, and read those that it lacks."""
         needed = stage_parts(
@@ -273,7 +274,7 @@ class TransformersStage(PipelineStage):
         num_bytes = sum(checkpoint.tensors[name].num_bytes for name in names)
         progress.expect(num_bytes)
         reader = WeightReader(model, checkpoint, dtype=self.torch_dtype, device=self.device)
-        reader.read(needed, parts.in_modules, progress)
+        reader.read(needed, parts.in_modules, progress, copies)
         return _report(needed, missing, num_bytes)
 
     def _loaded(self) -> tuple[DecoderModel, _Lists]:

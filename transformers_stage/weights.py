@@ -1,8 +1,8 @@
 """Reads a stage's tensors into transformers' modules, through transformers' own conversions of names.
 
 One part is read at a time, a layer or a tensor outside the layers, in the dtype of its file. Conversion to
-the run dtype, and stacking of experts, copy it once: at most one part is in memory twice. Parts that an
-earlier load has read are put into the new modules.
+the run dtype copies it once: at most one part is in memory twice, without stacked experts, which are read
+where they stay. Parts that an earlier load has read are put into the new modules.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from transformers.utils import logging as transformers_logging
 from checkpoint import Blueprint, Checkpoint, MissingTensor, UnexpectedTensor, WrongShape, stage_tensor_shapes
 from checkpoint.dtypes import DType
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stage_worker.model.weight_reads import WeightReads
+from stage_worker.model.weight_reads import DeviceCopies, WeightReads
 from stage_worker.model.weights import ReadProgress, load_tensors
 from transformers_stage.empty_model import DecoderModel, compute_buffers, is_buffer_owner, refusal_of
+from transformers_stage.expert_places import ExpertPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ KeptModules = dict[tuple[str, ...], Mapping[str, Tensor]]
 """Parameters and buffers of parts that are loaded, by the part's tensors and then by transformers' names."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Tensors of a part that are in their places, and the parameters that they fill, by name."""
+
+    tensors: frozenset[str]
+    values: dict[str, Tensor]
+
+
 class WeightReader:
     """Fills the modules of one stage in `model`, whose other modules were removed."""
 
@@ -63,18 +72,28 @@ class WeightReader:
         self._model_type = checkpoint.config.model_type
         self._dtype, self._device = dtype, device
         self._missing: set[str] = set(model.causal.state_dict())
+        self._places = ExpertPlaces(model.causal, dtype=dtype, device=device)
 
-    def read(self, parts: Iterable[StagePart], kept: KeptModules, progress: ReadProgress) -> None:
+    def read(
+        self,
+        parts: Iterable[StagePart],
+        kept: KeptModules,
+        progress: ReadProgress,
+        copies: DeviceCopies | None = None,
+    ) -> None:
         """Fill the modules from `kept` parts, read the others, which `kept` then has, and compute buffers.
+
+        Stacks of experts reach a device by `copies`, which is None for a CPU.
 
         Raises MissingTensor, UnexpectedTensor and WrongShape by transformers' names, and like `load_tensors`;
         `kept` has the complete parts then.
         """
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        with WeightReads() as reads:
+        with WeightReads() as reads, WeightReads(copies) as placed_reads:
             for part in parts:
                 if (values := kept.get(part.tensors)) is None:
-                    kept[part.tensors] = self._read_part(part, reads, progress)
+                    placed = self._read_stacks(part, placed_reads, progress)
+                    kept[part.tensors] = placed.values | self._read_others(part, placed, reads, progress)
                 else:
                     self._restore(values)
         self._tie()
@@ -89,15 +108,40 @@ class WeightReader:
             _put(self._causal, name, values[name])
         self._missing -= values.keys()
 
-    def _read_part(self, part: StagePart, reads: WeightReads, progress: ReadProgress) -> Mapping[str, Tensor]:
-        """Read a part into its modules, and return what it has filled."""
+    def _read_stacks(self, part: StagePart, reads: WeightReads, progress: ReadProgress) -> _Placed:
+        """Read tensors of experts into their places in the stacks of all experts."""
+        checkpoint = self._checkpoint
+        shapes = {self._plain(name): checkpoint.shape_of(name) for name in part.tensors}
+        stacks = self._places.stacks(shapes)
+        destinations = {
+            name: place for stack in stacks.values() for name, place in stack.destinations().items()
+        }
+        own = {
+            name: destinations[plain] for name in part.tensors if (plain := self._plain(name)) in destinations
+        }
+        load_tensors(checkpoint, own, reads=reads, progress=progress)
+        for name, stack in stacks.items():
+            _put(self._causal, name, stack.parameter)
+            self._missing.discard(name)
+        return _Placed(frozenset(own), {name: stack.parameter for name, stack in stacks.items()})
+
+    def _read_others(
+        self, part: StagePart, placed: _Placed, reads: WeightReads, progress: ReadProgress
+    ) -> dict[str, Tensor]:
+        """Read the other tensors of a part, and return what they have filled."""
         checkpoint = self._checkpoint
         tensors = {
-            name: torch.empty(checkpoint.shape_of(name), dtype=self._stored(name)) for name in part.tensors
+            name: torch.empty(checkpoint.shape_of(name), dtype=self._stored(name))
+            for name in part.tensors
+            if name not in placed.tensors
         }
         load_tensors(checkpoint, tensors, reads=reads, progress=progress)
         named = {self._plain(name): tensor for name, tensor in tensors.items()}
         del tensors
+        return self._convert(named)
+
+    def _convert(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Let transformers convert tensors by their names, and put them into modules."""
         causal = self._causal
         info, _ = convert_and_load_state_dict_in_model(
             causal,

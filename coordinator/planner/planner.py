@@ -219,30 +219,30 @@ def make_plan(
     kv_dtype: ScaledDType | None = None,
     wire_dtype: WireDType | None = None,
     prefix_caching: bool = True,
+    implementation: Implementation = Implementation.NATIVE,
 ) -> Plan:
     """Assign one stage to every worker, and every layer of the model to one stage.
 
     The split minimizes the cost of the slowest stage, then maximizes the KV blocks, then is as even as
-    possible. Workers keep the given order if the model fits; otherwise other workers become FIRST and LAST,
-    which have the embeddings and the head.
+    possible. Workers keep the given order if the model fits; otherwise others become FIRST and LAST.
 
     All stages get the same number of blocks: the most that every stage holds, at most `max_kv_tokens`, and at
-    most enough for the sequences of all steps in flight at full length, and few sequences are that long.
+    most enough for all steps in flight at full length, so that a small model does not take all memory.
 
     `layers` fixes the number of layers per worker, in order. `limits.max_sequence_tokens` is lowered to the
     model's limit. Raises PlanImpossible with the numbers, ValueError for arguments invalid for every model.
     """
-    limits = limits.capped(config.max_position_embeddings)
     _refuse_gpus(config, workers)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(
         config=config,
         dtype=dtype,
-        limits=limits,
+        limits=limits.capped(config.max_position_embeddings),
         block_size=block_size,
         num_stages=len(workers),
         kv_dtype=kv_dtype,
         wire_dtype=wire_dtype,
+        implementation=implementation,
     )
     if config.is_recurrent:
         return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
@@ -483,6 +483,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         kv_dtype=model.kv_dtype,
         wire_dtype=model.wire_dtype,
         prefix_caching=config.prefix_cache,
+        implementation=model.implementation,
     )
 
 

@@ -9,7 +9,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   (2 * hidden * s). Layers run one after the other and reuse this memory; the largest one of the model counts.
   A mixture of E experts instead has the router's logits, scores and order (E * 20), and for each expert that
   a token chooses its row, gate, up and their product, its result before and after sorting
-  ((3 * hidden + 3 * width) * s), and the latter in float32 with its weight (8 * hidden).
+  ((3 * hidden + 3 * width) * s), and the latter in float32 with its weight (8 * hidden). By transformers'
+  layers it has its row, gate and up, biases of both, and up to five rows between them
+  ((hidden + 7 * width) * s, and 2 * width * s of biases), or its result as above, whichever is more.
 * Latent attention has instead of q, k, v: latents before and after their norms, queries before and after
   rotation, in the width of latents, mixed latents, and the attention output twice; and, for a prompt, keys
   and values of some heads for C tokens, with a float32 copy of the keys.
@@ -84,6 +86,7 @@ from checkpoint import (
     stage_weight_bytes,
     state_bytes,
 )
+from checkpoint.implementation import Implementation
 from checkpoint.recurrent import recurrent_of
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
@@ -124,6 +127,7 @@ class StageMemory:
     kv_dtype: ScaledDType | None = None
     wire_dtype: WireDType | None = None
     num_states: int = 0
+    implementation: Implementation = Implementation.NATIVE
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -278,7 +282,7 @@ class StageMemory:
         longest = self._longest(num_blocks)
         gathered = min(self.limits.max_step_sequences * longest, num_blocks * self.block_size)
         is_in_place = device is DeviceKind.GPU_IN_PLACE
-        gathers = [not (is_in_place and _attends_in_place(kind)) for kind in self.config.kinds]
+        gathers = [not (is_in_place and self._attends_in_place(kind)) for kind in self.config.kinds]
         num_copies = 1 if device is DeviceKind.HOST else 2
         size = self.limits.max_step_tokens * longest * self._mask_bytes() if any(gathers) else 0
         size += max(
@@ -386,6 +390,13 @@ class StageMemory:
             rows = min(rows + of_chunks, read * SHORT_CHUNK // CHUNK_SPLIT + limits.max_step_tokens)
         return rows * mixer.num_heads * (mixer.head_dim + 2) * 4
 
+    def _attends_in_place(self, layer: LayerPlan) -> bool:
+        """Whether kernels of a GPU attend to the pages of all slices of a layer in place."""
+        is_native = self.implementation is Implementation.NATIVE and not isinstance(
+            layer.feed_forward, Opaque
+        )
+        return is_native and isinstance(layer.mixer, Attention)
+
     def _gathered_bytes(self, layer: LayerPlan) -> int:
         """Keys and values of one token that attention reads, and while they are read from rows with scales:
         these rows, and keys or values before their product with the scales.
@@ -438,6 +449,9 @@ class StageMemory:
             return 3 * inner.width * size
         shared = 0 if inner.shared is None else 3 * inner.shared.width * size
         of_a_choice = 3 * (hidden_size + inner.width) * size + 8 * hidden_size
+        if self.implementation is Implementation.TRANSFORMERS:
+            between = hidden_size + (9 if inner.has_bias else 7) * inner.width
+            of_a_choice = max(of_a_choice, between * size)
         return 20 * inner.count + inner.per_token * of_a_choice + shared
 
     def _mask_bytes(self) -> int:
@@ -452,11 +466,6 @@ def _step_ps(rates: DeviceRates, num_bytes: float, products: float) -> int:
     """Picoseconds to read `num_bytes`, or to multiply and add `products` times; at least one."""
     seconds = max(num_bytes / rates.bytes_per_s, 2.0 * products / rates.operations_per_s)
     return max(1, round(seconds * 1e12))
-
-
-def _attends_in_place(layer: LayerPlan) -> bool:
-    """Whether kernels of a GPU attend to the pages of all slices of a layer in place."""
-    return isinstance(layer.mixer, Attention) and not isinstance(layer.feed_forward, Opaque)
 
 
 def _recurrent_elements(mixer: Recurrent) -> int:

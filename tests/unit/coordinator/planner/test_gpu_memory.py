@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType, ScaledDType, parse_config
+from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import make_plan
@@ -74,6 +75,12 @@ def test_latent_attention_and_layers_of_transformers_gather_on_every_gpu() -> No
         for device in (DeviceKind.GPU_IN_PLACE, DeviceKind.GPU)
     ]
     assert sizes[0] == sizes[1] > memory.activation_bytes(StageRole.MIDDLE, 2048)
+    native = memory_of(llama_8b(), SHORT_STEPS)
+    others = replace(native, implementation=Implementation.TRANSFORMERS)
+    plans = [
+        one.activation_bytes(StageRole.MIDDLE, 2048, DeviceKind.GPU_IN_PLACE) for one in (native, others)
+    ]
+    assert plans[0] < plans[1] == native.activation_bytes(StageRole.MIDDLE, 2048, DeviceKind.GPU)
 
 
 @st.composite
