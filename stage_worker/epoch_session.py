@@ -204,6 +204,13 @@ class EpochSession:
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
+        except Exception:
+            if not self._over.done():
+                log.exception(
+                    "stream of steps ended by an error: stage=%d epoch=%d",
+                    *(self._assignment.stage, self.epoch.number),
+                )
+            raise
 
     async def _refuse_damage(self, damaged: "asyncio.Future[StepFault]") -> None:
         await self._refuse(await damaged)

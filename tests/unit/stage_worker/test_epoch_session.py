@@ -114,10 +114,9 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_step_that_arrives_while_the_epoch_ends_is_not_computed() -> None:
-    """Steps that waited are dropped then: it would be computed in the place of the first of them."""
-    assignment, backend, next_stage = mock_assignment(stage=0), Backend(), NextStage()
-    session = EpochSession(
+def _session(backend: Backend, next_stage: NextStage) -> EpochSession:
+    assignment = mock_assignment(stage=0)
+    return EpochSession(
         epoch=Epoch(plan_id=1, number=1, coordinator_incarnation=Incarnation(bytes(16)), peers=()),
         assignment=assignment,
         executor=StepExecutor(assignment, MockCompute(assignment)),
@@ -128,6 +127,12 @@ async def test_a_step_that_arrives_while_the_epoch_ends_is_not_computed() -> Non
         clock=ClusterClock(),
         payloads=cast(IncomingPayloads, Payloads()),
     )
+
+
+async def test_a_step_that_arrives_while_the_epoch_ends_is_not_computed() -> None:
+    """Steps that waited are dropped then: it would be computed in the place of the first of them."""
+    backend, next_stage = Backend(), NextStage()
+    session = _session(backend, next_stage)
     session.start()
     stream, steps = Stream(), _steps(4)
     receiving = asyncio.create_task(session.receive(aiter(stream)))
@@ -144,4 +149,23 @@ async def test_a_step_that_arrives_while_the_epoch_ends_is_not_computed() -> Non
     next_stage.written.set()
     with pytest.raises(StaleStream, match="the next stage has ended the stream"):
         await asyncio.wait_for(receiving, DEADLINE_S)
+    await session.close()
+
+
+async def test_an_unexpected_error_that_ends_a_stream_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Backend):
+        def prepare(self, executor: StepExecutor, step: Step) -> None:
+            raise RuntimeError("no such codec")
+
+    next_stage = NextStage()
+    next_stage.written.set()
+    session = _session(Broken(), next_stage)
+    session.start()
+    stream = Stream()
+    stream.put(_steps(1)[0])
+    await asyncio.wait_for(session.receive(aiter(stream)), DEADLINE_S)
+    (record,) = [record for record in caplog.records if record.name == "stage_worker.epoch_session"]
+    assert record.getMessage() == "stream of steps ended by an error: stage=0 epoch=1"
+    assert record.exc_info is not None
+    assert "no such codec" in str(record.exc_info[1])
     await session.close()
